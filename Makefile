@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+# make demo | test | doctest | lint | bench | clean - each sets up $(VENV) by itself.
+PYTHON ?= python3
+VENV ?= .venv
+# An exact JAX version such as 0.10.2; empty: the newest that PYTHON can run.
+JAX ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-jax$(JAX)
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test doctest lint bench clean
+
+help:
+	@echo "make demo     a small model trained before and after 'ejkernel tune' (minutes)"
+	@echo "make test     all tests; PYTHON=, JAX=, VENV= and PYTEST_ARGS= choose what runs"
+	@echo "make doctest  the examples in README.md, docs/ and docstrings"
+	@echo "make lint     ruff and mypy"
+	@echo "make bench    the benchmarks; BENCH_ARGS= goes to them"
+	@echo "make clean    remove environments, caches and builds"
+
+$(STAMP): pyproject.toml scripts/setup_venv.sh
+	@rm -f $(VENV)/.installed-jax*
+	@scripts/setup_venv.sh "$(PYTHON)" "$(VENV)" "$(JAX)"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+doctest: $(STAMP)
+	$(BIN)/python -m pytest --doctest-modules --doctest-glob='*.md' --ignore-glob='*/__main__.py' \
+		$(wildcard README.md docs) src/ejkernel
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+clean:
+	rm -rf .venv .venv-* build dist .demo-cache .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,37 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Make a virtual environment and install this package, editable, with its development tools.
+# Usage: setup_venv.sh PYTHON VENV [JAX_VERSION]
+set -eu
+
+python=$1 venv=$2 jax=${3:-}
+root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
+
+fail() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+command -v "$python" >/dev/null 2>&1 || fail "no '$python' here; install Python 3.11 or later, or name one with PYTHON=..."
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "'$python' is $("$python" -V 2>&1); Python 3.11 or later is needed, name one with PYTHON=..."
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "'$python' cannot make virtual environments (venv or ensurepip is missing); on Debian and Ubuntu: apt-get install python3-venv"
+
+# Made for another Python: start over rather than mix two.
+wanted=$("$python" -c 'import sys; print(*sys.version_info[:3])')
+found=$("$venv/bin/python" -c 'import sys; print(*sys.version_info[:3])' 2>/dev/null || true)
+if [ "$wanted" != "$found" ]; then
+    # --clear empties the folder, so it must be an environment, or new.
+    [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || fail "'$venv' exists and is no virtual environment; choose another VENV=..."
+    "$python" -m venv --clear "$venv"
+fi
+
+echo "setup: installing into $venv (Python $(echo "$wanted" | tr ' ' .), JAX ${jax:-newest})" >&2
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+# --upgrade only without a version: "newest" must not mean "what happens to be installed". -qq: errors only.
+if [ -n "$jax" ]; then
+    "$venv/bin/python" -m pip install -qq "jax==$jax" -e "$root[dev]"
+else
+    "$venv/bin/python" -m pip install -qq --upgrade jax -e "$root[dev]"
+fi

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every call into JAX that differs between its versions, or is not yet public, in one place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
+from jax.extend.core import Primitive as Primitive
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+
+make_user_context = jax.make_user_context
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Return the mesh axes over which `value` may differ between devices, inside `shard_map`."""
+    return frozenset(jax.typeof(value).manual_axis_type.varying)
+
+
+def match_varying(primal: Any, gradient: Any) -> Any:
+    """Return `gradient` summed over, or spread to, the mesh axes that `primal` varies over.
+
+    A rule's gradient of a replicated argument differs between devices, and the argument's gradient is their sum.
+    """
+    have, want = varying_axes(gradient), varying_axes(primal)
+    if have - want:
+        gradient = jax.lax.psum(gradient, tuple(sorted(have - want)))
+    if want - have:
+        gradient = jax.lax.pcast(gradient, tuple(sorted(want - have)), to="varying")
+    return gradient
+
+
+def zeros_of_tangent(value: Any) -> Any:
+    """Return the zero tangent of `value`: `float0` for integers, and varying as `value` does."""
+    dtype = jax.typeof(value).to_tangent_aval().dtype
+    if dtype == jax.dtypes.float0:
+        return np.zeros(value.shape, dtype)
+    return match_varying(value, jnp.zeros(value.shape, dtype))
+
+
+def is_zero_tangent(tangent: Any) -> bool:
+    """Return whether a differentiation rule was handed "no tangent"."""
+    return isinstance(tangent, ad.Zero) or tangent.dtype == jax.dtypes.float0
+
+
+def zero_for(value: Any) -> Any:
+    """Return the symbolic zero tangent for a result `value` of a differentiation rule."""
+    return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def lowering_platforms(ctx: Any) -> tuple[str, ...]:
+    """Return the platforms that a lowering rule's program is for."""
+    return tuple(ctx.module_context.platforms)
+
+
+def num_devices(ctx: Any) -> int:
+    """Return over how many devices a lowering rule's program runs."""
+    axis_context = ctx.module_context.axis_context
+    mesh = getattr(axis_context, "mesh", None)
+    return int(mesh.size if mesh is not None else getattr(axis_context, "num_devices", 1) or 1)
+
+
+def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: Any) -> Any:
+    """Lower `function` in place of a primitive."""
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+
+
+def typed_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """Return the result types and effects of `function`."""
+    jaxpr = jax.make_jaxpr(function)(*avals)
+    return jaxpr.out_avals, jaxpr.effects
+
+
+def run_on_platform(branches: dict[str, Callable[..., Any]], *values: Any) -> Any:
+    """Return the result of the branch whose platform the program runs on, when it is lowered for several."""
+    return jax.lax.platform_dependent(*values, **branches)
+
+
+def lowered_text(lowered: Any) -> str:
+    """Return the text of a `jax.stages.Lowered`, or of anything that has `as_text()`; a string is its own text."""
+    return lowered if isinstance(lowered, str) else lowered.as_text()
+
+
+@functools.cache
+def distributed_client() -> Any:
+    """Return the client of JAX's coordination service, or `None` in a program of one process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def cudnn_attention_forward(
+    query: Any, key: Any, value: Any, bias: Any | None, *, scale: float, causal: bool, window: int
+) -> tuple[Any, Any]:
+    """Run cuDNN's fused attention, and return its output and the float32 log-sum-exp `[batch, heads, queries]`.
+
+    `jax.nn.dot_product_attention` rounds the log-sum-exp to the output's dtype and has no way to hand it to a
+    backward of one's own, so the primitives beneath are bound here.
+
+    Args:
+        query, key, value: `[batch, length, heads, head_dim]`.
+        bias: `[batch or 1, heads or 1, queries, keys]`, of the query's dtype.
+        scale: Factor on the product of query and key.
+        causal: Hide later keys; the first query is aligned with the first key.
+        window: How many keys a query sees, itself included; 0: all. Needs `causal`.
+    """
+    module, static = _cudnn_attention_parameters(scale, causal, window, bias is not None, False)
+    operands = _cudnn_attention_operands(query, key, value, bias)
+    out, stats = module._dot_product_attention_fwd_p_wrapper.bind(*operands, **static, is_training=True)
+    return out, stats
+
+
+def cudnn_attention_backward(
+    operands: tuple[Any, Any, Any, Any | None],
+    residuals: tuple[Any, Any],
+    dout: Any,
+    *,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Any, ...]:
+    """Return cuDNN's gradients of query, key, value and, if there is one, bias.
+
+    Args:
+        operands: Query, key, value and bias, as `cudnn_attention_forward` takes them.
+        residuals: Output and log-sum-exp of the forward.
+        dout: Cotangent of the output.
+        scale, causal, window: As in the forward.
+    """
+    bias = operands[3]
+    module, static = _cudnn_attention_parameters(scale, causal, window, bias is not None, bias is not None)
+    out, stats = residuals
+    arrays = (*_cudnn_attention_operands(*operands), stats, out, dout)
+    return tuple(module._dot_product_attention_bwd_p_wrapper.bind(*arrays, **static))
+
+
+def _cudnn_attention_operands(query: Any, key: Any, value: Any, bias: Any | None) -> tuple[Any, ...]:
+    absent = jnp.zeros(0, query.dtype)  # stands for each of the six optional operands that are not given
+    return (query, key, value, absent if bias is None else bias, *[absent] * 6)
+
+
+def _cudnn_attention_parameters(
+    scale: float, causal: bool, window: int, has_bias: bool, has_dbias: bool
+) -> tuple[Any, dict[str, Any]]:
+    from jax._src.cudnn import fused_attention_stablehlo as module
+
+    static: dict[str, Any] = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (has_bias, has_dbias),
+        "mask_type": module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK,
+        "layout": module.AttentionLayout.BTNH.value,
+        "sliding_window_length": window or None,
+    }
+    if "score_mod" in inspect.signature(module._dot_product_attention_fwd_rule).parameters:  # since JAX 0.12
+        static["score_mod"] = None
+    return module, static

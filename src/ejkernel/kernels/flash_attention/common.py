@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every implementation of attention shares: the operands in one form, the rules, and the description of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+# The log-sum-exp of a row that sees no key. Large, so that exp(score - lse) is exactly zero in every backward;
+# finite, so that no implementation meets inf - inf.
+EMPTY_ROW_LSE = 1e30
+
+Tree = TypeVar("Tree")
+
+
+class Operands(NamedTuple):
+    """The arrays of one call.
+
+    Attributes:
+        query: `[batch, queries, heads, head_dim]`.
+        key: `[batch, keys, groups, head_dim]`; head `i` reads group `i // (heads // groups)`.
+        value: `[batch, keys, groups, value_dim]`.
+        bias: Added to the logits; four axes, each of full size or 1, `[batch, heads, queries, keys]`.
+        attention_mask: True where a key is visible; axes as `bias`.
+        query_segments: `[batch, queries]`; a query sees the keys of its own segment.
+        key_segments: `[batch, keys]`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None = None
+    attention_mask: jax.Array | None = None
+    query_segments: jax.Array | None = None
+    key_segments: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What is static about one call.
+
+    Query `i` stands at position `i + keys - queries`: the last query is aligned with the last key.
+
+    Attributes:
+        scale: Factor on the product of query and key.
+        left: How many keys before its own position a query sees; `None`: all.
+        right: How many keys after its own position a query sees; `None`: all; causal attention is 0.
+        soft_cap: Scaled products are squashed into `(-soft_cap, soft_cap)` before the bias is added.
+    """
+
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """A call without its arrays: all that decides whether an implementation can run it.
+
+    Attributes:
+        query: Shape, as in `Operands`; so are `key`, `value`, `bias` and `attention_mask`.
+        dtype: Name of the dtype of query, key and value.
+        segments: Whether segment ids are given.
+        rules: The static part.
+        platform: `gpu`, `tpu` or `cpu`; `None` if it is not known yet.
+        device_fingerprint: Such as `gpu:nvidia_h200`; empty if it is not known yet.
+        backward: Whether the backward is asked for, rather than the forward.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: str
+    rules: Rules
+    bias: tuple[int, ...] | None = None
+    attention_mask: tuple[int, ...] | None = None
+    segments: bool = False
+    platform: str | None = None
+    device_fingerprint: str = ""
+    backward: bool = False
+
+
+def describe(
+    operands: Operands, rules: Rules, *, platform: str | None = None, fingerprint: str = "", backward: bool = False
+) -> AttentionCall:
+    """Return the description of a call; only shapes and dtypes of `operands` are looked at."""
+    bias, mask = operands.bias, operands.attention_mask
+    return AttentionCall(
+        query=tuple(operands.query.shape),
+        key=tuple(operands.key.shape),
+        value=tuple(operands.value.shape),
+        dtype=str(operands.query.dtype),
+        rules=rules,
+        bias=None if bias is None else tuple(bias.shape),
+        attention_mask=None if mask is None else tuple(mask.shape),
+        segments=operands.query_segments is not None,
+        platform=platform,
+        device_fingerprint=fingerprint,
+        backward=backward,
+    )
+
+
+def accumulator(dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype that sums run in: float32, or float64 for float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def unify_varying(tree: Tree) -> Tree:
+    """Return `tree` with every array varying over all mesh axes that any of them varies over.
+
+    Under `shard_map` an array's type says over which axes it varies, and a loop's carry must keep its type.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    varying = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    every = frozenset[Any]().union(*varying)
+    if every:
+        missing = [tuple(sorted(every - own)) for own in varying]
+        leaves = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: Rules) -> jax.Array | None:
+    """Return `[queries, keys]`, true where the rules let a query see a key; `None` if they let it see every key."""
+    ahead = key_positions[None, :] - query_positions[:, None]
+    visible = None if rules.right is None else ahead <= rules.right
+    if rules.left is None:
+        return visible
+    recent = ahead >= -rules.left
+    return recent if visible is None else visible & recent

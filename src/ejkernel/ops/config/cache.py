@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ConfigCache`: configurations in memory; `overlay_cache`: configurations that win for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.serialize import stable_json
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remembered:
+    """A configuration in memory, and which tier it came from."""
+
+    config: Any
+    source: str
+
+
+def split_put(arguments: tuple[Any, ...]) -> tuple[Hashable, Any]:
+    """Return `(key, cfg)` for `put(key, cfg)` and for `put(device, op, call, cfg)`."""
+    if len(arguments) == 2:
+        return arguments
+    if len(arguments) == 4:
+        return ConfigKey(*arguments[:3]), arguments[3]
+    raise TypeError(f"put takes (key, cfg) or (device, op, call, cfg), got {len(arguments)} arguments.")
+
+
+def join_key(arguments: tuple[Any, ...]) -> Hashable:
+    """Return the key of `get(key)` and of `get(device, op, call)`."""
+    if len(arguments) == 1:
+        key: Hashable = arguments[0]
+        return key
+    if len(arguments) == 3:
+        return ConfigKey(*arguments)
+    raise TypeError(f"get takes (key) or (device, op, call), got {len(arguments)} arguments.")
+
+
+class ConfigCache:
+    """Configurations in this process's memory, under any hashable key. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, Remembered] = {}
+        self._lock = threading.Lock()
+        self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def put(self, *arguments: Any) -> None:
+        """Store a configuration: `put(key, cfg)` or `put(device, op, call, cfg)`.
+
+        Eager calls see it at once. A function that was compiled keeps its configuration; see `overlay_cache`.
+        """
+        key, config = split_put(arguments)
+        self.remember(key, config, "memory")
+
+    def get(self, *arguments: Any) -> Any:
+        """Return the configuration under `key` (or `device, op, call`), or `None`."""
+        found = self.remembered(join_key(arguments))
+        return None if found is None else found.config
+
+    def remember(self, key: Hashable, config: Any, source: str) -> None:
+        """Store a configuration and which tier it came from."""
+        with self._lock:
+            before = self._entries.get(key)
+            self._entries[key] = Remembered(config, source)
+        if before is not None and not same_config(before.config, config):
+            self._changed()
+
+    def remembered(self, key: Hashable) -> Remembered | None:
+        """Return the configuration under `key` with its source, or `None`."""
+        with self._lock:
+            return self._entries.get(key)
+
+    def remove(self, *arguments: Any) -> bool:
+        """Forget a configuration; return whether there was one."""
+        with self._lock:
+            found = self._entries.pop(join_key(arguments), None)
+        if found is not None:
+            self._changed()
+        return found is not None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+        self._changed()
+
+    def items(self) -> list[tuple[Hashable, Any]]:
+        """Return all keys with their configurations."""
+        with self._lock:
+            return [(key, entry.config) for key, entry in self._entries.items()]
+
+    def __contains__(self, key: Hashable) -> bool:
+        with self._lock:
+            return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call the bound method `listener` whenever an answer that was given before no longer holds."""
+        with self._lock:
+            self._listeners.append(weakref.WeakMethod(listener))
+
+    def _changed(self) -> None:
+        with self._lock:
+            alive = [(reference, reference()) for reference in self._listeners]
+            self._listeners = [reference for reference, listener in alive if listener is not None]
+        for _, listener in alive:
+            if listener is not None:
+                listener()
+
+
+def same_config(left: Any, right: Any) -> bool:
+    """Return whether two configurations are of one type and equal as JSON."""
+    return left is right or (type(left) is type(right) and config_token(left) == config_token(right))
+
+
+def config_token(config: Any) -> tuple[str, str]:
+    """Return type name and stable JSON of a configuration: what makes two of them the same.
+
+    Raises:
+        SerializationError: the configuration holds something that is not data.
+    """
+    return f"{type(config).__module__}.{type(config).__qualname__}", stable_json(config)
+
+
+class Overlay:
+    """Configurations by `ConfigKey`, equal by content, so that the same overlay compiles a program once.
+
+    Args:
+        entries: A mapping from `ConfigKey` (or triples of strings) to configurations.
+    """
+
+    __slots__ = ("_digest", "_entries")
+
+    def __init__(self, entries: Mapping[Any, Any]) -> None:
+        self._entries = {_overlay_key(key): config for key, config in entries.items()}
+        content = stable_json(sorted([*key, *config_token(config)] for key, config in self._entries.items()))
+        self._digest = hashlib.sha256(content.encode("ascii")).hexdigest()
+
+    def lookup(self, key: ConfigKey) -> Any:
+        """Return the configuration under `key`, or `None`."""
+        return self._entries.get(key)
+
+    @property
+    def digest(self) -> str:
+        """A name for the content."""
+        return self._digest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Overlay) and other._digest == self._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+
+def _overlay_key(key: Any) -> ConfigKey:
+    if isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key):
+        return ConfigKey(*key)
+    raise ConfigError(f"keys of an overlay must be ConfigKey(device, op, call), got {key!r}.")
+
+
+@contextlib.contextmanager
+def overlay_cache(cache: ConfigCache | Mapping[Any, Any]) -> Iterator[None]:
+    """Let the configurations of `cache` win over every tier but an explicit `cfg=`, inside the `with` block.
+
+    Functions that `jit` has compiled are traced again inside, and return to their old executables outside. The
+    overlay holds in this thread; what `cache` holds is read once, on entry. Executables compiled ahead of time
+    (`.compile()`) never change.
+
+    Args:
+        cache: A `ConfigCache` or a mapping, from `ConfigKey(device, op, call)` to configurations.
+    """
+    entries = dict(cache.items()) if isinstance(cache, ConfigCache) else cache
+    if not isinstance(entries, Mapping):
+        raise ConfigError(f"cache must be a ConfigCache or a mapping, got {type(cache).__name__}.")
+    scope = current_scope()
+    with entered(dataclasses.replace(scope, layers=(*scope.layers, Overlay(entries)))):
+        yield

@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations on disk: a folder, one small readable JSON file a key, written beside and renamed into place."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import os
+import platform
+import re
+import secrets
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata, resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Final, cast, overload
+
+from ejkernel import settings
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
+from ejkernel.ops.utils.serialize import from_data, from_json, stable_json, to_data, to_json
+
+SCHEMA: Final = 1  # raise when the layout of an entry changes; entries of another schema are a warned miss
+PLAIN: Final = "json"  # config_type of a configuration that is no dataclass or named tuple
+_SLUG_LENGTH: Final = 48
+_NO_SLUG: Final = "_"
+_NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
+
+_warned: set[str] = set()  # files this process has warned of already
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEntry:
+    """One entry as it is in its file.
+
+    Attributes:
+        key: What it was stored under; a `ConfigKey` for the usual keys.
+        config: The configuration as plain JSON data.
+        config_type: `module.Qualname` of the configuration's class, or `json` for plain data.
+        call: The abstract call as plain data, if it was given.
+        measured: What was measured, if it was given.
+        provenance: Device, versions and time of writing.
+        path: The file; `None` for an entry that could not be written and lives in memory.
+    """
+
+    key: Any
+    config: Any
+    config_type: str
+    call: Any
+    measured: Mapping[str, Any] | None
+    provenance: Mapping[str, Any]
+    path: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """Layout of a file."""
+
+    schema: int
+    key: Any
+    config_type: str
+    config: Any
+    call: Any
+    measured: dict[str, Any] | None
+    provenance: dict[str, Any]
+
+
+class _UnusableError(Exception):
+    """An entry cannot be used, for the reason in the message."""
+
+
+class PersistentCache:
+    """A folder of configurations over read-only folders of the same form; the first that has a key answers.
+
+    A key is a `ConfigKey`, another tuple of three strings, or any value that `stable_json` accepts; keys of equal
+    JSON are equal. An entry that cannot be used is a miss with one `CacheWarning` a file; a folder that cannot be
+    written is one `CacheWarning`, after which this object keeps in memory what it was given.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        layers: Sequence[str | Path] = (),
+        shipped: bool = True,
+        clock: Callable[[], datetime.datetime] | None = None,
+    ) -> None:
+        """Open the cache; nothing is read or made before it is needed.
+
+        Args:
+            path: The only folder that is written; `None` means `EJKERNEL_CACHE_DIR`, or `~/.cache/ejkernel/configs`.
+            layers: Folders that are read after it, in this order.
+            shipped: Whether the entries that the package brings along are read last.
+            clock: Source of the entries' time.
+        """
+        if isinstance(layers, (str, Path)):
+            raise ConfigError(f"layers must be a sequence of folders, got {layers!r}; write [{str(layers)!r}].")
+        self._path = _expand(path)
+        self._layers = tuple(layer for layer in map(_expand, layers) if layer is not None)
+        self._shipped = shipped
+        self._clock = clock if clock is not None else _now
+        self._memory: dict[str, str] = {}  # canonical key: text of the file that could not be written
+        self._write_failed = False
+
+    @property
+    def path(self) -> Path | None:
+        """The folder that is written; `None` if this process has no home folder to expand `~` with."""
+        return self._path
+
+    @property
+    def layers(self) -> tuple[Path, ...]:
+        """The folders that are read after `path`."""
+        return self._layers
+
+    def __repr__(self) -> str:
+        return f"PersistentCache({str(self._path)!r}, layers={[str(p) for p in self._layers]}, shipped={self._shipped})"
+
+    @overload
+    def put(self, key: Any, cfg: Any, /, *, call: Any = ..., measured: Mapping[str, Any] | None = ...) -> None: ...
+    @overload
+    def put(
+        self, device: str, op: str, call_key: str, cfg: Any, /, *, call: Any = ..., measured: Any = ...
+    ) -> None: ...
+    def put(self, *key_and_cfg: Any, call: Any = None, measured: Mapping[str, Any] | None = None) -> None:
+        """Store a configuration: `put(key, cfg)` or `put(device, op, call, cfg)`.
+
+        Args:
+            key_and_cfg: The key, whole or in its three parts, and the configuration.
+            call: The abstract call that the key stands for, kept for readers.
+            measured: What was measured, kept for readers.
+
+        Raises:
+            SerializationError: Something given has no JSON form.
+        """
+        if len(key_and_cfg) not in (2, 4):
+            raise TypeError(f"put() takes (key, cfg) or (device, op, call, cfg), got {len(key_and_cfg)} arguments.")
+        key, cfg = _key(key_and_cfg[:-1]), key_and_cfg[-1]
+        if cfg is None:
+            raise ConfigError("cfg must not be None, which is how get() says that there is no entry.")
+        entry = _File(
+            schema=SCHEMA,
+            key=to_data(key),
+            config_type=_type_name(cfg),
+            config=to_data(cfg),
+            call=to_data(call),
+            measured=None if measured is None else dict(to_data(measured)),
+            provenance=_provenance(key, self._clock()),
+        )
+        self._store(key, to_json(entry) + "\n")
+
+    @overload
+    def get(self, key: Any, cfg_type: Any = ..., /) -> Any: ...
+    @overload
+    def get(self, key: Any, /, *, cfg_type: Any) -> Any: ...
+    @overload
+    def get(self, device: str, op: str, call: str, cfg_type: Any = ..., /) -> Any: ...
+    @overload
+    def get(self, device: str, op: str, call: str, /, *, cfg_type: Any) -> Any: ...
+    def get(self, *key_and_type: Any, cfg_type: Any = None) -> Any:
+        """Return the configuration of a key, or `None`: `get(key)` or `get(device, op, call)`.
+
+        Args:
+            key_and_type: The key, whole or in its three parts; `cfg_type` may follow.
+            cfg_type: The type to decode as. `None` takes the type that the entry names, if it is a dataclass or
+                named tuple of a module that is already loaded.
+        """
+        parts, cfg_type = _split_type(key_and_type, cfg_type)
+        key = _key(parts)
+        return next((config for config in self._answers(key, lambda entry: _decode(entry, cfg_type))), None)
+
+    def load(self, *key: Any) -> StoredEntry | None:
+        """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
+        return next(self._answers(_key(key), lambda entry: entry), None)
+
+    def __contains__(self, key: object) -> bool:
+        return self.load(key) is not None
+
+    def remove(self, *key: Any) -> bool:
+        """Remove the entry of a key from the written folder, and say whether one was there; layers are not touched."""
+        wanted = _key(key)
+        found = self._memory.pop(stable_json(wanted), None) is not None
+        if self._path is None:
+            return found
+        try:
+            self._path.joinpath(*_location(wanted)).unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return found
+        except OSError as error:
+            self._warn_not_writable(error)
+            return found
+        return True
+
+    def keys(self) -> list[Any]:
+        """Return the keys of all readable entries, each once: the written folder's first, each folder's sorted."""
+        return [key for key, _ in self.entries()]
+
+    def entries(self) -> Iterator[tuple[Any, StoredEntry]]:
+        """Yield `(key, entry)` for each key, as `load` would find it."""
+        seen = set()
+        for entry in self._all():
+            identity = stable_json(entry.key)
+            if identity not in seen:
+                seen.add(identity)
+                yield entry.key, entry
+
+    def _all(self) -> Iterator[StoredEntry]:
+        for text in list(self._memory.values()):
+            yield _parse(text, None)
+        for folder in self._folders():
+            for file in _files(folder):
+                try:
+                    entry = _read(file)
+                    if entry is not None and _location(entry.key)[-1] != file.name:
+                        raise _UnusableError(f"it holds another key: {entry.key!r}")
+                except _UnusableError as error:
+                    _warn_of(str(file), error)
+                else:
+                    if entry is not None:
+                        yield entry
+
+    def _answers(self, key: Any, use: Callable[[StoredEntry], Any]) -> Iterator[Any]:
+        """Yield what `use` makes of the entry of each place that has a usable one."""
+        identity = stable_json(key)
+        for place, read in self._places(key, identity):
+            try:
+                entry = read()
+                if entry is None:
+                    continue
+                if stable_json(entry.key) != identity:
+                    raise _UnusableError(f"it holds another key: {entry.key!r}")
+                answer = use(entry)
+            except _UnusableError as error:
+                _warn_of(place, error)
+            else:
+                yield answer
+
+    def _places(self, key: Any, identity: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
+        text = self._memory.get(identity)
+        if text is not None:
+            yield f"{identity} (in memory)", functools.partial(_parse, text, None)
+        location = _location(key)
+        for folder in self._folders():
+            file = folder.joinpath(*location)
+            yield str(file), functools.partial(_read, file)
+
+    def _folders(self) -> Iterator[Traversable]:
+        if self._path is not None:
+            yield self._path
+        yield from self._layers
+        if self._shipped:
+            yield resources.files("ejkernel") / "data" / "configs"
+
+    def _store(self, key: Any, text: str) -> None:
+        identity = stable_json(key)
+        try:
+            if self._path is None:
+                raise OSError("no home folder is known")
+            file = self._path.joinpath(*_location(key))
+            _replace(file, text)
+        except OSError as error:
+            self._memory[identity] = text
+            self._warn_not_writable(error)
+        else:
+            self._memory.pop(identity, None)
+            _warned.discard(str(file))
+
+    def _warn_not_writable(self, error: OSError) -> None:
+        if not self._write_failed:
+            self._write_failed = True
+            where = "the persistent cache" if self._path is None else f"the persistent cache {self._path}"
+            message = (
+                f"{where} cannot be written ({error}); configurations stay in this process. Set EJKERNEL_CACHE_DIR."
+            )
+            warnings.warn(message, CacheWarning, stacklevel=4)
+
+
+# --- keys and where they are kept ---
+
+
+def _key(parts: tuple[Any, ...]) -> Any:
+    if len(parts) == 1:
+        (key,) = parts
+        if isinstance(key, (tuple, list)) and len(key) == 3 and all(isinstance(part, str) for part in key):
+            return ConfigKey(*key)
+        return key
+    if len(parts) == 3:
+        if all(isinstance(part, str) for part in parts):
+            return ConfigKey(*parts)
+        raise ConfigError(f"device, op and call must be str, got {parts!r}.")
+    raise TypeError(f"A key is one value or (device, op, call), got {len(parts)} arguments.")
+
+
+def _split_type(given: tuple[Any, ...], cfg_type: Any) -> tuple[tuple[Any, ...], Any]:
+    if len(given) not in (2, 4):
+        return given, cfg_type
+    if cfg_type is not None:
+        raise TypeError("get() got cfg_type twice.")
+    return given[:-1], given[-1]
+
+
+def _location(key: Any) -> tuple[str, str, str]:
+    """Return folder, folder and file name of a key: readable, and unique through the digest of the whole key."""
+    text = stable_json(key)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    device, op, call = key if isinstance(key, ConfigKey) else ("", "", text)
+    return _slug(device), _slug(op), f"{_slug(call)}-{digest}.json"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9._-]+", "-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG
+
+
+def _restored_key(data: Any) -> Any:
+    if (
+        isinstance(data, dict)
+        and set(data) == set(ConfigKey._fields)
+        and all(isinstance(v, str) for v in data.values())
+    ):
+        return ConfigKey(**data)
+    return _frozen(data)
+
+
+def _frozen(data: Any) -> Any:
+    return tuple(_frozen(item) for item in data) if isinstance(data, list) else data
+
+
+def _expand(path: str | Path | None) -> Path | None:
+    try:
+        return settings.current().cache_dir if path is None else Path(path).expanduser()
+    except RuntimeError:  # a container's user without a home
+        return None
+
+
+# --- files ---
+
+
+def _replace(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # not tempfile: its files are for their owner alone, and a folder may be shared by a group
+    beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with beside.open("x", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+        os.replace(beside, file)  # atomic on one file system: readers see the old entry or the new one
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _files(folder: Traversable) -> Iterator[Traversable]:
+    for device in _listed(folder):
+        for op in _listed(device):
+            yield from (file for file in _listed(op) if file.name.endswith(".json") and not file.name.startswith("."))
+
+
+def _listed(folder: Traversable) -> list[Traversable]:
+    try:
+        return sorted(folder.iterdir(), key=lambda item: item.name) if folder.is_dir() else []
+    except FileNotFoundError:  # removed since
+        return []
+    except OSError as error:
+        _warn_of(str(folder), error)
+        return []
+
+
+def _read(file: Traversable) -> StoredEntry | None:
+    """Return the entry of a file, or `None` if there is no file."""
+    try:
+        raw = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _UnusableError(f"it cannot be read: {error}") from error
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _UnusableError(f"it is not UTF-8: {error}") from error
+    return _parse(text, file if isinstance(file, Path) else None)
+
+
+def _parse(text: str, path: Path | None) -> StoredEntry:
+    try:
+        data = from_json(text, Any)
+        _check_schema(data)
+        entry = from_data(data, _File)
+    except SerializationError as error:
+        raise _UnusableError(str(error)) from error
+    return StoredEntry(
+        key=_restored_key(entry.key),
+        config=entry.config,
+        config_type=entry.config_type,
+        call=entry.call,
+        measured=entry.measured,
+        provenance=entry.provenance,
+        path=path,
+    )
+
+
+def _check_schema(data: Any) -> None:
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if type(schema) is not int:
+        raise _UnusableError("it is not an entry of this cache")
+    if schema != SCHEMA:
+        age = "a newer" if schema > SCHEMA else "an older"
+        raise _UnusableError(f"it was written by {age} ejkernel: schema {schema}, not {SCHEMA}")
+
+
+def _warn_of(place: str, reason: Exception) -> None:
+    if place not in _warned:
+        _warned.add(place)
+        warnings.warn(f"ignoring cache entry {place}: {reason}", CacheWarning, stacklevel=5)
+
+
+# --- what an entry holds ---
+
+
+def _decode(entry: StoredEntry, cfg_type: Any) -> Any:
+    if cfg_type is None:
+        if entry.config_type == PLAIN:
+            return entry.config
+        cfg_type = _loaded_type(entry.config_type)
+    try:
+        return from_data(entry.config, cfg_type)
+    except SerializationError as error:
+        raise _UnusableError(f"its configuration cannot be decoded: {error}") from error
+
+
+def _type_name(cfg: Any) -> str:
+    cls = type(cfg)
+    return f"{cls.__module__}.{cls.__qualname__}" if _is_record(cls) else PLAIN
+
+
+def _is_record(cls: Any) -> bool:
+    return isinstance(cls, type) and (
+        dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+    )
+
+
+def _loaded_type(name: str) -> type:
+    """Return the class that an entry names, among the modules that are loaded; a file never causes an import."""
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:cut]))
+        for part in parts[cut:]:
+            # not getattr: a module's __getattr__ may import
+            found = vars(found).get(part) if hasattr(found, "__dict__") else None
+        if _is_record(found) and f"{found.__module__}.{found.__qualname__}" == name:
+            return cast(type, found)
+    raise _UnusableError(f"its type {name!r} is no dataclass or named tuple of a loaded module; pass cfg_type=")
+
+
+def _provenance(key: Any, time: datetime.datetime) -> dict[str, Any]:
+    device = key.device if isinstance(key, ConfigKey) else None
+    return {
+        "device": device,
+        "driver": _driver() if device is not None and device.startswith("gpu") else None,
+        "ejkernel": _version("ejkernel-ops"),
+        "jax": _version("jax"),
+        "jaxlib": _version("jaxlib"),
+        "python": platform.python_version(),
+        "time": time.astimezone(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+@functools.cache
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        return None
+
+
+@functools.cache
+def _driver() -> str | None:
+    """Return the version of the NVIDIA driver, from its own file: asking JAX would initialise the device."""
+    try:
+        text = _NVIDIA_VERSION.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"\b\d{3}(\.\d+)+\b", text)
+    return None if match is None else match.group()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AutotunePolicy`: what may happen when a call has no configuration yet."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AutotunePolicy:
+    """What may happen when a call has no configuration yet.
+
+    Attributes:
+        autotune: Measure the candidates there and then. Off by default: nothing is tuned at a bad moment.
+        heuristic: Answer with the kernel's heuristic; off, a miss is a `NoConfigError`.
+        validate: While tuning, reject candidates whose results differ from the reference.
+        budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
+    """
+
+    autotune: bool = False
+    heuristic: bool = True
+    validate: bool = True
+    budget_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("autotune", "heuristic", "validate"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ConfigError(f"budget_s must be positive seconds or None, got {self.budget_s!r}.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolicyChange:
+    """Some fields of a policy, for one chain or for all."""
+
+    selector: Any
+    changes: tuple[tuple[str, Any], ...]
+
+
+def effective_policy(base: AutotunePolicy, selector: Any) -> AutotunePolicy:
+    """Return `base` with the overrides in force for `selector`, the innermost last."""
+    for change in current_scope().policies:
+        if change.selector is None or change.selector is selector:
+            base = dataclasses.replace(base, **dict(change.changes))
+    return base
+
+
+@contextlib.contextmanager
+def policy_override(selector: Any = None, /, **changes: Any) -> Iterator[None]:
+    """Change fields of the policy inside the `with` block, for `selector` (a chain) or for every chain.
+
+    Functions that `jit` has compiled are traced again inside.
+
+    Args:
+        selector: The `ConfigSelectorChain` to limit it to; everyone's policy if left out.
+        **changes: Fields of `AutotunePolicy`.
+
+    Raises:
+        ConfigError: a field that there is not, or a bad value for it.
+    """
+    known = [field.name for field in dataclasses.fields(AutotunePolicy)]
+    for name in changes:
+        if name not in known:
+            raise ConfigError(f"AutotunePolicy has no field {name!r}; it has {', '.join(known)}.")
+    AutotunePolicy(**changes)
+    scope = current_scope()
+    change = PolicyChange(selector, tuple(sorted(changes.items())))
+    with entered(dataclasses.replace(scope, policies=(*scope.policies, change))):
+        yield

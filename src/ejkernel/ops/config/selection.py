@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ConfigSelectorChain`: the one place that answers "which configuration, and who says so"."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Generic
+
+from ejkernel.ops.config.cache import ConfigCache, same_config
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
+from ejkernel.ops.utils import services
+from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, hook
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
+from ejkernel.ops.errors import NoConfigError, TuningError, TuningWarning, UnstableKeyError, UnstableKeyWarning
+
+logger = logging.getLogger(__name__)
+
+# Answers that hold only as long as nobody has measured: they are remembered, but never pre-empt a better tier.
+_PROVISIONAL = ("heuristic", "forward")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolution(Generic[Cfg]):
+    """A configuration, the tier that it came from, and the key of the call (`None` if it has none)."""
+
+    config: Cfg
+    source: str
+    key: ConfigKey | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Consulted:
+    """What one tier said: an answer, or a note why it had none."""
+
+    tier: str
+    resolution: Resolution[Any] | None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    inv: Invocation[Any, Any]
+    kernel: Kernel[Any, Any]
+    key: ConfigKey | None
+    no_key: str
+    policy: AutotunePolicy
+    dry: bool
+
+    def answer(self, config: Any, source: str) -> Resolution[Any]:
+        return Resolution(config, source, self.key)
+
+
+class ConfigSelectorChain(Generic[Cfg, Out]):
+    """Finds configurations: override, overlay, memory, persistent, autotune, the forward's, heuristic - in this order.
+
+    Args:
+        cache: Memory; a new `ConfigCache` by default.
+        persistent: Disk; none by default.
+        autotune: Short for `policy=AutotunePolicy(autotune=...)`.
+        policy: What may happen on a miss.
+        tuner: Who measures; an `Autotuner` by default.
+        persist_autotune: Whether what was tuned is written to `persistent`.
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache | None = None,
+        persistent: PersistentCache | None = None,
+        autotune: bool | None = None,
+        *,
+        policy: AutotunePolicy | None = None,
+        tuner: Any = None,
+        persist_autotune: bool = True,
+    ) -> None:
+        self.cache = ConfigCache() if cache is None else cache
+        self.persistent = persistent
+        self.persist_autotune = persist_autotune
+        policy = policy or AutotunePolicy()
+        self.policy = policy if autotune is None else dataclasses.replace(policy, autotune=autotune)
+        self._tuner = tuner
+        self._locks: dict[ConfigKey, threading.RLock] = {}
+        self._locks_guard = threading.Lock()
+        self._warned: set[str] = set()
+
+    @property
+    def tuner(self) -> Any:
+        """Who measures."""
+        if self._tuner is None:
+            self._tuner = services.default_tuner()
+        return self._tuner
+
+    @tuner.setter
+    def tuner(self, tuner: Any) -> None:
+        self._tuner = tuner
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call the bound method `listener` whenever an answer that was given before no longer holds."""
+        self.cache.subscribe(listener)
+
+    def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
+        """Return the configuration for `inv`."""
+        return self.resolve(inv, kernel).config
+
+    def resolve(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Resolution[Cfg]:
+        """Return the configuration for `inv`, and which tier it came from.
+
+        Raises:
+            NoConfigError: no tier had an answer.
+        """
+        tried = []
+        for consulted in self._consult(self._request(inv, kernel, dry=False)):
+            tried.append(consulted.tier)
+            if consulted.resolution is not None:
+                self._remember(consulted.resolution)
+                logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
+                return consulted.resolution
+        raise NoConfigError(inv.op_id, tuple(tried))
+
+    def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
+        """Return what every tier says, down to the one that answers; nothing is measured or remembered."""
+        return list(self._consult(self._request(inv, kernel, dry=True)))
+
+    def remember(self, key: ConfigKey, config: Any, source: str = "autotune", **evidence: Any) -> None:
+        """Store a tuned configuration in memory and, with `persist_autotune`, on disk with its `evidence`."""
+        self.cache.remember(key, config, source)
+        if self.persistent is not None and self.persist_autotune:
+            self.persistent.put(key, config, **evidence)
+
+    def _remember(self, resolution: Resolution[Any]) -> None:
+        key, source = resolution.key, resolution.source
+        if key is None or source in ("override", "overlay"):
+            return
+        before = self.cache.remembered(key)
+        if before is None or before.source != source or not same_config(before.config, resolution.config):
+            self.cache.remember(key, resolution.config, source)
+
+    def _request(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, dry: bool) -> _Request:
+        policy = effective_policy(self.policy, self)
+        try:
+            return _Request(inv, kernel, inv.key, "", policy, dry)
+        except UnstableKeyError as error:
+            if not dry and inv.override_cfg is None:
+                self._warn_unstable(inv, error)
+            return _Request(inv, kernel, None, f"the call has no key: {error}", policy, dry)
+
+    def _warn_unstable(self, inv: Invocation[Any, Any], error: UnstableKeyError) -> None:
+        if inv.op_id_v in self._warned:
+            return
+        self._warned.add(inv.op_id_v)
+        text = f"{inv.op_id}: the call cannot be remembered or tuned, and runs with its heuristic: {error}"
+        warnings.warn(text, UnstableKeyWarning, stacklevel=2)
+
+    def _consult(self, request: _Request) -> Iterator[Consulted]:
+        tiers = (
+            ("override", self._from_override),
+            ("overlay", self._from_overlay),
+            ("memory", self._from_memory),
+            ("persistent", self._from_persistent),
+            ("autotune", self._from_tuning),
+            ("forward", self._from_forward),
+            ("heuristic", self._from_heuristic),
+        )
+        for name, tier in tiers:
+            found = tier(request)
+            if isinstance(found, Resolution):
+                yield Consulted(name, found)
+                return
+            yield Consulted(name, None, found)
+
+    def _from_override(self, request: _Request) -> Resolution[Any] | str:
+        if request.inv.override_cfg is None:
+            return "no cfg= was given"
+        return request.answer(request.inv.override_cfg, "override")
+
+    def _from_overlay(self, request: _Request) -> Resolution[Any] | str:
+        layers = current_scope().layers
+        if not layers:
+            return "none in force"
+        if request.key is None:
+            return request.no_key
+        for layer in reversed(layers):
+            config = layer.lookup(request.key)
+            if config is not None:
+                return request.answer(config, "overlay")
+        return f"not among the entries of {len(layers)} overlay(s)"
+
+    def _from_memory(self, request: _Request) -> Resolution[Any] | str:
+        if request.key is None:
+            return request.no_key
+        found = self.cache.remembered(request.key)
+        if found is None:
+            return "nothing remembered"
+        if found.source in _PROVISIONAL:
+            return f"remembered only what the {found.source} tier said"
+        return request.answer(found.config, found.source)
+
+    def _from_persistent(self, request: _Request) -> Resolution[Any] | str:
+        if self.persistent is None:
+            return "the chain has no persistent cache"
+        if request.key is None:
+            return request.no_key
+        config = self.persistent.get(request.key, cfg_type=request.kernel.config_type)
+        return "no entry" if config is None else request.answer(config, "persistent")
+
+    def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
+        if not request.policy.autotune:
+            return "the policy does not allow it (autotune=False)"
+        if request.key is None:
+            return request.no_key
+        if request.dry:
+            return "would measure the candidates"
+        with self._lock_of(request.key):  # another thread may have tuned it meanwhile
+            again = self._from_memory(request)
+            return again if isinstance(again, Resolution) else self._tune(request, request.key)
+
+    def _tune(self, request: _Request, key: ConfigKey) -> Resolution[Any] | str:
+        try:
+            tuned = self.tuner.tune(request.inv, request.kernel, policy=request.policy)
+        except TuningError as error:
+            text = f"{request.inv.op_id}: tuning found no configuration, the heuristic is used: {error}"
+            warnings.warn(text, TuningWarning, stacklevel=2)
+            return str(error)
+        self.remember(key, tuned.config, call=request.inv.description, measured=tuned.summary_data())
+        return request.answer(tuned.config, "autotune")
+
+    def _lock_of(self, key: ConfigKey) -> threading.RLock:
+        with self._locks_guard:
+            return self._locks.setdefault(key, threading.RLock())
+
+    def _from_forward(self, request: _Request) -> Resolution[Any] | str:
+        forward = request.inv.forward
+        if forward is None:
+            return "the call is a forward"
+        for consulted in self._consult(self._request(forward, request.kernel, dry=True)):
+            found = consulted.resolution
+            if found is not None and found.source not in _PROVISIONAL:
+                return request.answer(found.config, "forward")
+        return "its forward has no measured configuration either"
+
+    def _from_heuristic(self, request: _Request) -> Resolution[Any] | str:
+        if not request.policy.heuristic:
+            return "the policy does not allow it (heuristic=False)"
+        try:
+            config = hook(request.kernel, "heuristic_cfg", request.inv.platform)(request.inv)
+        except NoConfigError:
+            return "the kernel has neither heuristic_cfg nor config_space"
+        return request.answer(config, "heuristic")

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call taken apart: its arrays, and everything else as one hashable value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ejkernel.ops.core.kernel import Kernel, overrides, run_forms
+from ejkernel.ops.errors import ArgumentError, KernelError, UnstableKeyError
+from ejkernel.ops.utils.signature import is_array, typed_token
+
+
+class _Hole:
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<array>"
+
+
+_HOLE = _Hole()
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """All of a call but its arrays; equal for calls that may share a compiled program.
+
+    Attributes:
+        kernel: The kernel, compared by identity.
+        treedef: Structure of `(args, kwargs)`.
+        tokens: Hashable stand-ins for the static leaves, which tell `1`, `1.0` and `True` apart.
+        method: How the executor was asked to run the call (`"shard_map"`), or `None`.
+        statics: The leaves, with a placeholder where an array goes.
+    """
+
+    kernel: Kernel[Any, Any]
+    treedef: Any
+    tokens: tuple[Any, ...]
+    method: str | None
+    statics: tuple[Any, ...] = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def num_arrays(self) -> int:
+        """How many arrays the call has."""
+        return sum(leaf is _HOLE for leaf in self.statics)
+
+    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return `(args, kwargs)` with `arrays` in their places."""
+        remaining = iter(arrays)
+        leaves = [next(remaining) if leaf is _HOLE else leaf for leaf in self.statics]
+        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        return args, kwargs
+
+    def join_gradients(self, gradients: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return `(args, kwargs)` with `gradients` where the arrays are and `None` for static leaves."""
+        remaining = iter(gradients)
+        leaves = [next(remaining) if leaf is _HOLE else None for leaf in self.statics]
+        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        return args, kwargs
+
+    def flags_by_argument(self) -> list[tuple[Any, list[bool]]]:
+        """Return, for each positional argument, its structure and which of its leaves are arrays."""
+        args, _ = jax.tree.unflatten(self.treedef, [leaf is _HOLE for leaf in self.statics])
+        return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
+
+
+def take_apart(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None = None
+) -> tuple[CallSpec, list[Any]]:
+    """Return the call's `CallSpec` and its arrays, in order; a keyword for a positional parameter becomes positional.
+
+    Raises:
+        TypeError: the arguments do not fit the signature of the kernel's `run`.
+        ArgumentError: a static argument is not hashable.
+    """
+    args, kwargs = _bind(kernel, args, kwargs)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    try:
+        tokens = tuple(None if is_array(leaf) else typed_token(leaf) for leaf in leaves)
+    except UnstableKeyError as error:
+        raise ArgumentError(f"{kernel.op_id}: a static argument must be hashable, got {error}") from None
+    statics = tuple(_HOLE if is_array(leaf) else leaf for leaf in leaves)
+    return CallSpec(kernel, treedef, tokens, method, statics), [leaf for leaf in leaves if is_array(leaf)]
+
+
+def _bind(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    signature = _run_signature(type(kernel), _signature_source(kernel))
+    if signature is None:
+        return args, kwargs
+    try:
+        bound = signature.bind(kernel, *args, cfg=None, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{kernel.op_id}: {error}") from None
+    given = dict(bound.kwargs)
+    given.pop("cfg", None)
+    return bound.args[1:], given
+
+
+def _signature_source(kernel: Kernel[Any, Any]) -> str:
+    if overrides(kernel, "run"):
+        return "run"
+    forms = run_forms(kernel)
+    if not forms:
+        raise KernelError(f"{type(kernel).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
+    return forms[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _run_signature(cls: type, name: str) -> inspect.Signature | None:
+    """Return the signature of `cls.<name>`, or `None` where it cannot take a keyword `cfg` by name."""
+    function = getattr(cls, name, None)
+    if function is None:  # set on the instance: positions are taken as given
+        return None
+    signature = inspect.signature(function)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    takes_cfg = "cfg" in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
+    if not takes_cfg:
+        raise KernelError(f"{cls.__name__}.{name} must take cfg as a keyword argument: def {name}(self, ..., *, cfg).")
+    return signature

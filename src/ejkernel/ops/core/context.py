@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in force around a call: overlays, policy overrides, recording.
+
+It is one value of a JAX user context, so that a function that `jit` has already compiled is traced again inside, and
+goes back to its old executable outside. The value belongs to its thread; values are equal by content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Hashable, Iterator
+from typing import Any, Protocol
+
+from ejkernel import compat
+
+
+class Layer(Protocol, Hashable):
+    """Configurations that take precedence while they are in force."""
+
+    def lookup(self, key: Any) -> Any:
+        """Return the configuration under `key`, or `None`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scope:
+    """The value of the context.
+
+    Attributes:
+        layers: Overlays, innermost last.
+        policies: Policy changes, innermost last.
+        recording: Not zero: calls that are lowered are recorded, for the recorder of this number.
+    """
+
+    layers: tuple[Layer, ...] = ()
+    policies: tuple[Any, ...] = ()
+    recording: int = 0
+
+
+# Made at import: JAX says that making one is not thread-safe.
+_context = compat.make_user_context(Scope())
+
+
+def current_scope() -> Scope:
+    """Return what is in force in this thread."""
+    return _context.value
+
+
+@contextlib.contextmanager
+def entered(scope: Scope) -> Iterator[None]:
+    """Put `scope` in force; every entry makes a context object of its own, for JAX leaks one that is entered twice."""
+    with _context(scope):
+        yield

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes that `vmap` and differentiation make of a forward: batched calls, and linear calls with their transposes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.core.callspec import CallSpec
+from ejkernel.ops.core.nodes import Choice, Flat, Forward, Node, autodiff_vjp, run_vjp, zero_tangent
+from ejkernel.ops.errors import GradientError
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One `vmap`: its size, the axis of each argument, and its name for collectives."""
+
+    size: int
+    axes: tuple[int | None, ...]
+    axis_name: str | None
+    spmd_axis_name: Any
+
+    def map(self, function: Flat, axes: Sequence[int | None]) -> Flat:
+        """Return `function` batched over `axes`."""
+        named = {} if self.axis_name is None else {"axis_name": self.axis_name}
+        return jax.vmap(
+            function, in_axes=tuple(axes), axis_size=self.size, spmd_axis_name=self.spmd_axis_name, **named
+        )
+
+
+def _unbatch(gradient: Any, axis: int | None) -> Any:
+    """Return the gradient of an argument whose batch axis was `axis`; an unbatched argument's is the sum."""
+    if gradient is None:
+        return None
+    return gradient.sum(0) if axis is None else jnp.moveaxis(gradient, 0, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vmapped:
+    """`of` under one `vmap`; results are batched along their first axis."""
+
+    of: Node
+    level: Level
+
+    @property
+    def spec(self) -> CallSpec:
+        """See `Node`."""
+        return self.of.spec
+
+    @property
+    def forward(self) -> Node:
+        """See `Node`."""
+        axes = self.level.axes[self.of.lead : self.of.lead + self.spec.num_arrays]
+        return Vmapped(self.of.forward, dataclasses.replace(self.level, axes=axes))
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix
+
+    @property
+    def lead(self) -> int:
+        """See `Node`."""
+        return self.of.lead
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
+
+    def steps(self) -> list[list[Any]]:
+        """See `Node`."""
+        axes = self.level.axes[self.lead : self.lead + self.spec.num_arrays]
+        return [*self.of.steps(), ["vmap", self.level.size, list(axes)]]
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+        return self.level.map(self.of.flat(choice), self.level.axes)
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`."""
+
+        def gradients(*arrays: Any) -> tuple[Any, ...]:
+            cotangent_axes = [None if ct.dtype == jax.dtypes.float0 else 0 for ct in arrays[count:]]
+            batched = self.level.map(self.of.flat_vjp(choice, count), [*self.level.axes, *cotangent_axes])
+            return tuple(map(_unbatch, batched(*arrays), self.level.axes))
+
+        return gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearVmapped(Vmapped):
+    """A linear call under one `vmap`; arguments before `linear_from` are not linear."""
+
+    linear_from: int = 0
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        return TransposedVmapped(self.of.transpose, self.level, self)
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`."""
+        return autodiff_vjp(self.flat(choice), count)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransposedVmapped(Vmapped):
+    """The transpose of a `LinearVmapped`: gradients of unbatched arguments are summed."""
+
+    original: LinearVmapped
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        return self.original
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+        fixed = self.level.axes[: self.original.linear_from]
+
+        def transposed(*arrays: Any) -> tuple[Any, ...]:
+            axes = [*fixed, *[0] * (len(arrays) - len(fixed))]
+            batched = self.level.map(self.of.flat(choice), axes)(*arrays)
+            return tuple(map(_unbatch, batched, self.level.axes[len(fixed) :]))
+
+        return transposed
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`."""
+        return autodiff_vjp(self.flat(choice), count)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """What the linear nodes share.
+
+    Attributes:
+        of: The node that is differentiated.
+        count: How many arguments it has.
+        wrt: Which of them have a tangent.
+        outs: Which of its results have a tangent.
+    """
+
+    of: Node
+    count: int
+    wrt: tuple[bool, ...]
+    outs: tuple[bool, ...]
+
+    @property
+    def spec(self) -> CallSpec:
+        """See `Node`."""
+        return self.of.spec
+
+    @property
+    def forward(self) -> Node:
+        """See `Node`."""
+        return self.of.forward
+
+    @property
+    def lead(self) -> int:
+        """See `Node`."""
+        return self.of.lead
+
+    def _all_tangents(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
+        given = iter(tangents)
+        return tuple(next(given) if has else zero_tangent(p) for p, has in zip(primals, self.wrt, strict=True))
+
+    def _wanted(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        wanted = [gradient for gradient, has in zip(gradients, self.wrt, strict=True) if has]
+        if any(gradient is None for gradient in wanted):
+            raise GradientError(
+                f"{self.spec.kernel.op_id}: its gradient rule answers for positional arguments alone, but the "
+                "gradient of an array passed by keyword was asked for; make it a positional parameter of run."
+            )
+        return tuple(wanted)
+
+    def _selected(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(result for result, has in zip(results, self.outs, strict=True) if has)
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`."""
+        return autodiff_vjp(self.flat(choice), count)
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Jvp(_Linear):
+    """`(primals, tangents) -> tangents` of the results; what forward mode runs."""
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix + ".jvp"
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        return Vjp(self.of, self.count, self.wrt, self.outs)
+
+    def steps(self) -> list[list[Any]]:
+        """See `Node`."""
+        return [*self.of.steps(), ["jvp", list(self.wrt)]]
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+
+        def tangents(*arrays: Any) -> tuple[Any, ...]:
+            primals = arrays[: self.count]
+            if choice.types_only:  # tangents have the types of the results
+                return self._selected(self.of.flat(choice)(*primals))
+            all_tangents = self._all_tangents(primals, arrays[self.count :])
+            return self._selected(jax.jvp(self.of.flat(choice), primals, all_tangents)[1])
+
+        return tangents
+
+
+@dataclasses.dataclass(frozen=True)
+class Vjp(_Linear):
+    """`(primals, cotangents) -> gradients`; what reverse mode runs."""
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix + ".bwd"
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        return Jvp(self.of, self.count, self.wrt, self.outs)
+
+    def steps(self) -> list[list[Any]]:
+        """See `Node`."""
+        return [*self.of.steps(), ["vjp", list(self.wrt)]]
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+
+        def gradients(*arrays: Any) -> tuple[Any, ...]:
+            primals = arrays[: self.count]
+            if choice.types_only:  # gradients have the types of the arguments
+                return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
+            results = jax.eval_shape(self.of.flat(choice), *primals) if not all(self.outs) else self.outs
+            given = iter(arrays[self.count :])
+            cts = [next(given) if has else _no_cotangent(r) for r, has in zip(results, self.outs, strict=True)]
+            return self._wanted(self.of.flat_vjp(choice, self.count)(*primals, *cts))
+
+        return gradients
+
+
+def _no_cotangent(result: Any) -> Any:
+    return np.zeros(result.shape, jax.dtypes.float0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ThroughResiduals(_Linear):
+    """A linear call of a kernel with residuals: `(outputs and residuals, primals, linear)`."""
+
+    trees: tuple[Any, Any]
+
+    @property
+    def num_saved(self) -> int:
+        """How many arrays the forward left."""
+        return sum(tree.num_leaves for tree in self.trees)
+
+    @property
+    def lead(self) -> int:
+        """See `Node`."""
+        return self.num_saved
+
+    def _split(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        first, second = self.num_saved, self.num_saved + self.count
+        return arrays[:first], arrays[first:second], arrays[second:]
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualJvp(_ThroughResiduals):
+    """The tangents; forward mode has no use for residuals and differentiates `run`."""
+
+    suffix = ".jvp"
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        return ResidualVjp(self.of, self.count, self.wrt, self.outs, self.trees)
+
+    def steps(self) -> list[list[Any]]:
+        """See `Node`."""
+        return [["jvp", list(self.wrt)]]
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+
+        def tangents(*arrays: Any) -> tuple[Any, ...]:
+            saved, primals, given = self._split(arrays)
+            if choice.types_only:  # the outputs are there already
+                return self._selected(saved[: len(self.outs)])
+            return Jvp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
+
+        return tangents
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualVjp(_ThroughResiduals):
+    """The gradients, by the kernel's `vjp` hook."""
+
+    suffix = ".bwd"
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        return ResidualJvp(self.of, self.count, self.wrt, self.outs, self.trees)
+
+    def steps(self) -> list[list[Any]]:
+        """See `Node`."""
+        return [["vjp", list(self.wrt)]]
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+
+        def gradients(*arrays: Any) -> tuple[Any, ...]:
+            saved, primals, given = self._split(arrays)
+            if choice.types_only:
+                return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
+            if choice.reference:
+                return Vjp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
+            remaining = iter(given)
+            results = zip(saved, self.outs, strict=False)
+            cts = [next(remaining) if has else _no_cotangent(result) for result, has in results]
+            return self._wanted(run_vjp(self.spec, choice, self.trees, saved, primals, cts))
+
+        return gradients
+
+
+def differentiate(
+    node: Node, wrt: tuple[bool, ...], outs: tuple[bool, ...], trees: tuple[Any, Any] | None
+) -> tuple[Node, Node]:
+    """Return the node to run forward and the linear node for its tangents.
+
+    With `trees`, the structures of `(out, residuals)`, the first also returns the residuals, and the second takes
+    them before the primals.
+    """
+    if trees is None:
+        return node, Jvp(node, len(wrt), wrt, outs)
+    levels = []
+    while isinstance(node, Vmapped):
+        levels.append(node.level)
+        node = node.of
+    plain = Forward(node.spec)
+    linear: Node = ResidualJvp(plain, len(wrt), wrt, outs, trees)
+    forward: Node = Forward(node.spec, residuals=True)
+    lead = linear.lead
+    for level in reversed(levels):
+        tangent_axes = [axis for axis, has in zip(level.axes, wrt, strict=True) if has]
+        forward = Vmapped(forward, level)
+        axes = (*[0] * lead, *level.axes, *tangent_axes)
+        linear = LinearVmapped(linear, dataclasses.replace(level, axes=axes), lead + len(wrt))
+    return forward, linear
+
+
+def innermost(node: Any) -> Any:
+    """Return the node below all `vmap`s."""
+    while isinstance(node, Vmapped):
+        node = node.of
+    return node
+

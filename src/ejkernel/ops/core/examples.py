@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays to measure and check a call with, made from its signature alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.core.derived import Vmapped
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, overrides
+from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.errors import KernelError
+from ejkernel.ops.utils.signature import abstract, is_array
+
+
+def random_array(like: Any, rng: np.random.Generator) -> Any:
+    """Return a random array of the shape and dtype of `like`; see `Kernel.example_inputs`."""
+    if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), max(1, int(np.prod(like.shape))))
+        return keys[: int(np.prod(like.shape))].reshape(like.shape)
+    if like.dtype == np.bool_:
+        return jnp.asarray(rng.integers(0, 2, like.shape).astype(np.bool_))
+    if not is_inexact(like):
+        return jnp.asarray(rng.integers(0, 2, like.shape)).astype(like.dtype)
+    values = rng.standard_normal(like.shape, np.float32)
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        values = values + 1j * rng.standard_normal(like.shape, np.float32)
+    return jnp.asarray(values).astype(like.dtype)
+
+
+def random_inputs(tree: Any, rng: np.random.Generator) -> Any:
+    """Return `tree` with a random array in place of each array."""
+    return jax.tree.map(lambda leaf: random_array(leaf, rng) if is_array(leaf) else leaf, tree)
+
+
+def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: Choice) -> list[Any]:
+    """Return arrays for all arguments of `inv.node`: residuals, the call's own arrays, tangents or cotangents.
+
+    Residuals must belong to the arrays, so they are computed, with `choice`; the rest is random.
+    """
+    made = _primals(inv, rng)
+    types = inv.array_types or tuple(abstract(value) for value in made)
+    lead = inv.node.lead
+    saved = _residuals(inv.node.forward, made, choice) if lead else []
+    made = [*saved, *made]
+    return [
+        made[index] if index < len(made) and made[index].shape == like.shape else random_array(like, rng)
+        for index, like in enumerate(types)
+    ]
+
+
+def _residuals(forward: Node, primals: Sequence[Any], choice: Choice) -> list[Any]:
+    levels = []
+    while isinstance(forward, Vmapped):
+        levels.append(forward.level)
+        forward = forward.of
+    node: Node = Forward(forward.spec, residuals=True)
+    for level in reversed(levels):
+        if any(axis is not None for axis in level.axes):
+            node = Vmapped(node, level)
+    return list(jax.jit(node.flat(choice))(*primals))
+
+
+def _primals(inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
+    """Return the arrays of the forward call, with the batch axes of all enclosing `vmap`s."""
+    kernel = inv.kernel
+    assert kernel is not None  # a node has a kernel
+    levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
+    if levels and not overrides(kernel, "example_inputs"):
+        return [random_array(like, rng) for like in _batched_types(inv, levels)]
+    count = int(np.prod(inv.batch_sizes)) if overrides(kernel, "example_inputs") else 1
+    examples = [_one_example(kernel, inv, rng) for _ in range(max(1, count))]
+    return _stack(examples, levels)
+
+
+def _one_example(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
+    args, kwargs = kernel.example_inputs(inv, rng)
+    made = [leaf for leaf in jax.tree.leaves((tuple(args), dict(kwargs))) if is_array(leaf)]
+    wanted = [leaf for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs))) if is_array(leaf)]
+    got = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in made]
+    want = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in wanted]
+    if got != want:
+        raise KernelError(f"{kernel.op_id}: example_inputs must return arrays of types {want}, got {got}.")
+    return [jnp.asarray(leaf) for leaf in made]
+
+
+def _batched_types(inv: Invocation[Any, Any], levels: Sequence[tuple[Any, int]]) -> list[jax.ShapeDtypeStruct]:
+    types = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if is_array(leaf)]
+    for axes, size in reversed(levels):
+        types = [_with_axis(like, axis, size) for like, axis in zip(types, axes, strict=True)]
+    return types
+
+
+def _with_axis(like: Any, axis: int | None, size: int) -> jax.ShapeDtypeStruct:
+    if axis is None:
+        return jax.ShapeDtypeStruct(like.shape, like.dtype)
+    shape = list(like.shape)
+    shape.insert(axis, size)
+    return jax.ShapeDtypeStruct(tuple(shape), like.dtype)
+
+
+def _stack(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> list[Any]:
+    """Combine one example a batch element into batched arrays; an unbatched argument is the first one's."""
+    for axes, size in reversed(levels):
+        groups = [examples[index : index + size] for index in range(0, len(examples), size)]
+        examples = [
+            [
+                group[0][i] if axis is None else jnp.stack([example[i] for example in group], axis)
+                for i, axis in enumerate(axes)
+            ]
+            for group in groups
+        ]
+    return examples[0]

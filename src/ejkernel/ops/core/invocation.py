@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Invocation`: a call as its kernel sees it, and the key that it is remembered under."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic
+
+import jax
+
+from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.derived import Level, Vmapped
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.nodes import Forward, Node
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
+from ejkernel.ops.utils.signature import abstract, abstract_tree, describe
+
+
+def _precision() -> str | None:
+    precision = jax.config.jax_default_matmul_precision
+    return None if precision is None else str(precision)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Invocation(Generic[Cfg, Out]):
+    """A call: its kernel, its arguments as `run` sees them, and what surrounds it.
+
+    Only shapes, dtypes and static leaves of the arguments may be relied on: arrays, tracers and `ShapeDtypeStruct`s
+    are equal here. Under `vmap` the arguments are those of one example, with `batch_sizes` beside them.
+
+    Attributes:
+        kernel: The kernel; may be left out where `op_id` is given and nothing is to be run.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        metadata: The caller's own notes; kept, never read.
+        op_id: Name of the operation; the kernel's by default. Derived calls have a suffix (`.bwd`, `.jvp`).
+        batch_axes: For each enclosing `vmap`, outermost first: the batch axis of each array, or `None`.
+        batch_sizes: The sizes of those `vmap`s.
+        override_cfg: The configuration that the caller insists on.
+        stamp: Whether the call is labelled in the program's text.
+        method: How the executor was asked to run the call, such as `"shard_map"`.
+        device: Fingerprint of the device that the call is for; the default device's if empty.
+        precision: The default matmul precision in force.
+        x64: Whether 64-bit types are enabled.
+        array_types: Types of all arrays that the node of a traced call takes, batch axes and cotangents included.
+    """
+
+    kernel: Kernel[Cfg, Out] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metadata: Any = None
+    op_id: str = ""
+    batch_axes: tuple[Any, ...] | None = None
+    batch_sizes: tuple[int, ...] = ()
+    override_cfg: Cfg | None = None
+    stamp: bool = True
+    method: str | None = None
+    device: str = ""
+    precision: str | None = dataclasses.field(default_factory=_precision)
+    x64: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))
+    array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
+    _node: Node | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.kernel is None and not self.op_id:
+            raise ArgumentError("Invocation needs kernel=... or op_id=...; got neither.")
+        set_field = functools.partial(object.__setattr__, self)
+        set_field("args", tuple(self.args))
+        set_field("kwargs", dict(self.kwargs))
+        if self.kernel is not None and not self.op_id:
+            set_field("op_id", self.kernel.op_id)
+        if self.batch_axes is not None:
+            set_field("batch_axes", _levels(self.batch_axes))
+            if self.batch_sizes and len(self.batch_sizes) != len(self.batch_axes or ()):
+                raise ArgumentError(
+                    f"batch_sizes must have one size for each of the {len(self.batch_axes or ())} levels of "
+                    f"batch_axes, got {self.batch_sizes!r}."
+                )
+
+    @property
+    def op_id_v(self) -> str:
+        """The operation's name with the kernel's version."""
+        if "@v" in self.op_id:
+            return self.op_id
+        version = self.kernel.version if self.kernel is not None else Kernel.version
+        return f"{self.op_id}@v{version}"
+
+    @property
+    def direction(self) -> str:
+        """What the call computes: `fwd`, `bwd` (gradients) or `jvp` (tangents)."""
+        suffix = self._node.suffix if self._node is not None else ""
+        return suffix.rpartition(".")[2] if suffix else "fwd"
+
+    @property
+    def abstract_args(self) -> tuple[Any, ...]:
+        """The positional arguments with `ShapeDtypeStruct`s for arrays."""
+        return tuple(abstract_tree(list(self.args)))
+
+    @property
+    def abstract_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments with `ShapeDtypeStruct`s for arrays."""
+        return dict(abstract_tree(dict(self.kwargs)))
+
+    @functools.cached_property
+    def device_fingerprint(self) -> str:
+        """Backend and chip that the call is for."""
+        return self.device or device_fingerprint()
+
+    @property
+    def platform(self) -> str:
+        """Kind of device that the call is for: `gpu`, `tpu` or `cpu`."""
+        return self.device_fingerprint.partition(":")[0]
+
+    @functools.cached_property
+    def node(self) -> Node:
+        """The call as a function that is still to be given its configuration."""
+        if self._node is not None:
+            return self._node
+        if self.kernel is None:
+            raise ArgumentError(f"Invocation of {self.op_id!r} has no kernel; pass kernel=...")
+        spec, arrays = take_apart(self.kernel, self.args, dict(self.kwargs), self.method)
+        node: Node = Forward(spec)
+        for axes, size in zip(reversed(self.batch_axes or ()), reversed(self.batch_sizes), strict=True):
+            if len(axes) != len(arrays):
+                raise ArgumentError(f"batch_axes must have one entry for each of {len(arrays)} arrays, got {axes!r}.")
+            node = Vmapped(node, Level(size, axes, None, None))
+        return node
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
+        """The whole abstract call as plain data, the same in every process.
+
+        Raises:
+            UnstableKeyError: a static argument cannot be named stably.
+        """
+        args, kwargs = self.args, dict(self.kwargs)
+        if self.kernel is not None:  # a keyword for a positional parameter is the same call
+            spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
+            args, kwargs = spec.join([abstract(array) for array in arrays])
+        described: dict[str, Any] = {
+            "op": self.op_id_v,
+            "args": describe(tuple(args)),
+            "kwargs": {name: describe(value) for name, value in sorted(kwargs.items())},
+        }
+        optional = {
+            "steps": self._steps(),
+            "method": self.method,
+            "precision": self.precision,
+            "x64": self.x64,
+        }
+        return described | {name: value for name, value in optional.items() if value}
+
+    def _steps(self) -> list[list[Any]]:
+        if self._node is not None:
+            return self._node.steps()
+        axes = self.batch_axes or ()
+        sizes = self.batch_sizes or (None,) * len(axes)
+        return [["vmap", size, list(level)] for level, size in zip(reversed(axes), reversed(sizes), strict=True)]
+
+    @functools.cached_property
+    def call_key(self) -> str:
+        """16 hex digits that stand for the call, the operation's name apart.
+
+        Raises:
+            UnstableKeyError: a static argument cannot be named stably.
+        """
+        content = {name: value for name, value in self.description.items() if name != "op"}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+    @property
+    def key(self) -> ConfigKey:
+        """Device, operation and call: what a configuration is remembered under."""
+        return ConfigKey(self.device_fingerprint, self.op_id_v, self.call_key)
+
+    @property
+    def forward(self) -> Invocation[Cfg, Out] | None:
+        """The forward call that this derived call belongs to; `None` for a forward."""
+        if self._node is None or not self._node.suffix:
+            return None
+        kernel = self._node.spec.kernel
+        lead, count = self._node.lead, self._node.spec.num_arrays
+        own = self.array_types[lead : lead + count]
+        return dataclasses.replace(self, op_id=kernel.op_id, array_types=own, _node=self._node.forward)
+
+    def abstract(self) -> Invocation[Cfg, Out]:
+        """Return the call without any array or tracer, fit to be stored."""
+        return dataclasses.replace(
+            self, args=self.abstract_args, kwargs=self.abstract_kwargs, device=self.device_fingerprint
+        )
+
+
+def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
+    """Return one tuple of axes a level; a flat sequence of axes is one level."""
+    if all(axis is None or isinstance(axis, int) for axis in batch_axes):
+        return (tuple(batch_axes),) if batch_axes else ()
+    return tuple(tuple(level) for level in batch_axes)
+
+
+def invocation_of(
+    node: Node, avals: Sequence[Any], *, platform: str, override: Any = None, stamp: bool = True
+) -> Invocation[Any, Any]:
+    """Return the invocation of `node` on arrays of types `avals`, as lowering sees it."""
+    axes, sizes, example = [], [], list(avals[node.lead : node.lead + node.spec.num_arrays])
+    for step in reversed(node.steps()):
+        if step[0] == "vmap":
+            axes.append(tuple(step[2]))
+            sizes.append(step[1])
+            example = [_example(aval, axis) for aval, axis in zip(example, step[2], strict=True)]
+    args, kwargs = node.spec.join([abstract(aval) for aval in example])
+    return Invocation(
+        kernel=node.spec.kernel,
+        args=args,
+        kwargs=kwargs,
+        op_id=node.spec.kernel.op_id + node.suffix,
+        batch_axes=tuple(axes) or None,
+        batch_sizes=tuple(sizes),
+        override_cfg=override,
+        stamp=stamp,
+        method=node.spec.method,
+        device=platform_fingerprint(platform),
+        array_types=tuple(abstract(aval) for aval in avals),
+        _node=node,
+    )
+
+
+def _example(aval: Any, axis: int | None) -> jax.ShapeDtypeStruct:
+    shape = tuple(dim for index, dim in enumerate(aval.shape) if index != axis)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def default_key_builder_with_sharding(
+    kernel: Kernel[Any, Any] | Invocation[Any, Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> ConfigKey:
+    """Return the key of a call with the sharding of its arrays in it, for executors that tune per layout.
+
+    Takes a kernel with `args` and `kwargs`, or an `Invocation`.
+    """
+    inv = (
+        kernel
+        if isinstance(kernel, Invocation)
+        else Invocation(kernel=kernel, args=tuple(args), kwargs=dict(kwargs or {}))
+    )
+    shardings = [sharding_fingerprint(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs)))]
+    text = json.dumps([inv.call_key, shardings])
+    return inv.key._replace(call=hashlib.sha256(text.encode("ascii")).hexdigest()[:16])
+
+

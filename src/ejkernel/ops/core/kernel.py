@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `Kernel` base class: an operation, its configurations and its gradient."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic
+
+import numpy as np
+
+from ejkernel.ops.utils import services
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
+from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
+
+if typing.TYPE_CHECKING:
+    from ejkernel.ops.core.invocation import Invocation
+
+_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+# The forms of a hook that may serve a platform, the first that a kernel has wins.
+_FORMS = {
+    "gpu": ("mosaic_gpu", "triton", "gpu", "cuda", "xla"),
+    "tpu": ("pallas", "tpu", "xla"),
+    "cpu": ("cpu", "xla"),
+}
+
+
+class Kernel(Generic[Cfg, Out]):
+    """An operation whose speed depends on a configuration.
+
+    A subclass writes `run` (or `run_<platform>`), and `heuristic_cfg` or `config_space`; all else has a default.
+    Every hook may have forms for one platform: `run_triton`, `heuristic_cfg_tpu`, `config_space_cpu`, ... A
+    configuration with a `platform` field decides which form of `run` is meant; otherwise it is the first that exists
+    of `mosaic_gpu` (Hopper and later), `triton`, `gpu`, `xla` on a GPU; `pallas`, `tpu`, `xla` on a TPU; `cpu`, `xla`
+    on a CPU; and then the plain hook.
+
+    Instances are compared by identity: make one for each operation and keep it, because programs are compiled for it.
+
+    Args:
+        name: Name of the operation in keys and labels; the class's name by default.
+
+    Attributes:
+        version: Part of every key and label; raise it when old configurations or measurements no longer apply.
+    """
+
+    version: ClassVar[str] = "0"
+
+    def __init__(self, name: str | None = None) -> None:
+        if name is not None and not _NAME.fullmatch(name):
+            raise KernelError(
+                f"name must be letters, digits, '_', '-' or '.', got {name!r}; a version is set by `version = ...`."
+            )
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """The name of the operation."""
+        return getattr(self, "_name", None) or type(self).__name__
+
+    @property
+    def op_id(self) -> str:
+        """The name of the operation, as keys and labels have it."""
+        return self.name
+
+    @property
+    def op_id_v(self) -> str:
+        """The name with its version, `<op_id>@v<version>`."""
+        return f"{self.op_id}@v{self.version}"
+
+    @property
+    def config_type(self) -> type | None:
+        """The configuration type that the class names, as in `Kernel[MyConfig, jax.Array]`, or `None`."""
+        for cls in type(self).__mro__:
+            for base in vars(cls).get("__orig_bases__", ()):
+                origin, args = typing.get_origin(base), typing.get_args(base)
+                if isinstance(origin, type) and issubclass(origin, Kernel) and args and isinstance(args[0], type):
+                    return args[0]
+        return None
+
+    def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        """Run the operation through the default executor."""
+        return services.default_executor()(self, *args, cfg=cfg, **kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments as `run` is to see them; runs once a call, under JAX's tracing."""
+        return args, kwargs
+
+    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        """Compute the result with configuration `cfg`.
+
+        Shapes and dtypes of the result must not depend on `cfg`. Arguments that are not arrays are static.
+        """
+        raise KernelError(f"{type(self).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
+
+    def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """Return a good configuration without measuring; by default the first candidate."""
+        if not overrides(self, "config_space") and not overrides(self, "candidate_cfgs"):
+            raise NoConfigError(self.op_id, ("heuristic",))
+        candidates = candidates_of(self, inv)
+        if not candidates:
+            raise NoConfigError(self.op_id, ("heuristic", "config_space"))
+        return candidates[0]
+
+    def config_space(self, inv: Invocation[Cfg, Out]) -> Sequence[Cfg]:
+        """Return the configurations that tuning tries; by default the heuristic's alone."""
+        return [hook(self, "heuristic_cfg", inv.platform)(inv)]
+
+    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Sequence[Cfg]:
+        """Return what `config_space` returns; another name for the same hook."""
+        return typing.cast(Sequence[Cfg], hook(self, "config_space", inv.platform)(inv))
+
+    def custom_vjp(
+        self, primals: tuple[Any, ...], cfg: Cfg, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Return the gradient of each positional argument (`None`: zero); optional.
+
+        Args:
+            primals: The positional arguments of `run`.
+            cfg: The configuration of the backward call, which is resolved apart from the forward's.
+            kwargs: The keyword arguments of `run`.
+            cotangents: One for each output; a single output gives a tuple of one.
+        """
+        raise KernelError(f"{type(self).__name__} has no custom_vjp.")
+
+    def fwd_with_residuals(self, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple[Out, Any]:
+        """Return what `run` returns, and what `vjp` needs of it; optional, goes with `vjp`.
+
+        Without it a kernel that has a loop computes its forward twice under `grad`.
+        """
+        raise KernelError(f"{type(self).__name__} has no fwd_with_residuals.")
+
+    def vjp(
+        self, residuals: Any, out: Out, cotangents: tuple[Any, ...], *args: Any, cfg: Cfg, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Return the gradient of each positional argument (`None`: zero); goes with `fwd_with_residuals`."""
+        raise KernelError(f"{type(self).__name__} has no vjp.")
+
+    def reference(self, *args: Any, **kwargs: Any) -> Out:
+        """Compute the result plainly; candidates are checked against it. Default: the heuristic's output."""
+        raise KernelError(f"{type(self).__name__} has no reference.")
+
+    def example_inputs(
+        self, inv: Invocation[Cfg, Out], rng: np.random.Generator
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments of `inv`'s signature to measure with; override where random values are wrong.
+
+        By default floating-point arrays are standard normal, integers are zeros and ones, and booleans fair coins.
+        """
+        from ejkernel.ops.core.examples import random_inputs
+
+        return random_inputs(inv.args, rng), random_inputs(inv.kwargs, rng)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.op_id_v!r})"
+
+
+def overrides(kernel: Kernel[Any, Any], name: str) -> bool:
+    """Return whether `kernel` has a hook `name` of its own."""
+    own = getattr(type(kernel), name, None)
+    return (own is not None and own is not getattr(Kernel, name, None)) or name in vars(kernel)
+
+
+def has_residual_form(kernel: Kernel[Any, Any]) -> bool:
+    """Return whether the kernel's gradient uses residuals of its forward.
+
+    Raises:
+        KernelError: one of the two hooks is there without the other.
+    """
+    forward, backward = overrides(kernel, "fwd_with_residuals"), overrides(kernel, "vjp")
+    if forward != backward:
+        there, missing = ("fwd_with_residuals", "vjp") if forward else ("vjp", "fwd_with_residuals")
+        raise KernelError(f"{type(kernel).__name__} has {there} but no {missing}; define both, or custom_vjp.")
+    return forward
+
+
+def has_gradient_rule(kernel: Kernel[Any, Any]) -> bool:
+    """Return whether the kernel says how it is differentiated."""
+    return overrides(kernel, "custom_vjp") or has_residual_form(kernel)
+
+
+def hook(kernel: Kernel[Any, Any], name: str, platform: str, config: Any = None) -> Callable[..., Any]:
+    """Return the form of hook `name` that serves `platform` and `config`.
+
+    Raises:
+        UnsupportedError: `config.platform` asks for a form that the platform or the kernel does not have.
+        KernelError: the kernel has no such hook at all.
+    """
+    kind = platform_kind(platform)
+    forms = _FORMS.get(kind, (kind, "xla"))
+    asked = getattr(config, "platform", None)
+    if asked is not None and asked != "auto":
+        return _asked_form(kernel, name, str(asked), kind, forms)
+    for form in forms:
+        if overrides(kernel, f"{name}_{form}") and (form != "mosaic_gpu" or has_mosaic_gpu()):
+            return typing.cast(Callable[..., Any], getattr(kernel, f"{name}_{form}"))
+    if name == "run" and not overrides(kernel, "run"):
+        raise _no_run(kernel, kind)
+    return typing.cast(Callable[..., Any], getattr(kernel, name))
+
+
+def _asked_form(
+    kernel: Kernel[Any, Any], name: str, asked: str, kind: str, forms: tuple[str, ...]
+) -> Callable[..., Any]:
+    if asked not in forms:
+        raise UnsupportedError(
+            f"cfg.platform={asked!r} does not run on {kind!r}; use one of {', '.join(forms)}, or 'auto'."
+        )
+    if overrides(kernel, f"{name}_{asked}"):
+        return typing.cast(Callable[..., Any], getattr(kernel, f"{name}_{asked}"))
+    if name == "run" and not overrides(kernel, "run"):
+        raise UnsupportedError(f"cfg.platform={asked!r}, but {type(kernel).__name__} has no run_{asked} and no run.")
+    return typing.cast(Callable[..., Any], getattr(kernel, name))
+
+
+def _no_run(kernel: Kernel[Any, Any], kind: str) -> Exception:
+    forms = run_forms(kernel)
+    if not forms:
+        return KernelError(f"{type(kernel).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
+    return UnsupportedError(
+        f"{type(kernel).__name__} does not run on {kind!r}: it has {', '.join(forms)} and no plain run."
+    )
+
+
+def run_forms(kernel: Kernel[Any, Any]) -> list[str]:
+    """Return the names of the platform forms of `run` that the kernel has, sorted."""
+    known = sorted({form for forms in _FORMS.values() for form in forms})
+    return [f"run_{form}" for form in known if overrides(kernel, f"run_{form}")]
+
+
+def platform_to_trace_for(kernel: Kernel[Any, Any], default: str) -> str:
+    """Return the platform whose hooks give the types of a call before its platform is known.
+
+    That is the default backend's where the kernel runs on it. A program may be lowered for a platform that this
+    process does not have, so otherwise any platform that the kernel does run on will do.
+    """
+    if overrides(kernel, "run"):
+        return default
+    for platform in (default, *_FORMS):
+        if any(overrides(kernel, f"run_{form}") for form in _FORMS.get(platform, ())):
+            return platform
+    raise _no_run(kernel, default)
+
+
+def candidates_of(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> tuple[Any, ...]:
+    """Return the kernel's candidates for `inv`, under whichever of the two names it gives them."""
+    name = "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space"
+    return tuple(hook(kernel, name, inv.platform)(inv))

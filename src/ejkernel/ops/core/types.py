@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that every floor above shares: the type variables of a kernel and the key of a configuration."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+Cfg = TypeVar("Cfg")
+"""Configuration type of a kernel, usually a frozen dataclass."""
+
+Out = TypeVar("Out")
+"""Output type of a kernel: an array or a tree of arrays."""
+
+
+class ConfigKey(NamedTuple):
+    """What a configuration is remembered under; equal to the plain tuple of its fields.
+
+    Attributes:
+        device: Fingerprint of the device, such as `gpu:nvidia_h200`.
+        op: Versioned name of the operation, such as `matmul@v1`.
+        call: Key of the call's signature: 16 hexadecimal digits.
+    """
+
+    device: str
+    op: str
+    call: str

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that ejkernel raises on purpose, under one root."""
+
+from __future__ import annotations
+
+
+class EjkernelError(Exception):
+    """Root: `except EjkernelError` catches all that this library raises on purpose."""
+
+
+class ConfigError(EjkernelError, ValueError):
+    """A configuration, a policy or a setting is not usable."""
+
+
+class SerializationError(ConfigError):
+    """A value cannot be written as JSON, or a JSON text is not such a value; the message holds the path."""
+
+
+class KernelError(EjkernelError, TypeError):
+    """A kernel class is incomplete, or one of its hooks broke its contract."""
+
+
+class GradientError(KernelError):
+    """A gradient rule returned something that does not fit the arguments."""
+
+
+class ArgumentError(EjkernelError, ValueError):
+    """An argument of an operation has the wrong shape, dtype or value."""
+
+
+class UnsupportedError(EjkernelError, NotImplementedError):
+    """The platform or implementation that was asked for cannot run this call."""
+
+
+class UnstableKeyError(EjkernelError, TypeError):
+    """A static argument has no name that is the same in every process, so the call has no key."""
+
+
+class CandidateError(EjkernelError, RuntimeError):
+    """One candidate could not be compiled, run or accepted."""
+
+
+class TuningError(EjkernelError, RuntimeError):
+    """Tuning could not produce a configuration."""
+
+
+class NoConfigError(EjkernelError, LookupError):
+    """No tier had a configuration."""
+
+    def __init__(self, op_id: str, tried: tuple[str, ...]) -> None:
+        super().__init__(op_id, tried)  # args keep the fields, so the error survives pickling
+        self.op_id, self.tried = op_id, tried
+
+    def __str__(self) -> str:
+        return (
+            f"No configuration for {self.op_id!r}; tried {', '.join(self.tried)}. Pass cfg=..., tune the call, "
+            "give the kernel a heuristic_cfg, or allow it with AutotunePolicy(heuristic=True)."
+        )
+
+
+class EjkernelWarning(UserWarning):
+    """Root of the warnings of this library."""
+
+
+class CacheWarning(EjkernelWarning):
+    """An entry of a persistent cache was ignored, or the cache cannot be written."""
+
+
+class UnstableKeyWarning(EjkernelWarning):
+    """A call cannot be remembered, because one of its static arguments has no stable name."""
+
+
+class OfflineWarning(EjkernelWarning):
+    """A program's calls could not be tuned, because nothing is known about them but their labels."""
+
+
+class TuningWarning(EjkernelWarning):
+    """A search ended without measuring what it was asked to measure."""

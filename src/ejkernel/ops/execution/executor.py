@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Executor`: runs kernels, with the configuration that its chooser finds."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, cast
+
+import jax
+import numpy as np
+
+from ejkernel import settings
+from ejkernel.ops.config.cache import ConfigCache, config_token
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
+from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.invocation import Invocation, invocation_of
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.nodes import Choice, Forward
+from ejkernel.ops.core.primitive import Call, Override, call_p, types_of
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError, UnstableKeyError
+from ejkernel.ops.execution.explain import Explanation, explain_call
+from ejkernel.ops.registry import record_invocation
+from ejkernel.ops.utils import services
+from ejkernel.ops.utils.meta import DEFAULT_PREFIX, label, stamp
+from ejkernel.ops.utils.serialize import stable_json
+from ejkernel.ops.utils.signature import is_array
+
+logger = logging.getLogger(__name__)
+
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic)
+_METHODS = ("shard_map",)
+
+
+class ConfigChooser(Protocol[Cfg, Out]):
+    """Whoever can say which configuration a call is to run with; `ConfigSelectorChain` is one."""
+
+    def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Cfg:
+        """Return the configuration for `inv`."""
+
+
+class Executor(Generic[Cfg, Out]):
+    """Runs kernels with the configurations that `chooser` finds, under every JAX transformation.
+
+    A call's configuration is resolved when the call is lowered, once for each distinct call of a program. Its label
+    (see `ejkernel.ops.utils.meta`) appears in the program's text unless `EJKERNEL_OPS_STAMP=none`.
+
+    Args:
+        chooser: Who finds configurations.
+        stamp_prefix: What labels begin with.
+    """
+
+    def __init__(self, chooser: ConfigChooser[Cfg, Out], stamp_prefix: str = DEFAULT_PREFIX) -> None:
+        if not callable(getattr(chooser, "choose", None)):
+            raise ConfigError(f"chooser must have choose(inv, kernel), got {chooser!r}; use ConfigSelectorChain().")
+        self.chooser = chooser
+        self.stamp_prefix = stamp_prefix
+        # One compiled function for each kernel and tuple of argument types; shapes are left to jit's own C++ cache.
+        self._plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._generation = 0
+        subscribe = getattr(chooser, "subscribe", None)
+        if subscribe is not None:
+            subscribe(self._forget_plans)
+
+    def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        """Run `kernel`.
+
+        Args:
+            kernel: What to run.
+            *args: Its arguments. Arrays are traced; all else is static.
+            cfg: The configuration to run with; `None` lets the chooser find one.
+            **kwargs: Its keyword arguments. With `method="shard_map"` also `mesh`, `in_specs` and `out_specs`: the
+                call then runs on each device's part, and is tuned for it.
+        """
+        if cfg is None:
+            plan = self._plans.get((kernel, *map(type, args), *kwargs, *map(type, kwargs.values())))
+            if plan is not None:
+                return cast(Out, plan(*args, **kwargs))
+        return self._first_call(kernel, args, kwargs, cfg)
+
+    def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:
+        """Return the configuration that a call with these arguments would run with."""
+        return self.resolve(self._invocation(kernel, args, kwargs, cfg)).config
+
+    def explain(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Explanation:
+        """Say which key a call has, what every tier answers, and which configuration it would run with.
+
+        Nothing is measured and nothing is remembered.
+        """
+        return explain_call(self.chooser, self._invocation(kernel, args, kwargs, cfg), self.stamp_prefix)
+
+    def compile(
+        self, kernel: Kernel[Cfg, Out], *example_args: Any, cfg: Cfg | None = None, **example_kwargs: Any
+    ) -> Callable[..., Out]:
+        """Return a function under `jax.jit` that runs `kernel` with the configuration found for the examples.
+
+        The configuration stays, whatever arguments follow. Static keyword arguments of the example are defaults.
+        """
+        chosen = self.choose_config(kernel, *example_args, cfg=cfg, **example_kwargs)
+        defaults = {name: value for name, value in example_kwargs.items() if _is_static(value)}
+
+        def compiled(*args: Any, **kwargs: Any) -> Out:
+            return self(kernel, *args, cfg=chosen, **{**defaults, **kwargs})
+
+        static_positions = [index for index, value in enumerate(example_args) if _is_static(value)]
+        return cast(
+            "Callable[..., Out]", jax.jit(compiled, static_argnums=static_positions, static_argnames=list(defaults))
+        )
+
+    def resolve(self, inv: Invocation[Cfg, Out]) -> Resolution[Cfg]:
+        """Return the configuration for `inv`, and who says so."""
+        kernel = inv.kernel
+        if kernel is None:
+            raise ArgumentError(f"Invocation of {inv.op_id!r} has no kernel; pass kernel=...")
+        resolve = getattr(self.chooser, "resolve", None)
+        if resolve is not None:
+            return cast("Resolution[Cfg]", resolve(inv, kernel))
+        try:
+            key = inv.key
+        except UnstableKeyError:
+            key = None
+        if inv.override_cfg is not None:
+            return Resolution(inv.override_cfg, "override", key)
+        return Resolution(self.chooser.choose(inv, kernel), "chooser", key)
+
+    @property
+    def generation(self) -> int:
+        """A number that changes when eager programs must be compiled again."""
+        return self._generation
+
+    def lower_call(
+        self, call: Call, platform: str, expected: Sequence[Any] | None, arrays: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Resolve the call's configuration, compute it, and check the results against the `expected` types."""
+        override = None if call.override is None else call.override.config
+        avals = [jax.typeof(array) for array in arrays]
+        inv = invocation_of(call.node, avals, platform=platform, override=override)
+        resolution = self.resolve(inv)
+        choice = Choice(config=resolution.config, platform=inv.platform)
+        with jax.named_scope(inv.op_id):
+            out = call.node.flat(choice)(*arrays)
+        _check_types(inv, resolution, expected, out)
+        if resolution.key is None:
+            return tuple(out)
+        if current_scope().recording or settings.current().record:
+            record_invocation(call.node.spec.kernel, inv)
+        return self._stamped(inv, out, arrays)
+
+    def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
+        """Return any configuration for a kernel that has no heuristic."""
+        return self.resolve(inv).config
+
+    def _stamped(self, inv: Invocation[Cfg, Out], out: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
+        mode = settings.current().stamp
+        if mode == "none":
+            return tuple(out)
+        payload = stable_json(inv.description) if mode == "json" else inv.call_key
+        stamped, found = stamp(out, arrays, label(inv.op_id_v, inv.call_key, self.stamp_prefix), payload)
+        if not found:
+            logger.debug("%s carries no label: each of its results is one of its inputs", inv.op_id_v)
+        return tuple(stamped)
+
+    def _forget_plans(self) -> None:
+        self._generation += 1
+        self._plans = {}
+
+    def _first_call(
+        self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
+    ) -> Out:
+        if not isinstance(kernel, Kernel):
+            raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
+        if "method" in kwargs:
+            return self._through_method(kernel, args, kwargs, cfg)
+        values = (*args, *kwargs.values())
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+        if cfg is not None or traced or jax.config.jax_disable_jit or not all(map(_is_atom, values)):
+            return self._bind(kernel, args, kwargs, cfg)
+        plan = jax.jit(
+            functools.partial(self._bind_call, kernel),
+            static_argnums=[index for index, value in enumerate(args) if _is_static(value)],
+            static_argnames=[name for name, value in kwargs.items() if _is_static(value)],
+        )
+        out = plan(*args, **kwargs)
+        self._plans[(kernel, *map(type, args), *kwargs, *map(type, kwargs.values()))] = plan
+        return cast(Out, out)
+
+    def _bind_call(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Out:
+        return self._bind(kernel, args, kwargs, None)
+
+    def _bind(
+        self,
+        kernel: Kernel[Cfg, Out],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cfg: Cfg | None,
+        method: str | None = None,
+    ) -> Out:
+        args, kwargs = kernel.prepare(*args, **kwargs)
+        spec, arrays = take_apart(kernel, args, kwargs, method)
+        call = Call(self, Forward(spec), override=None if cfg is None else Override(_override_token(cfg), cfg))
+        types = types_of(call, [jax.typeof(array) for array in arrays])
+        return cast(Out, jax.tree.unflatten(types.trees[0], call_p.bind(*arrays, call=call)))
+
+    def _through_method(
+        self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
+    ) -> Out:
+        kwargs = dict(kwargs)
+        method = kwargs.pop("method")
+        if method is None:
+            return self(kernel, *args, cfg=cfg, **kwargs)
+        if method not in _METHODS:
+            raise ArgumentError(f"method must be one of {', '.join(_METHODS)}, or None; got {method!r}.")
+        missing = [name for name in ("mesh", "in_specs", "out_specs") if name not in kwargs]
+        if missing:
+            raise ArgumentError(f"method='shard_map' needs mesh=, in_specs= and out_specs=; missing {missing}.")
+        mesh, in_specs, out_specs = (kwargs.pop(name) for name in ("mesh", "in_specs", "out_specs"))
+        given = [index for index, value in enumerate(args) if not _is_static(value)]
+        arrays = {name: value for name, value in kwargs.items() if not _is_static(value)}
+        if arrays:
+            raise ArgumentError(f"method='shard_map' takes arrays by position, got {', '.join(arrays)} by keyword.")
+
+        def local(*parts: Any) -> Out:
+            filled = list(args)
+            for index, part in zip(given, parts, strict=True):
+                filled[index] = part
+            return self._bind(kernel, tuple(filled), kwargs, cfg, method)
+
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return cast(Out, mapped(*[args[index] for index in given]))
+
+    def _invocation(
+        self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
+    ) -> Invocation[Cfg, Out]:
+        args, kwargs = kernel.prepare(*args, **kwargs)
+        return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
+
+
+def _is_static(value: Any) -> bool:
+    return not any(is_array(leaf) for leaf in jax.tree.leaves(value)) and value is not None
+
+
+def _is_atom(value: Any) -> bool:
+    """Return whether the type of `value` alone tells whether it is an array; the leaves of containers differ."""
+    if value is None or isinstance(value, _ARRAY_TYPES):
+        return True
+    return jax.tree_util.treedef_is_leaf(jax.tree.structure(value)) and type(value).__hash__ is not None
+
+
+def _override_token(config: Any) -> Any:
+    try:
+        return config_token(config)
+    except SerializationError as error:
+        try:
+            hash(config)
+        except TypeError:
+            raise ConfigError(f"cfg must be hashable or plain data, got {config!r}: {error}") from error
+        return (type(config), config)
+
+
+def _check_types(
+    inv: Invocation[Any, Any], resolution: Resolution[Any], expected: Sequence[Any] | None, out: Sequence[Any]
+) -> None:
+    """Raise if the results are not what the call was traced with: then shapes depend on the configuration."""
+    if expected is None:
+        return
+    want = [(tuple(aval.shape), aval.dtype) for aval in expected]
+    got = [(tuple(value.shape), value.dtype) for value in out]
+    if want != got:
+        raise KernelError(
+            f"{inv.op_id}: results must have the same shapes and dtypes under every configuration; "
+            f"{resolution.config!r} (from {resolution.source}) gives {_shown(got)}, the heuristic gives {_shown(want)}."
+        )
+
+
+def _shown(types: list[tuple[tuple[int, ...], Any]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types)
+
+
+class _Default:
+    """The process's default executor, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self._executor: Executor[Any, Any] | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> Executor[Any, Any]:
+        if self._executor is None:
+            with self._lock:
+                if self._executor is None:
+                    policy = AutotunePolicy(autotune=settings.current().autotune)
+                    self._executor = Executor(ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=policy))
+        return self._executor
+
+    def set(self, executor: Executor[Any, Any] | None) -> None:
+        with self._lock:
+            self._executor = executor
+
+
+_default = _Default()
+
+
+def default_executor() -> Executor[Any, Any]:
+    """Return the executor behind `kernel(a, b)` and all modules.
+
+    It looks in memory and in the persistent cache, and tunes on a miss only if `EJKERNEL_AUTOTUNE=1`.
+    """
+    return _default.get()
+
+
+def set_default_executor(executor: Executor[Any, Any] | None) -> None:
+    """Put another executor behind `kernel(a, b)` and all modules; `None` has a fresh one made."""
+    _default.set(executor)
+
+
+services.provide(default_executor=default_executor)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a call runs with the configuration that it runs with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ejkernel.ops.config.selection import Consulted, Resolution
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import UnstableKeyError
+from ejkernel.ops.utils.meta import label
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What decided a call's configuration; `str()` of it is made for reading.
+
+    Attributes:
+        op_id_v: The operation with its version.
+        key: The key of the call; `None` if a static argument has no stable name, which `key_note` then says.
+        key_note: Why there is no key.
+        label: The label in the program's text, or `None`.
+        label_note: Why the text carries no label.
+        tiers: Every tier that was asked, and what it said.
+        resolution: The answer; `None` if there was none.
+    """
+
+    op_id_v: str
+    key: ConfigKey | None
+    key_note: str
+    label: str | None
+    label_note: str
+    tiers: tuple[Consulted, ...]
+    resolution: Resolution[Any] | None
+
+    @property
+    def config(self) -> Any:
+        """The configuration, or `None`."""
+        return None if self.resolution is None else self.resolution.config
+
+    @property
+    def source(self) -> str | None:
+        """The tier that it came from, or `None`."""
+        return None if self.resolution is None else self.resolution.source
+
+    def __str__(self) -> str:
+        key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
+        lines = [f"{self.op_id_v}  key {key}"]
+        for tier in self.tiers:
+            lines.append(f"  {tier.tier:<10} {tier.resolution.config if tier.resolution else '- ' + tier.note}")
+        lines.append(f"  label      {self.label or '- ' + self.label_note}")
+        lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
+        return "\n".join(lines)
+
+
+def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explanation:
+    """Ask every tier of `chooser` about `inv`, without measuring or remembering anything."""
+    kernel = inv.kernel
+    consult = getattr(chooser, "consult", None)
+    try:
+        key, key_note = inv.key, ""
+    except UnstableKeyError as error:
+        key, key_note = None, str(error)
+    if consult is not None:
+        tiers = tuple(consult(inv, kernel))
+    else:
+        tiers = (Consulted("chooser", Resolution(chooser.choose(inv, kernel), "chooser", key)),)
+    resolution = tiers[-1].resolution if tiers else None
+    text, note = _label_of(inv, key, resolution, prefix)
+    return Explanation(
+        op_id_v=inv.op_id_v,
+        key=key,
+        key_note=key_note,
+        label=text,
+        label_note=note,
+        tiers=tiers,
+        resolution=resolution,
+    )
+
+
+def _label_of(
+    inv: Invocation[Any, Any], key: ConfigKey | None, resolution: Resolution[Any] | None, prefix: str
+) -> tuple[str | None, str]:
+    if key is None or resolution is None:
+        return None, "the call has no key" if key is None else "the call cannot run"
+    if _only_passes_inputs_on(inv, resolution.config):
+        return None, "each result of the call is one of its inputs, which no instruction of the call makes"
+    return label(inv.op_id_v, key.call, prefix), ""
+
+
+def _only_passes_inputs_on(inv: Invocation[Any, Any], config: Any) -> bool:
+    node = inv.node
+    arrays = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if hasattr(leaf, "shape")]
+    if inv.batch_sizes:
+        return False  # a batched call transposes its results, so an instruction makes them
+    jaxpr = jax.make_jaxpr(node.flat(Choice(config=config, platform=inv.platform)))(*arrays).jaxpr
+    return all(out in jaxpr.invars for out in jaxpr.outvars)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of functions, as the device spends them, measured apart from whatever trace is open."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.fingerprint import default_device
+
+T = TypeVar("T")
+
+_CLOCK = time.perf_counter
+_SAMPLE_SECONDS = 2e-3  # a sample is as many calls as take this long, so that the clock and dispatch do not count
+
+_inside = threading.local()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """How long one call takes.
+
+    Attributes:
+        samples: Seconds a call, one figure a round; each is the mean of calls that run back to back.
+        method: How the time was taken.
+    """
+
+    samples: tuple[float, ...]
+    method: str = "wall"
+
+    @property
+    def median(self) -> float:
+        """The median of the samples, seconds."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range of the samples over their median; 0 for fewer than four samples."""
+        if len(self.samples) < 4:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples, n=4)
+        return (high - low) / self.median
+
+
+@functools.lru_cache(maxsize=64)
+def _thread_of(device: jax.Device) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"ejkernel-measure-{device.id}")
+
+
+def apart(work: Callable[[], T]) -> T:
+    """Run `work` on the default device's measuring thread, where no trace, mesh or transformation is open.
+
+    The caller's matmul precision, 64-bit mode, device and overlays hold there; recording does not. Called on a
+    measuring thread, by a candidate that runs a kernel itself, `work` runs at once.
+    """
+    if getattr(_inside, "measuring", False):
+        return work()
+    device = default_device()
+    precision, x64 = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
+    scope = dataclasses.replace(current_scope(), recording=0)
+
+    def inside() -> T:
+        _inside.measuring = True
+        try:
+            with (
+                jax.default_matmul_precision(precision),
+                jax.enable_x64(x64),
+                jax.default_device(device),
+                entered(scope),
+            ):
+                return work()
+        finally:
+            _inside.measuring = False
+
+    return _thread_of(device).submit(inside).result()
+
+
+def calls_per_sample(function: Callable[[], Any], warmup: int) -> int:
+    """Return how many calls of `function` make one sample, after `warmup` calls of it (one at least)."""
+    once = [sample(function, 1) for _ in range(max(2, warmup))][1:]
+    return max(1, min(1000, round(_SAMPLE_SECONDS / max(min(once), 1e-7))))
+
+
+def sample(function: Callable[[], Any], calls: int) -> float:
+    """Return seconds a call, of `calls` calls that are issued back to back and waited for once."""
+    start = _CLOCK()
+    out = None
+    for _ in range(calls):
+        out = function()
+    jax.block_until_ready(out)
+    return (_CLOCK() - start) / calls
+
+
+def interleaved(
+    functions: Sequence[Callable[[], Any]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    keep: Callable[[Sequence[Sequence[float]]], Sequence[bool]] | None = None,
+    deadline: float | None = None,
+) -> list[Measurement]:
+    """Measure functions in turn, round by round, so that drift of the machine hits all of them alike.
+
+    Args:
+        functions: What to measure.
+        rounds: Samples of each.
+        warmup: Calls of each before its first sample.
+        keep: Given all samples so far, says which functions are worth another round; all, if left out.
+        deadline: `time.perf_counter()` after which no new round begins; each function has one sample at least.
+    """
+    calls = [calls_per_sample(function, warmup) for function in functions]
+    samples: list[list[float]] = [[] for _ in functions]
+    alive = [True] * len(functions)
+    for index in range(rounds):
+        if index and deadline is not None and _CLOCK() > deadline:
+            break
+        for position, function in enumerate(functions):
+            if alive[position]:
+                samples[position].append(sample(function, calls[position]))
+        if keep is not None:
+            alive = [was and now for was, now in zip(alive, keep(samples), strict=True)]
+    return [Measurement(samples=tuple(values)) for values in samples]
+
+
+def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warmup: int = 3, **kwargs: Any) -> float:
+    """Return the milliseconds that a call `fn(*args, **kwargs)` takes: the median over `num_iters` calls.
+
+    The first `num_warmup` calls, which compile, do not count. Results are waited for.
+
+    Raises:
+        ConfigError: `num_iters` is not positive, or `num_warmup` is negative.
+    """
+    if num_iters < 1 or num_warmup < 0:
+        raise ConfigError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
+
+    def work() -> float:
+        for _ in range(num_warmup):
+            jax.block_until_ready(fn(*args, **kwargs))
+        times = [sample(lambda: fn(*args, **kwargs), 1) for _ in range(num_iters)]
+        return statistics.median(times) * 1e3
+
+    return apart(work)

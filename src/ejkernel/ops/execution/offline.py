@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning apart from running: of one call, of what was recorded, of a lowered program, of a whole function."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
+from ejkernel.ops.execution.executor import Executor, default_executor
+from ejkernel.ops.execution.outcome import Tuned
+from ejkernel.ops.execution.result import AutotuningResult, Entry
+from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.registry import Recorded, get_invocations, recording
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.meta import LABEL_RE, find_labels_in_lowered, is_scope
+
+Report = Callable[[Invocation[Any, Any], "Tuned | None"], None]
+
+
+def autotune_lowered(selector: ConfigSelectorChain[Any, Any], lowered: Any) -> AutotuningResult:
+    """Tune every distinct call of a lowered program, forward and backward, on this machine.
+
+    The program's labels name its calls, and what was recorded when it was lowered says what they are; lower it with
+    `EJKERNEL_OPS_RECORD=1` or inside `with recording():`. The configurations are put into the chain's memory and
+    persistent cache; `with result:` applies them to functions that are already compiled.
+
+    >>> lowered = jax.jit(my_model).lower(example_input)  # doctest: +SKIP
+    >>> result = autotune_lowered(selector, lowered)  # doctest: +SKIP
+
+    Args:
+        selector: The chain whose tuner measures, and which remembers.
+        lowered: What `jax.jit(f).lower(...)` returns, or a program's text.
+    """
+    known = get_invocations(device_fingerprint())
+    found, missing = [], []
+    for text in find_labels_in_lowered(lowered):
+        match = LABEL_RE.fullmatch(text)
+        if match is None or is_scope(match["op"]):
+            continue
+        recorded = known.get(match["op"], {}).get(match["key"])
+        if recorded is None:
+            missing.append(text)
+        else:
+            found.append(recorded.invocation)
+    if missing:
+        text = (
+            f"{len(missing)} of {len(missing) + len(found)} labelled calls were not recorded, and are not tuned "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); lower the program with "
+            "EJKERNEL_OPS_RECORD=1 or inside `with ejkernel.ops.recording():`."
+        )
+        warnings.warn(text, OfflineWarning, stacklevel=2)
+    return tune_invocations(selector, found)
+
+
+def autotune_recorded(
+    invocations: Mapping[str, Any] | None = None, selector: ConfigSelectorChain[Any, Any] | None = None
+) -> AutotuningResult:
+    """Tune calls that were recorded on this device.
+
+    Args:
+        invocations: What `get_invocations()` returns, or its part for this device; all of it by default.
+        selector: The chain whose tuner measures, and which remembers; the default executor's if left out.
+    """
+    given = get_invocations() if invocations is None else invocations
+    device = device_fingerprint()
+    if device in given:
+        operations = given[device]
+    elif any(name.partition(":")[0] in ("cpu", "gpu", "tpu") and ":" in name for name in given):
+        text = f"nothing was recorded on {device!r}, only on {', '.join(sorted(given))}; nothing is tuned."
+        warnings.warn(text, OfflineWarning, stacklevel=2)
+        operations = {}
+    else:
+        operations = given
+    found = [_invocation(recorded) for calls in operations.values() for recorded in calls.values()]
+    return tune_invocations(_chain(selector), found)
+
+
+def _invocation(recorded: Any) -> Invocation[Any, Any]:
+    if isinstance(recorded, Recorded):
+        return recorded.invocation
+    kernel, args, kwargs = recorded
+    return Invocation(kernel=kernel, args=args, kwargs=kwargs)
+
+
+def discover(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocation[Any, Any]]:
+    """Return the distinct calls of `fn(*args, **kwargs)`, forward and backward, in the order of lowering.
+
+    Nothing is run. The arguments may be abstract (`jax.ShapeDtypeStruct`).
+    """
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    with recording() as seen:
+        jitted.lower(*args, **kwargs)
+    return list({inv.key: inv for inv in seen}.values())
+
+
+def tune_invocations(
+    selector: ConfigSelectorChain[Any, Any],
+    invocations: Iterable[Invocation[Any, Any]],
+    report: Report | None = None,
+    progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
+) -> AutotuningResult:
+    """Tune each call, forwards before what is derived of them, and let the chain remember the answers.
+
+    A call of which no candidate can be measured is a `TuningWarning`, and has no entry in the result.
+    """
+    entries, searches = [], []
+    for inv in sorted(invocations, key=lambda inv: inv.direction != "fwd"):
+        try:
+            tuned = _tune_one(selector, inv, progress)
+        except TuningError as error:
+            warnings.warn(str(error), TuningWarning, stacklevel=3)
+            if report is not None:
+                report(inv, None)
+            continue
+        selector.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
+        entries.append(Entry(inv.op_id_v, inv.call_key, tuned.config))
+        searches.append(tuned)
+        if report is not None:
+            report(inv, tuned)
+    return AutotuningResult(device_fingerprint(), tuple(entries), tuple(searches))
+
+
+def _tune_one(
+    selector: ConfigSelectorChain[Any, Any],
+    inv: Invocation[Any, Any],
+    progress: Callable[[Invocation[Any, Any], int, int], None] | None,
+) -> Tuned:
+    step = None if progress is None else (lambda done, total: progress(inv, done, total))
+    tuned: Tuned = selector.tuner.tune(inv, inv.kernel, policy=selector.policy, progress=step)
+    return tuned
+
+
+@overload
+def autotune(
+    target: Kernel[Any, Any],
+    *args: Any,
+    configs: Sequence[Any] | None = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    **kwargs: Any,
+) -> Any: ...
+@overload
+def autotune(target: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuningResult: ...
+def autotune(
+    target: Any,
+    *args: Any,
+    configs: Sequence[Any] | None = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    **kwargs: Any,
+) -> Any:
+    """Tune one call of a kernel, or every call in a function.
+
+    Args:
+        target: A `Kernel`: its call with these arguments is tuned, and the configuration is returned. Any other
+            callable: the kernels that it calls, forward and backward, and an `AutotuningResult` is returned.
+        *args: Arguments of the call; for a function they may be abstract.
+        configs: Candidates for a kernel; its `config_space` by default.
+        num_warmup: At least this many calls of each candidate come before its first sample.
+        num_iters: Samples of each candidate that stays in the race.
+        **kwargs: Keyword arguments of the call.
+
+    The default executor remembers what is found, in memory and in its persistent cache.
+    """
+    if num_iters < 1 or num_warmup < 0:
+        raise ArgumentError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
+    chain = _chain(None)
+    if not isinstance(target, Kernel):
+        if configs is not None:
+            raise ArgumentError("configs are for a Kernel; the kernels in a function have their own candidates.")
+        return tune_invocations(chain, discover(target, *args, **kwargs))
+    prepared_args, prepared_kwargs = target.prepare(*args, **kwargs)
+    inv = Invocation(kernel=target, args=prepared_args, kwargs=prepared_kwargs)
+    tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
+    tuned = tuner.tune(inv, target, candidates=configs, policy=chain.policy)
+    chain.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
+    return tuned.config
+
+
+def _chain(selector: ConfigSelectorChain[Any, Any] | None) -> ConfigSelectorChain[Any, Any]:
+    if selector is not None:
+        return selector
+    executor: Executor[Any, Any] = default_executor()
+    chooser = executor.chooser
+    if not isinstance(chooser, ConfigSelectorChain):
+        raise ArgumentError(
+            f"the default executor's chooser must be a ConfigSelectorChain to be tuned, got {type(chooser).__name__}; "
+            "pass selector=..."
+        )
+    return chooser

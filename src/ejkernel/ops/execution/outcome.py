@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search found out: the fate of every candidate, and the winner."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.utils.serialize import to_data
+
+MEASURED = "measured"
+FAILED = "failed"
+WRONG = "wrong"
+SKIPPED = "skipped"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one candidate.
+
+    Attributes:
+        config: The candidate.
+        status: `measured`; `failed` (raised); `wrong` (results differ from the reference); `skipped` (out of time).
+        reason: Why it was not measured.
+        measurement: Its times.
+        compile_seconds: How long lowering and compiling took.
+    """
+
+    config: Any
+    status: str
+    reason: str = ""
+    measurement: Measurement | None = None
+    compile_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """A search that found a configuration.
+
+    Attributes:
+        inv: The call.
+        config: The winner.
+        outcomes: What became of each candidate; the heuristic is the first.
+        seconds: How long the search took.
+    """
+
+    inv: Invocation[Any, Any]
+    config: Any
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+
+    @property
+    def key(self) -> ConfigKey:
+        """The key of the call."""
+        return self.inv.key
+
+    @property
+    def winner(self) -> Outcome:
+        """The winner's outcome."""
+        return next(outcome for outcome in self.outcomes if outcome.config is self.config)
+
+    @property
+    def heuristic(self) -> Outcome:
+        """The heuristic's outcome."""
+        return self.outcomes[0]
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the heuristic the winner is; `None` if the heuristic was not measured."""
+        before, after = self.heuristic.measurement, self.winner.measurement
+        return None if before is None or after is None else before.median / after.median
+
+    def summary_data(self) -> dict[str, Any]:
+        """Return what a cache entry keeps of the search, as plain data."""
+        failures = [
+            {"config": to_data(outcome.config), "status": outcome.status, "reason": outcome.reason}
+            for outcome in self.outcomes
+            if outcome.status != MEASURED
+        ]
+        return {
+            "winner": _times(self.winner),
+            "heuristic": _times(self.heuristic),
+            "speedup": self.speedup,
+            "candidates": len(self.outcomes),
+            "seconds": round(self.seconds, 3),
+            "failures": failures,
+        }
+
+
+def _times(outcome: Outcome) -> dict[str, Any] | None:
+    measurement = outcome.measurement
+    if measurement is None:
+        return None
+    return {
+        "median_us": round(measurement.median * 1e6, 3),
+        "spread": round(measurement.spread, 4),
+        "samples": len(measurement.samples),
+        "method": measurement.method,
+    }

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Autotuner`: measures candidates and names a winner, or keeps the heuristic."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.ops.config.cache import config_token
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.examples import example_arrays
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, candidates_of, hook, overrides
+from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
+from ejkernel.ops.execution.checking import check_results
+from ejkernel.ops.execution.measuring import Measurement, apart, interleaved
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, SKIPPED, WRONG, Outcome, Tuned
+from ejkernel.ops.utils import services
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+_HOPELESS = 1.5  # times the best so far: no noise that was seen makes up for that
+_MARGIN = 0.98  # a winner takes at most this share of the heuristic's time; nearer than that is a tie
+
+
+@dataclasses.dataclass(slots=True)
+class _Candidate:
+    """A candidate under way."""
+
+    config: Any
+    compiled: Callable[..., Any] | None = None
+    status: str = SKIPPED
+    reason: str = "the budget was spent before its turn"
+    compile_seconds: float | None = None
+    measurement: Measurement | None = None
+
+    def fail(self, status: str, error: BaseException) -> None:
+        """Note the reason alone: a traceback would keep the candidate's arrays alive."""
+        self.status, self.compiled = status, None
+        text = str(error).strip() or "no message"
+        self.reason = text if isinstance(error, CandidateError) else f"{type(error).__name__}: {text}"
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            config=self.config,
+            status=self.status,
+            reason="" if self.status == MEASURED else self.reason,
+            measurement=self.measurement,
+            compile_seconds=self.compile_seconds,
+        )
+
+
+class Autotuner:
+    """Measures the candidates of a call, on inputs made from its signature, and names the fastest right one.
+
+    Candidates are compiled ahead of time, checked against the kernel's reference, and timed in interleaved rounds on
+    a thread of their own, where no trace of the caller is open. A candidate that fails, or is wrong, is an outcome
+    with its reason; it never ends the search. The heuristic stays unless it is beaten in the same rounds.
+
+    Args:
+        rounds: Samples of each candidate that stays in the race.
+        warmup: Calls of each candidate before its first sample.
+        seed: Of the random inputs.
+        clock: Source of seconds, for budgets.
+    """
+
+    def __init__(
+        self, *, rounds: int = 8, warmup: int = 2, seed: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.rounds = rounds
+        self.warmup = warmup
+        self.seed = seed
+        self._clock = clock
+
+    def tune(
+        self,
+        inv: Invocation[Any, Any],
+        kernel: Kernel[Any, Any],
+        *,
+        candidates: Sequence[Any] | None = None,
+        policy: AutotunePolicy | None = None,
+        progress: Progress | None = None,
+    ) -> Tuned:
+        """Return the search for the best configuration of `inv`.
+
+        Args:
+            inv: The call; it may be derived (a backward) or batched.
+            kernel: Its kernel.
+            candidates: What to measure beside the heuristic; the kernel's `config_space` by default.
+            policy: `validate` and `budget_s` are heeded.
+            progress: Called with how many candidates are compiled and checked, and how many there are.
+
+        Raises:
+            TuningError: no candidate could be measured, or the reference itself failed.
+        """
+        inv = dataclasses.replace(inv.abstract(), kernel=kernel)
+        return apart(lambda: self._tune(inv, kernel, candidates, policy or AutotunePolicy(), progress))
+
+    def _tune(
+        self,
+        inv: Invocation[Any, Any],
+        kernel: Kernel[Any, Any],
+        given: Sequence[Any] | None,
+        policy: AutotunePolicy,
+        progress: Progress | None,
+    ) -> Tuned:
+        start = self._clock()
+        deadline = None if policy.budget_s is None else start + policy.budget_s
+        candidates = _candidates(inv, kernel, given)
+        baseline = Choice(config=candidates[0].config, platform=inv.platform)
+        arrays, truth = _inputs_and_truth(inv, kernel, baseline, policy, np.random.default_rng(self.seed))
+        for index, candidate in enumerate(candidates):
+            if progress is not None:
+                progress(index, len(candidates))
+            if index and deadline is not None and self._clock() > deadline:
+                break
+            _prepare(candidate, inv, arrays, truth)
+        self._race([c for c in candidates if c.compiled is not None], arrays, deadline)
+        if progress is not None:
+            progress(len(candidates), len(candidates))
+        outcomes = tuple(candidate.outcome() for candidate in candidates)
+        tuned = Tuned(inv=inv, config=_winner(inv, outcomes), outcomes=outcomes, seconds=self._clock() - start)
+        _log(tuned)
+        return tuned
+
+    def _race(self, runners: list[_Candidate], arrays: Sequence[Any], deadline: float | None) -> None:
+        functions = [_bound(runner.compiled, arrays) for runner in runners]
+        measurements = interleaved(
+            functions, rounds=self.rounds, warmup=self.warmup, keep=_still_in_the_race, deadline=deadline
+        )
+        for runner, measurement in zip(runners, measurements, strict=True):
+            runner.measurement, runner.status, runner.compiled = measurement, MEASURED, None
+
+
+def _bound(compiled: Any, arrays: Sequence[Any]) -> Callable[[], Any]:
+    return lambda: compiled(*arrays)
+
+
+def _candidates(
+    inv: Invocation[Any, Any], kernel: Kernel[Any, Any], given: Sequence[Any] | None
+) -> list[_Candidate]:
+    """Return the heuristic's configuration and then the others, each once."""
+    others = list(candidates_of(kernel, inv)) if given is None else list(given)
+    try:
+        first = [hook(kernel, "heuristic_cfg", inv.platform)(inv)]
+    except NoConfigError:
+        first = []
+    distinct: dict[Any, _Candidate] = {}
+    for config in (*first, *others):
+        distinct.setdefault(_token(config), _Candidate(config))
+    if not distinct:
+        raise TuningError(f"{inv.op_id}: there is nothing to measure; config_space(inv) returned no configuration.")
+    return list(distinct.values())
+
+
+def _token(config: Any) -> Any:
+    try:
+        return config_token(config)
+    except SerializationError as error:
+        raise TuningError(f"configurations must be plain data, got {config!r}: {error}") from error
+
+
+def _inputs_and_truth(
+    inv: Invocation[Any, Any],
+    kernel: Kernel[Any, Any],
+    baseline: Choice,
+    policy: AutotunePolicy,
+    rng: np.random.Generator,
+) -> tuple[list[Any], Sequence[Any] | None]:
+    has_reference = overrides(kernel, "reference")
+    choice = dataclasses.replace(baseline, reference=True) if has_reference else baseline
+    try:
+        arrays = example_arrays(inv, rng, baseline)
+        truth = jax.block_until_ready(jax.jit(inv.node.flat(choice))(*arrays)) if policy.validate else None
+    except Exception as error:  # whatever it is, without inputs and truth no candidate can be judged
+        what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
+        raise TuningError(f"{inv.op_id}: example inputs or {what} failed: {type(error).__name__}: {error}") from error
+    return arrays, truth
+
+
+def _prepare(
+    candidate: _Candidate, inv: Invocation[Any, Any], arrays: Sequence[Any], truth: Sequence[Any] | None
+) -> None:
+    """Compile and run a candidate once, and compare its results; a failure is noted, whatever it is."""
+    choice = Choice(config=candidate.config, platform=inv.platform)
+    start = time.perf_counter()
+    try:
+        compiled = jax.jit(inv.node.flat(choice)).lower(*arrays).compile()
+        candidate.compile_seconds = time.perf_counter() - start
+        results = jax.block_until_ready(compiled(*arrays))
+    except Exception as error:  # a candidate may fail in every way; the reason is kept
+        candidate.fail(FAILED, error)
+        return
+    try:
+        if truth is not None:
+            check_results(results, truth, platform=inv.platform, precision=inv.precision)
+    except CandidateError as error:
+        candidate.fail(WRONG, error)
+        return
+    candidate.compiled = compiled
+
+
+def _still_in_the_race(samples: Sequence[Sequence[float]]) -> list[bool]:
+    """Say who is worth another round; the heuristic always is, for it is what a winner is compared with."""
+    best = min(min(values) for values in samples)
+    return [index == 0 or min(values) < _HOPELESS * best for index, values in enumerate(samples)]
+
+
+def _winner(inv: Invocation[Any, Any], outcomes: Sequence[Outcome]) -> Any:
+    measured = [outcome for outcome in outcomes if outcome.measurement is not None]
+    if not measured:
+        reasons = "; ".join(f"{outcome.config!r}: {outcome.reason}" for outcome in outcomes)
+        raise TuningError(f"{inv.op_id}: none of {len(outcomes)} candidates could be measured: {reasons}")
+    full = max(len(outcome.measurement.samples) for outcome in measured if outcome.measurement)
+    finalists = [o for o in measured if o.measurement and len(o.measurement.samples) == full]
+    best = min(finalists, key=lambda outcome: outcome.measurement.median if outcome.measurement else 0.0)
+    heuristic = outcomes[0]
+    if heuristic.measurement is None or _beats(best.measurement, heuristic.measurement):
+        return best.config
+    return heuristic.config
+
+
+def _beats(challenger: Measurement | None, incumbent: Measurement) -> bool:
+    """Return whether the challenger is faster by more than a tie, in most of the rounds that both ran in."""
+    if challenger is None or challenger.median > _MARGIN * incumbent.median:
+        return False
+    pairs = list(zip(challenger.samples, incumbent.samples, strict=False))
+    return sum(mine < theirs for mine, theirs in pairs) > len(pairs) / 2
+
+
+def _log(tuned: Tuned) -> None:
+    speedup = tuned.speedup
+    logger.info(
+        "tuned %s in %.1f s: %d candidates, %s, %s",
+        tuned.inv.op_id_v,
+        tuned.seconds,
+        len(tuned.outcomes),
+        tuned.config,
+        "the heuristic could not be measured" if speedup is None else f"{speedup:.2f}x the heuristic's speed",
+    )
+
+
+services.provide(default_tuner=Autotuner)

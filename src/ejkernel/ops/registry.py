@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that were seen, so that they can be tuned later. Only signatures are kept: no array, no tracer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+
+
+class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
+    """`(kernel, args, kwargs)` of a recorded call, with abstract arguments; `invocation` is the whole of it."""
+
+    invocation: Invocation[Any, Any]
+
+    def __new__(cls, inv: Invocation[Any, Any]) -> Recorded:
+        """Make it of an invocation."""
+        recorded = super().__new__(cls, (inv.kernel, inv.args, dict(inv.kwargs)))  # type: ignore[arg-type]
+        recorded.invocation = inv
+        return recorded
+
+
+Invocations = dict[str, dict[str, dict[str, Recorded]]]
+
+_invocations: Invocations = {}
+_collectors: dict[int, list[Invocation[Any, Any]]] = {}
+_tokens = itertools.count(1)
+_lock = threading.Lock()
+
+
+def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
+    """Keep the signature of a call; the same call again replaces it.
+
+    Raises:
+        UnstableKeyError: a static argument has no stable name, so the call has no key to be kept under.
+    """
+    abstract = dataclasses.replace(inv, kernel=kernel).abstract()
+    device, op, call = abstract.key
+    with _lock:
+        _invocations.setdefault(device, {}).setdefault(op, {})[call] = Recorded(abstract)
+        collector = _collectors.get(current_scope().recording)
+        if collector is not None:
+            collector.append(abstract)
+
+
+def get_invocations(device: str | None = None) -> Any:
+    """Return what was recorded: `{device: {op: {call key: (kernel, args, kwargs)}}}`; for one device, its part."""
+    with _lock:
+        copy = {dev: {op: dict(calls) for op, calls in ops.items()} for dev, ops in _invocations.items()}
+    return copy if device is None else copy.get(device, {})
+
+
+def clear_invocations() -> None:
+    """Forget all recorded calls."""
+    with _lock:
+        _invocations.clear()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Invocation[Any, Any]]]:
+    """Record every call that is lowered inside the `with` block; gives the list that they are added to.
+
+    Functions that `jit` has compiled are traced again inside, so their calls are seen too.
+    """
+    token = next(_tokens)
+    seen: list[Invocation[Any, Any]] = []
+    with _lock:
+        _collectors[token] = seen
+    try:
+        with entered(dataclasses.replace(current_scope(), recording=token)):
+            yield seen
+    finally:
+        with _lock:
+            del _collectors[token]

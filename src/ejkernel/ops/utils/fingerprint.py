@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names for devices and shardings that are the same wherever the hardware is the same."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
+_DISPATCH = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
+
+
+def platform_kind(name: str) -> str:
+    """Return `gpu`, `tpu` or `cpu` for a platform name of JAX (`cuda`, `rocm`, ...); other names stay as they are."""
+    return _KINDS.get(name.lower(), name.lower())
+
+
+def default_device() -> jax.Device:
+    """Return the device that an eager call runs on now."""
+    chosen = jax.config.jax_default_device
+    if isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen if chosen is not None else jax.local_devices()[0]
+
+
+def device_kind() -> str:
+    """Return the kind of the default device: `gpu`, `tpu` or `cpu`."""
+    return platform_kind(default_device().platform)
+
+
+def get_device_platform() -> str:
+    """Return the name that platform methods use for the default device: `triton`, `pallas` or `xla`."""
+    kind = device_kind()
+    return _DISPATCH.get(kind, kind)
+
+
+def device_fingerprint(device: jax.Device | None = None) -> str:
+    """Return backend and chip of `device` (the default device if `None`), such as `gpu:nvidia_h200`.
+
+    Driver and library versions are not part of it: they are provenance of a measurement, not an identity.
+    """
+    if device is None:
+        device = default_device()
+    kind = platform_kind(device.platform)
+    chip = _cpu_name() if kind == "cpu" else _slug(device.device_kind)
+    return f"{kind}:{chip}"
+
+
+def platform_fingerprint(name: str) -> str:
+    """Return the fingerprint of this process's first device of platform `name`, or `<kind>:unknown` if it has none."""
+    kind = platform_kind(name)
+    default = default_device()
+    if platform_kind(default.platform) == kind:
+        return device_fingerprint(default)
+    try:
+        return device_fingerprint(jax.local_devices(backend=kind)[0])
+    except RuntimeError:  # lowered for a platform that this process does not have
+        return f"{kind}:unknown"
+
+
+@functools.cache
+def _cpu_name() -> str:
+    """Return the processor's model and the number of cores that this process may use: both decide what is fast."""
+    model = ""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(errors="replace"), re.MULTILINE)
+        model = match.group(1) if match else ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_slug(model or platform.processor() or platform.machine())}_x{cores}"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", re.sub(r"\((r|tm)\)", "", text.lower())).strip("_") or "unknown"
+
+
+def sharding_fingerprint(array: Any) -> str:
+    """Return how `array` is laid out over devices: mesh axes and partition, or the number of devices.
+
+    Arrays without a sharding (NumPy, abstract values) and arrays on one device give `unsharded`.
+    """
+    sharding = getattr(array, "sharding", None)
+    if sharding is None:
+        return "unsharded"
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        axes = {axis for entry in sharding.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+        if not axes:
+            return "unsharded"
+        mesh = ",".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+        return f"mesh[{mesh}]:{tuple(sharding.spec)}"
+    count = len(sharding.device_set)
+    return "unsharded" if count == 1 else f"{type(sharding).__name__}[{count}]"
+
+
+def has_mosaic_gpu() -> bool:
+    """Return whether Mosaic GPU kernels run on this process's GPU: Hopper and later; without a GPU, the target's are.
+
+    A program may be lowered here for a GPU elsewhere; nothing is known against that GPU, so the answer is yes.
+    """
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return True
+    major = str(getattr(device, "compute_capability", "0")).partition(".")[0]
+    return major.isdigit() and int(major) >= 9

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labels: the names under which calls appear in a program's text, and how to find them again.
+
+A label is `<prefix>#<operation>@v<version>:<call key>`, for example `ejkernel_ops#matmul@v0:0123456789abcdef`. It is
+the name of a frontend attribute on one result of the call, which changes neither the optimised program nor the time
+that it takes to compile. Labels are read from *lowered* text: compiled text may have dropped one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+
+from ejkernel import compat
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils import services
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.signature import describe
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFAULT_PREFIX = "ejkernel_ops"
+
+LABEL_RE = re.compile(
+    r"(?P<prefix>[A-Za-z_][\w.\-]*)#(?P<op>[A-Za-z_][\w.\-]*@v(?P<version>\w[\w.]*)):(?P<key>[0-9a-f]{16})(?![0-9A-Za-z])"
+)
+
+# Operations that only `@label` knows: they are found in texts, but there is no kernel to tune behind them.
+_scopes: set[str] = set()
+
+
+@overload
+def label(op_id: str, call_hash: str, prefix: str | None = None) -> str: ...
+@overload
+def label(op_id: str) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def label(op_id: str, call_hash: str | None = None, prefix: str | None = None) -> Any:
+    """Format a label; or, with a name alone, decorate a function so that it appears in a program's text.
+
+    >>> label("matmul@v1", "0123456789abcdef")
+    'ejkernel_ops#matmul@v1:0123456789abcdef'
+
+    Args:
+        op_id: The operation with its version, or the decorator's name for the function.
+        call_hash: The call's key; it is formatted, not validated.
+        prefix: What the label begins with; `ejkernel_ops` by default.
+    """
+    if call_hash is None:
+        return _labelled(op_id)
+    return f"{DEFAULT_PREFIX if prefix is None else prefix}#{op_id}:{call_hash}"
+
+
+def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    if not re.fullmatch(r"[A-Za-z_][\w.\-]*", name):
+        raise ConfigError(f"label name must be letters, digits, '_', '-' or '.', got {name!r}.")
+    op_id = f"{name}@v0"
+    _scopes.add(op_id)
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def labelled(*args: P.args, **kwargs: P.kwargs) -> R:
+            with jax.named_scope(name):
+                out = function(*args, **kwargs)
+            text = json.dumps([describe(args), describe(kwargs)], sort_keys=True)
+            key = hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+            leaves, tree = jax.tree.flatten(out)
+            stamped, _ = stamp(leaves, jax.tree.leaves((args, kwargs)), label(op_id, key), key)
+            return jax.tree.unflatten(tree, stamped)  # type: ignore[no-any-return]
+
+        return labelled
+
+    return decorate
+
+
+def is_scope(op_id_v: str) -> bool:
+    """Return whether the operation is only a name that `@label` gave to a function."""
+    return op_id_v in _scopes
+
+
+def stamp(values: Sequence[Any], inputs: Sequence[Any], name: str, payload: str) -> tuple[list[Any], bool]:
+    """Return `values` with the label on the first that can carry one, and whether there is such a value.
+
+    A value that *is* an input was not made by the call, so no instruction can carry its label.
+    """
+    stamped = list(values)
+    for index, value in enumerate(stamped):
+        if isinstance(value, jax.Array) and not any(value is given for given in inputs):
+            stamped[index] = compat.set_xla_metadata(value, **{name: payload})
+            return stamped, True
+    return stamped, False
+
+
+def extract_labels_from_hlo_text(hlo_text: str) -> list[str]:
+    """Return the distinct labels in a program's text, StableHLO or HLO, in order of first appearance."""
+    return list(dict.fromkeys(match.group(0) for match in LABEL_RE.finditer(hlo_text)))
+
+
+def find_labels_in_lowered(lowered: Any) -> list[str]:
+    """Return the distinct labels of a lowered program, in order of first appearance.
+
+    Args:
+        lowered: What `jax.jit(f).lower(...)` returns, anything with `as_text()`, or a text.
+    """
+    return extract_labels_from_hlo_text(compat.lowered_text(lowered))
+
+
+def labels_to_configs(labels: Any, selector: Any = None) -> list[tuple[str, Any]]:
+    """Return `(label, configuration)` for each label; the configuration is `None` where nothing is remembered.
+
+    Looks in the chain's memory and then in its persistent cache, for the default device.
+
+    Args:
+        labels: A list of labels, or a lowered program.
+        selector: The `ConfigSelectorChain` to ask; the default executor's if left out.
+    """
+    if not isinstance(labels, list | tuple):
+        labels = find_labels_in_lowered(labels)
+    chain = services.default_executor().chooser if selector is None else selector
+    return [(text, _remembered(chain, text)) for text in labels]
+
+
+def _remembered(chain: Any, text: str) -> Any:
+    match = LABEL_RE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"labels must look like 'ejkernel_ops#matmul@v1:0123456789abcdef', got {text!r}.")
+    key = (device_fingerprint(), match["op"], match["key"])
+    found = chain.cache.get(*key)
+    return chain.persistent.get(*key) if found is None and chain.persistent is not None else found

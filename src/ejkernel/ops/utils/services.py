@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lower floors need of higher ones, put here by the higher ones when they are imported."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(slots=True)
+class _Services:
+    default_executor: Callable[[], Any] | None = None
+    default_tuner: Callable[[], Any] | None = None
+
+
+_services = _Services()
+
+
+def provide(
+    *, default_executor: Callable[[], Any] | None = None, default_tuner: Callable[[], Any] | None = None
+) -> None:
+    """Register the functions that make or return the given services."""
+    _services.default_executor = default_executor or _services.default_executor
+    _services.default_tuner = default_tuner or _services.default_tuner
+
+
+def default_executor() -> Any:
+    """Return the executor behind `kernel(a, b)`."""
+    assert _services.default_executor is not None  # `import ejkernel.ops` provides it
+    return _services.default_executor()
+
+
+def default_tuner() -> Any:
+    """Return the tuner of chains that were not given one."""
+    assert _services.default_tuner is not None  # `import ejkernel.ops` provides it
+    return _services.default_tuner()

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process's environment, read in this one place; a bad value is an error that names the variable."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ejkernel.ops.errors import ConfigError
+
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_STAMPS = ("hash", "json", "none")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Process-wide defaults; a constructor argument always wins over these.
+
+    Attributes:
+        cache_dir: Folder of the persistent cache that is written (`EJKERNEL_CACHE_DIR`).
+        autotune: Whether the default executor tunes on a miss (`EJKERNEL_AUTOTUNE`).
+        record: Whether every call that is lowered is recorded (`EJKERNEL_OPS_RECORD`).
+        stamp: What a label carries in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`).
+    """
+
+    cache_dir: Path
+    autotune: bool = False
+    record: bool = False
+    stamp: str = "hash"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Settings:
+        """Parse `env`; an unset or empty variable means its default."""
+        return cls(
+            cache_dir=_cache_dir(env),
+            autotune=_flag(env, "EJKERNEL_AUTOTUNE"),
+            record=_flag(env, "EJKERNEL_OPS_RECORD"),
+            stamp=_choice(env, "EJKERNEL_OPS_STAMP", _STAMPS),
+        )
+
+
+def current() -> Settings:
+    """Return the settings of the environment as it is now."""
+    return Settings.from_env(os.environ)
+
+
+def _cache_dir(env: Mapping[str, str]) -> Path:
+    given = env.get("EJKERNEL_CACHE_DIR", "").strip()
+    if given:
+        return Path(given).expanduser()
+    base = env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
+    return Path(base).expanduser() / "ejkernel" / "configs"
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    raw = env.get(name, "").strip().lower()
+    if not raw:
+        return False
+    if raw not in _BOOLS:
+        raise ConfigError(f"{name} must be one of {', '.join(_BOOLS)}; got {raw!r}.")
+    return _BOOLS[raw]
+
+
+def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    raw = env.get(name, "").strip().lower() or allowed[0]
+    if raw not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {raw!r}.")
+    return raw

@@ -1,0 +1,655 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of configurations: round trips, layers, processes, damaged files and folders that cannot be written."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ejkernel.ops.config import persistent
+from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+
+KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
+OTHER = KEY._replace(call="fedcba9876543210")
+CFG = FwdParams(q_blocksize=64)
+
+
+class Tile(NamedTuple):
+    rows: int
+    columns: int = 8
+
+
+class Backend(enum.Enum):
+    XLA = "xla"
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return PersistentCache(tmp_path / "cache", shipped=False)
+
+
+def files(folder):
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+def only_file(cache):
+    (file,) = files(cache.path)
+    return file
+
+
+def edit(file, **changes):
+    data = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**data, **changes}), encoding="utf-8")
+
+
+# --- put, get and their kin ---
+
+
+def test_a_configuration_comes_back_as_its_own_type(cache):
+    cache.put(KEY, CFG)
+    assert CFG == cache.get(KEY)
+    assert CFG == cache.get(KEY, FwdParams)
+    assert CFG == PersistentCache(cache.path, shipped=False).get(KEY, cfg_type=FwdParams)
+
+
+def test_a_key_may_be_given_in_parts(cache):
+    cache.put(*KEY, CFG)
+    assert CFG == cache.get(*KEY)
+    assert CFG == cache.get(*KEY, FwdParams)
+    assert CFG == cache.get(*KEY, cfg_type=FwdParams)
+    assert CFG == cache.get(tuple(KEY))
+    assert cache.load(*KEY) == cache.load(KEY)
+    assert cache.remove(*KEY)
+
+
+@pytest.mark.parametrize(
+    "key", ["my key", 7, ("a", 1), ("a", "b"), ("a", ("b", None)), "../../x", ConfigKey("", "", "")]
+)
+def test_any_value_with_a_json_form_is_a_key(cache, key):
+    cache.put(key, CFG)
+    assert CFG == cache.get(key)
+    assert key in cache
+    assert [key] == cache.keys()
+
+
+@pytest.mark.parametrize("config", [{"a": [1, 2.5, None]}, [1, "b"], "text", 3, False])
+def test_plain_data_comes_back_as_it_is(cache, config):
+    cache.put(KEY, config)
+    assert config == cache.get(KEY)
+    assert "json" == cache.load(KEY).config_type
+
+
+def test_a_named_tuple_comes_back_as_its_own_type(cache):
+    cache.put(KEY, Tile(4))
+    assert Tile(4) == cache.get(KEY)
+
+
+def test_an_enum_member_comes_back_with_its_type(cache):
+    cache.put(KEY, Backend.XLA)
+    assert Backend.XLA is cache.get(KEY, Backend)
+
+
+def test_a_missing_key_is_a_silent_miss(cache):
+    assert cache.get(KEY) is None
+    assert cache.load(KEY) is None
+    assert KEY not in cache
+    assert not cache.remove(KEY)
+    assert [] == cache.keys()
+
+
+def test_nothing_is_made_on_disk_before_the_first_put(cache):
+    cache.get(KEY)
+    assert not cache.path.exists()
+
+
+def test_a_second_put_replaces_the_first(cache):
+    cache.put(KEY, CFG)
+    cache.put(KEY, BwdParams(num_warps=4))
+    assert BwdParams(num_warps=4) == cache.get(KEY)
+    assert 1 == len(files(cache.path))
+
+
+def test_a_removed_key_is_gone(cache):
+    cache.put(KEY, CFG)
+    cache.put(OTHER, CFG)
+    assert cache.remove(KEY)
+    assert [OTHER] == cache.keys()
+    assert not cache.remove(KEY)
+
+
+def test_entries_yields_each_key_with_its_entry(cache):
+    cache.put(KEY, CFG)
+    cache.put(OTHER, {"a": 1})
+    assert [KEY, OTHER] == sorted(cache.keys())
+    assert {KEY: cache.load(KEY), OTHER: cache.load(OTHER)} == dict(cache.entries())
+
+
+def test_an_entry_keeps_what_was_given_with_it(cache):
+    measured = {"winner_ms": 0.5, "heuristic_ms": 0.75, "candidates": 12}
+    cache.put(KEY, CFG, call={"args": [[1, 2]]}, measured=measured)
+    entry = cache.load(KEY)
+    assert isinstance(entry, StoredEntry)
+    assert (KEY, {"args": [[1, 2]]}, measured) == (entry.key, entry.call, entry.measured)
+    assert "ejkernel.ops.utils.datacarrier.FwdParams" == entry.config_type
+    assert 64 == entry.config["q_blocksize"]
+    assert only_file(cache) == entry.path
+
+
+def test_an_entry_says_where_it_comes_from(tmp_path):
+    noon = datetime.datetime(2026, 1, 2, 12, tzinfo=datetime.UTC)
+    cache = PersistentCache(tmp_path, shipped=False, clock=lambda: noon)
+    cache.put(KEY, CFG)
+    provenance = cache.load(KEY).provenance
+    assert {"device", "driver", "ejkernel", "jax", "jaxlib", "python", "time"} == set(provenance)
+    assert ("gpu:nvidia_h200", "2026-01-02T12:00:00+00:00") == (provenance["device"], provenance["time"])
+    assert provenance["jax"][0].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        ("nothing\n", None),
+        (None, None),
+    ],
+)
+def test_the_driver_is_read_from_its_own_file(tmp_path, monkeypatch, text, version):
+    if text is not None:
+        (tmp_path / "version").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(persistent, "_NVIDIA_VERSION", tmp_path / "version")
+    persistent._driver.cache_clear()
+    cache = PersistentCache(tmp_path / "cache", shipped=False)
+    cache.put(KEY, CFG)
+    cache.put(KEY._replace(device="cpu:x86"), CFG)
+    persistent._driver.cache_clear()
+    assert version == cache.load(KEY).provenance["driver"]
+    assert cache.load(KEY._replace(device="cpu:x86")).provenance["driver"] is None
+
+
+def test_the_file_is_sorted_indented_json(cache):
+    cache.put(KEY, {"b": 1, "a": "é"})
+    text = only_file(cache).read_text(encoding="utf-8")
+    assert json.dumps(json.loads(text), indent=2, sort_keys=True, ensure_ascii=False) + "\n" == text
+
+
+@pytest.mark.parametrize("arguments", [(KEY,), (*KEY,), (*KEY, CFG, CFG)])
+def test_put_with_another_number_of_arguments_is_an_error(cache, arguments):
+    with pytest.raises(TypeError, match=r"put\(\) takes \(key, cfg\)"):
+        cache.put(*arguments)
+
+
+def test_get_with_another_number_of_arguments_is_an_error(cache):
+    with pytest.raises(TypeError, match="A key is one value"):
+        cache.get()
+    with pytest.raises(TypeError, match="cfg_type twice"):
+        cache.get(KEY, FwdParams, cfg_type=FwdParams)
+
+
+def test_parts_of_a_key_must_be_str(cache):
+    with pytest.raises(ConfigError, match="device, op and call must be str"):
+        cache.get("gpu", "matmul", 3)
+
+
+def test_none_is_no_configuration(cache):
+    with pytest.raises(ConfigError, match="cfg must not be None"):
+        cache.put(KEY, None)
+
+
+@pytest.mark.parametrize("given", [{"cfg": len}, {"cfg": {"a": float("nan")}}, {"cfg": CFG, "call": object()}])
+def test_what_has_no_json_form_is_an_error_and_leaves_no_file(cache, given):
+    with pytest.raises(SerializationError):
+        cache.put(KEY, given["cfg"], call=given.get("call"))
+    assert not cache.path.exists()
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+configs = st.dictionaries(st.text(), plain | st.lists(plain, max_size=3), max_size=4)
+keys = st.text() | st.integers() | st.builds(ConfigKey, st.text(), st.text(), st.text()) | st.tuples(st.text(), plain)
+
+
+@given(st.lists(st.tuples(keys, configs), max_size=5))
+def test_the_cache_behaves_as_a_dict(pairs):
+    expected = {persistent.stable_json(key): config for key, config in pairs}
+    with tempfile.TemporaryDirectory() as folder:
+        cache = PersistentCache(Path(folder) / "inside", shipped=False)
+        for key, config in pairs:
+            cache.put(key, config)
+        assert all(expected[persistent.stable_json(key)] == cache.get(key) for key, _ in pairs)
+        assert set(expected) == {persistent.stable_json(key) for key in cache.keys()}  # noqa: SIM118 - it is no dict
+        assert len(expected) == len(files(folder))
+        assert [] == [file for file in files(folder) if len(file.relative_to(folder).parts) != 4]
+
+
+# --- file names ---
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ConfigKey("../../x", "..", "a/b"),
+        ConfigKey("/etc", "C:\\x", "."),
+        ConfigKey("ü" * 5000, "\0", "\n"),
+        ConfigKey("a" * 5000, ".hidden", "b" * 5000),
+        "../../../x",
+        "x" * 5000,
+    ],
+    ids=lambda key: repr(key)[:30],
+)
+def test_a_file_name_is_derived_and_never_taken_from_the_key(cache, key):
+    cache.put(key, CFG)
+    file = only_file(cache)
+    parts = file.relative_to(cache.path).parts
+    assert 3 == len(parts)
+    assert all(set(part) <= set("abcdefghijklmnopqrstuvwxyz0123456789._-") and len(part) < 80 for part in parts)
+    assert not any(part.startswith(".") for part in parts)
+    assert CFG == cache.get(key)
+
+
+def test_the_usual_key_has_a_readable_file_name(cache):
+    cache.put(KEY, CFG)
+    parts = only_file(cache).relative_to(cache.path).parts
+    assert ("gpu-nvidia_h200", "matmul-v1") == parts[:2]
+    assert parts[2].startswith("0123456789abcdef-")
+
+
+def test_keys_of_one_slug_are_different_entries(cache):
+    pair = [ConfigKey("GPU:a", "op", "c/d"), ConfigKey("gpu-a", "op", "c-d")]
+    for index, key in enumerate(pair):
+        cache.put(key, index)
+    assert [0, 1] == [cache.get(key) for key in pair]
+
+
+# --- layers ---
+
+
+def test_the_first_folder_that_has_a_key_answers(tmp_path):
+    first, second = (PersistentCache(tmp_path / name, shipped=False) for name in "ab")
+    first.put(KEY, 1)
+    second.put(KEY, 2)
+    second.put(OTHER, 3)
+    stacked = PersistentCache(tmp_path / "user", layers=[str(first.path), second.path], shipped=False)
+    assert [1, 3] == [stacked.get(KEY), stacked.get(OTHER)]
+    stacked.put(KEY, 0)
+    assert [0, 1, 2] == [cache.get(KEY) for cache in (stacked, first, second)]
+    assert {KEY, OTHER} == set(stacked.keys())
+    assert 0 == dict(stacked.entries())[KEY].config
+
+
+def test_only_the_first_folder_is_written(tmp_path):
+    below = PersistentCache(tmp_path / "below", shipped=False)
+    below.put(KEY, 1)
+    before = {file: file.read_bytes() for file in files(below.path)}
+    stacked = PersistentCache(tmp_path / "user", layers=[below.path], shipped=False)
+    stacked.put(KEY, 2)
+    assert stacked.remove(KEY)
+    assert not stacked.remove(KEY)
+    assert 1 == stacked.get(KEY)
+    assert before == {file: file.read_bytes() for file in files(below.path)}
+
+
+def test_a_damaged_entry_lets_the_next_folder_answer(tmp_path):
+    below = PersistentCache(tmp_path / "below", shipped=False)
+    below.put(KEY, 1)
+    stacked = PersistentCache(tmp_path / "user", layers=[below.path], shipped=False)
+    stacked.put(KEY, 2)
+    only_file(stacked).write_text("{", encoding="utf-8")
+    with pytest.warns(CacheWarning, match="ignoring cache entry"):
+        assert 1 == stacked.get(KEY)
+
+
+def test_an_entry_of_another_type_lets_the_next_folder_answer(tmp_path):
+    below = PersistentCache(tmp_path / "below", shipped=False)
+    below.put(KEY, CFG)
+    stacked = PersistentCache(tmp_path / "user", layers=[below.path], shipped=False)
+    stacked.put(KEY, {"gone": 2})
+    with pytest.warns(CacheWarning, match="cannot be decoded"):
+        assert CFG == stacked.get(KEY, FwdParams)
+
+
+def test_the_shipped_entries_come_last(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    PersistentCache(package / "data" / "configs", shipped=False).put(KEY, 1)
+    monkeypatch.setattr(persistent.resources, "files", lambda _: package)
+    assert 1 == PersistentCache(tmp_path / "user").get(KEY)
+    assert [KEY] == PersistentCache(tmp_path / "user").keys()
+    assert PersistentCache(tmp_path / "user", shipped=False).get(KEY) is None
+
+
+def test_a_package_without_entries_is_fine(tmp_path, monkeypatch):
+    monkeypatch.setattr(persistent.resources, "files", lambda _: tmp_path / "nowhere")
+    assert [] == PersistentCache(tmp_path / "user").keys()
+    assert PersistentCache(tmp_path / "user").get(KEY) is None
+
+
+def test_one_path_is_no_sequence_of_layers(tmp_path):
+    with pytest.raises(ConfigError, match="layers must be a sequence of folders"):
+        PersistentCache(tmp_path, layers=str(tmp_path))
+
+
+# --- damaged files ---
+
+
+def _write(text):
+    return lambda file: file.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def _truncate(file):
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def _drop(name):
+    def change(file):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        del data[name]
+        file.write_text(json.dumps(data), encoding="utf-8")
+
+    return change
+
+
+def _edit(**changes):
+    return lambda file: edit(file, **changes)
+
+
+def _to_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGE = {
+    "empty": (_write(""), "not valid JSON"),
+    "truncated": (_truncate, "not valid JSON"),
+    "bad UTF-8": (_write(b"\xff\xfe{}"), "not UTF-8"),
+    "zeros": (_write(b"\0" * 100), "not valid JSON"),
+    "a list": (_write("[]"), "not an entry of this cache"),
+    "a number": (_write("1"), "not an entry of this cache"),
+    "nothing known": (_write("{}"), "not an entry of this cache"),
+    "deep": (_write("[" * 100_000), "not valid JSON"),
+    "nan": (_edit(config={"a": float("nan")}), r"\$\.config\.a: float must be finite"),
+    "future schema": (_edit(schema=2, new_field=1), "a newer ejkernel: schema 2, not 1"),
+    "old schema": (_edit(schema=0), "an older ejkernel: schema 0"),
+    "schema of a wrong type": (_edit(schema=True), "not an entry of this cache"),
+    "unknown field": (_edit(extra=1), r"\$\.extra: "),
+    "missing field": (_drop("config"), r"\$\.config: missing"),
+    "measured is a list": (_edit(measured=[1]), r"\$\.measured: "),
+    "wrong key": (_edit(key=OTHER._asdict()), "it holds another key: ConfigKey"),
+    "odd key": (_edit(key=[1, {"a": 2}]), "it holds another key"),
+    "a folder": (_to_folder, "it cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize(
+    "read",
+    [PersistentCache.get, PersistentCache.load, lambda c, key: dict(c.entries()).get(key)],
+    ids=["get", "load", "entries"],
+)
+def test_a_damaged_entry_is_a_miss_and_one_warning(cache, name, read):
+    damage, reason = DAMAGE[name]
+    cache.put(KEY, CFG)
+    file = only_file(cache)
+    damage(file)
+    with pytest.warns(CacheWarning, match=reason) as caught:
+        assert read(cache, KEY) is None
+    assert 1 == len(caught)
+    assert str(file) in str(caught[0].message)
+    assert read(cache, KEY) is None  # a second warning would be an error
+    assert KEY not in cache
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"blok": 1}, {"q_blocksize": "64"}, {"q_blocksize": 0}, [], 3],
+    ids=["unknown", "type", "value", "list", "int"],
+)
+@pytest.mark.parametrize("arguments", [(), (FwdParams,)])
+def test_a_configuration_that_does_not_decode_is_a_warned_miss(cache, config, arguments):
+    cache.put(KEY, CFG)
+    edit(only_file(cache), config=config)
+    with pytest.warns(CacheWarning, match=r"cannot be decoded: \$"):
+        assert cache.get(KEY, *arguments) is None
+
+
+def test_a_repaired_entry_is_read_again(cache):
+    cache.put(KEY, CFG)
+    only_file(cache).write_text("", encoding="utf-8")
+    with pytest.warns(CacheWarning):
+        assert cache.get(KEY) is None
+    cache.put(KEY, CFG)
+    assert CFG == cache.get(KEY)
+
+
+def test_other_files_in_the_folder_are_left_alone(cache):
+    cache.put(KEY, CFG)
+    only_file(cache).with_name("notes.txt").write_text("mine", encoding="utf-8")
+    (cache.path / "README").write_text("mine", encoding="utf-8")
+    assert [KEY] == cache.keys()
+
+
+@given(st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
+def test_no_content_of_a_file_is_an_exception(content):
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        cache = PersistentCache(folder, shipped=False)
+        cache.put(KEY, CFG)
+        only_file(cache).write_bytes(content)
+        assert cache.get(KEY) is None
+        assert [] == cache.keys()
+
+
+# --- the type that an entry names ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "this.Thing",  # a module of the standard library that prints when it is imported
+        "os.getcwd",
+        "builtins.dict",
+        "pathlib.Path",
+        "ejkernel.ops.utils.datacarrier.Missing",
+        "ejkernel.ops.config.persistent.FwdParams",
+        "ejkernel.ops.utils.datacarrier.FwdParams.num_warps",
+        "FwdParams",
+        "",
+        ".",
+    ],
+)
+def test_a_type_that_is_not_a_loaded_record_is_a_warned_miss(cache, name):
+    cache.put(KEY, CFG)
+    edit(only_file(cache), config_type=name)
+    before = set(sys.modules)
+    with pytest.warns(CacheWarning, match="no dataclass or named tuple of a loaded module; pass cfg_type="):
+        assert cache.get(KEY) is None
+    assert before == set(sys.modules)
+    assert CFG == cache.get(KEY, FwdParams)
+
+
+def test_a_module_is_not_asked_for_attributes_that_it_makes_up(cache, monkeypatch):
+    module = type(sys)("lazy_module")
+    module.__getattr__ = lambda name: pytest.fail(f"{name} was asked for")
+    monkeypatch.setitem(sys.modules, "lazy_module", module)
+    cache.put(KEY, CFG)
+    edit(only_file(cache), config_type="lazy_module.Config")
+    with pytest.warns(CacheWarning, match="no dataclass"):
+        assert cache.get(KEY) is None
+
+
+def test_a_class_inside_a_function_needs_cfg_type(cache):
+    @dataclasses.dataclass
+    class Local:
+        a: int
+
+    cache.put(KEY, Local(1))
+    with pytest.warns(CacheWarning, match="pass cfg_type="):
+        assert cache.get(KEY) is None
+    assert Local(1) == cache.get(KEY, Local)
+
+
+class Outside:
+    @dataclasses.dataclass
+    class Inside:
+        a: int
+
+
+def test_a_class_inside_a_class_is_found(cache):
+    cache.put(KEY, Outside.Inside(1))
+    assert Outside.Inside(1) == cache.get(KEY)
+
+
+# --- folders that cannot be written ---
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning_and_memory(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
+    with pytest.warns(CacheWarning, match="cannot be written") as caught:
+        cache.put(KEY, CFG)
+        cache.put(OTHER, {"a": 1})
+    assert 1 == len(caught)
+    assert [CFG, {"a": 1}] == [cache.get(KEY), cache.get(OTHER)]
+    assert [KEY, OTHER] == cache.keys()
+    assert cache.load(KEY).path is None
+    assert cache.remove(KEY)
+    assert KEY not in cache
+
+
+def test_what_is_in_memory_is_read_as_strictly(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
+    with pytest.warns(CacheWarning, match="cannot be written"):
+        cache.put(KEY, {"a": 1})
+    with pytest.warns(CacheWarning, match=r"in memory\): its configuration cannot be decoded"):
+        assert cache.get(KEY, FwdParams) is None
+
+
+@pytest.mark.parametrize("step", ["replace", "write"])
+def test_a_write_that_fails_half_way_leaves_nothing_behind(cache, monkeypatch, step):
+    cache.put(KEY, 1)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if step == "replace":
+        monkeypatch.setattr(persistent.os, "replace", full)
+    else:
+        monkeypatch.setattr(Path, "open", full)
+    with pytest.warns(CacheWarning, match="No space left on device"):
+        cache.put(KEY, 2)
+    monkeypatch.undo()
+    assert 2 == cache.get(KEY)
+    assert 1 == PersistentCache(cache.path, shipped=False).get(KEY)
+    assert 1 == len(files(cache.path))
+
+
+def test_a_later_write_that_works_takes_over_from_memory(cache, monkeypatch):
+    monkeypatch.setattr(persistent.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("busy")))
+    with pytest.warns(CacheWarning, match="busy"):
+        cache.put(KEY, 1)
+    monkeypatch.undo()
+    cache.put(KEY, 2)
+    assert 2 == cache.get(KEY) == PersistentCache(cache.path, shipped=False).get(KEY)
+
+
+def test_an_entry_that_cannot_be_removed_is_a_warning(cache, monkeypatch):
+    cache.put(KEY, 1)
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.warns(CacheWarning, match="cannot be written"):
+        assert not cache.remove(KEY)
+
+
+def test_a_missing_home_is_one_warning_and_memory(monkeypatch):
+    def no_home(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    cache = PersistentCache(shipped=False)
+    assert cache.path is None
+    assert cache.get(KEY) is None
+    with pytest.warns(CacheWarning, match="no home folder is known") as caught:
+        cache.put(KEY, CFG)
+        cache.put(OTHER, CFG)
+    assert 1 == len(caught)
+    assert CFG == cache.get(KEY)
+    assert cache.remove(KEY)
+    assert not cache.remove(KEY)
+
+
+def test_a_home_that_cannot_be_written_is_one_warning_and_memory(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("", encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    cache = PersistentCache("~/.cache/ejkernel/configs", layers=["~nobody-of-that-name/x"], shipped=False)
+    assert () == cache.layers
+    with pytest.warns(CacheWarning, match="cannot be written"):
+        cache.put(KEY, CFG)
+    assert CFG == cache.get(KEY)
+
+
+def test_the_environment_names_the_default_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "named"))
+    assert tmp_path / "named" == PersistentCache().path
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    PersistentCache("~/configs", shipped=False).put(KEY, CFG)
+    assert CFG == PersistentCache(tmp_path / "configs", shipped=False).get(KEY)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no umask")
+def test_a_file_may_be_read_by_whom_the_umask_allows(cache):
+    before = os.umask(0o022)
+    try:
+        cache.put(KEY, CFG)
+    finally:
+        os.umask(before)
+    assert 0o644 == only_file(cache).stat().st_mode & 0o777
+
+
+# --- processes ---
+
+
+def test_two_processes_keep_all_entries_readable(cache):
+    calls = [(KEY._replace(call=f"{index:016x}"), {"index": index}) for index in range(40)]
+    calls += [(OTHER, {"index": index, "padding": "x" * 5000}) for index in range(40)]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        pool.starmap(cache.put, calls, chunksize=1)
+    assert 41 == len(cache.keys())
+    assert list(range(40)) == [cache.get(key)["index"] for key, _ in calls[:40]]
+    assert 5000 == len(cache.get(OTHER)["padding"])
+    assert 41 == len(files(cache.path))
+
+
+def test_writing_an_entry_initialises_no_device(tmp_path):
+    probe = (
+        "import sys\n"
+        "from ejkernel.ops.config.persistent import PersistentCache\n"
+        f"PersistentCache({str(tmp_path)!r}).put('gpu:x', 'op', 'call', {{'a': 1}})\n"
+        "from jax._src import xla_bridge\n"
+        "sys.exit(bool(xla_bridge._backends))\n"
+    )
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    outcome = subprocess.run([sys.executable, "-c", probe], check=False, env={**os.environ, "PYTHONPATH": path})
+    assert 0 == outcome.returncode
