@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,33 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
-make_user_context = jax.make_user_context
+make_user_context: Any = jax.make_user_context
+dtypes: Any = jax.dtypes
+finfo: Any = jnp.finfo
+
+# The stubs of `jax.config` name none of its options.
+_config: Any = jax.config
+
+
+def matmul_precision() -> str | None:
+    """Return the default matmul precision in force, or `None`."""
+    precision = _config.jax_default_matmul_precision
+    return None if precision is None else str(precision)
+
+
+def x64_enabled() -> bool:
+    """Return whether 64-bit types are enabled."""
+    return bool(_config.jax_enable_x64)
+
+
+def jit_disabled() -> bool:
+    """Return whether `jax.disable_jit` is in force."""
+    return bool(_config.jax_disable_jit)
+
+
+def chosen_device() -> Any:
+    """Return the device or platform name that `jax.default_device` chose, or `None`."""
+    return _config.jax_default_device
 
 
 def varying_axes(value: Any) -> frozenset[str]:
@@ -79,7 +105,7 @@ def typed_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> tuple[Seq
     return jaxpr.out_avals, jaxpr.effects
 
 
-def run_on_platform(branches: dict[str, Callable[..., Any]], *values: Any) -> Any:
+def run_on_platform(branches: Mapping[str, Callable[..., Any]], *values: Any) -> Any:
     """Return the result of the branch whose platform the program runs on, when it is lowered for several."""
     return jax.lax.platform_dependent(*values, **branches)
 
@@ -126,17 +152,18 @@ def cudnn_attention_backward(
     scale: float,
     causal: bool,
     window: int,
+    bias_gradient: bool,
 ) -> tuple[Any, ...]:
-    """Return cuDNN's gradients of query, key, value and, if there is one, bias.
+    """Return cuDNN's gradients of query, key, value and, with `bias_gradient`, bias.
 
     Args:
         operands: Query, key, value and bias, as `cudnn_attention_forward` takes them.
         residuals: Output and log-sum-exp of the forward.
         dout: Cotangent of the output.
         scale, causal, window: As in the forward.
+        bias_gradient: Whether the gradient of the bias is wanted; it is summed where the bias was broadcast.
     """
-    bias = operands[3]
-    module, static = _cudnn_attention_parameters(scale, causal, window, bias is not None, bias is not None)
+    module, static = _cudnn_attention_parameters(scale, causal, window, operands[3] is not None, bias_gradient)
     out, stats = residuals
     arrays = (*_cudnn_attention_operands(*operands), stats, out, dout)
     return tuple(module._dot_product_attention_bwd_p_wrapper.bind(*arrays, **static))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import datetime
 import enum
@@ -64,17 +65,17 @@ def edit(file, **changes):
 
 def test_a_configuration_comes_back_as_its_own_type(cache):
     cache.put(KEY, CFG)
-    assert CFG == cache.get(KEY)
-    assert CFG == cache.get(KEY, FwdParams)
-    assert CFG == PersistentCache(cache.path, shipped=False).get(KEY, cfg_type=FwdParams)
+    assert cache.get(KEY) == CFG
+    assert cache.get(KEY, FwdParams) == CFG
+    assert PersistentCache(cache.path, shipped=False).get(KEY, cfg_type=FwdParams) == CFG
 
 
 def test_a_key_may_be_given_in_parts(cache):
     cache.put(*KEY, CFG)
-    assert CFG == cache.get(*KEY)
-    assert CFG == cache.get(*KEY, FwdParams)
-    assert CFG == cache.get(*KEY, cfg_type=FwdParams)
-    assert CFG == cache.get(tuple(KEY))
+    assert cache.get(*KEY) == CFG
+    assert cache.get(*KEY, FwdParams) == CFG
+    assert cache.get(*KEY, cfg_type=FwdParams) == CFG
+    assert cache.get(tuple(KEY)) == CFG
     assert cache.load(*KEY) == cache.load(KEY)
     assert cache.remove(*KEY)
 
@@ -84,7 +85,7 @@ def test_a_key_may_be_given_in_parts(cache):
 )
 def test_any_value_with_a_json_form_is_a_key(cache, key):
     cache.put(key, CFG)
-    assert CFG == cache.get(key)
+    assert cache.get(key) == CFG
     assert key in cache
     assert [key] == cache.keys()
 
@@ -93,7 +94,7 @@ def test_any_value_with_a_json_form_is_a_key(cache, key):
 def test_plain_data_comes_back_as_it_is(cache, config):
     cache.put(KEY, config)
     assert config == cache.get(KEY)
-    assert "json" == cache.load(KEY).config_type
+    assert cache.load(KEY).config_type == "json"
 
 
 def test_a_named_tuple_comes_back_as_its_own_type(cache):
@@ -111,7 +112,7 @@ def test_a_missing_key_is_a_silent_miss(cache):
     assert cache.load(KEY) is None
     assert KEY not in cache
     assert not cache.remove(KEY)
-    assert [] == cache.keys()
+    assert cache.keys() == []
 
 
 def test_nothing_is_made_on_disk_before_the_first_put(cache):
@@ -123,21 +124,21 @@ def test_a_second_put_replaces_the_first(cache):
     cache.put(KEY, CFG)
     cache.put(KEY, BwdParams(num_warps=4))
     assert BwdParams(num_warps=4) == cache.get(KEY)
-    assert 1 == len(files(cache.path))
+    assert len(files(cache.path)) == 1
 
 
 def test_a_removed_key_is_gone(cache):
     cache.put(KEY, CFG)
     cache.put(OTHER, CFG)
     assert cache.remove(KEY)
-    assert [OTHER] == cache.keys()
+    assert cache.keys() == [OTHER]
     assert not cache.remove(KEY)
 
 
 def test_entries_yields_each_key_with_its_entry(cache):
     cache.put(KEY, CFG)
     cache.put(OTHER, {"a": 1})
-    assert [KEY, OTHER] == sorted(cache.keys())
+    assert sorted(cache.keys()) == [KEY, OTHER]
     assert {KEY: cache.load(KEY), OTHER: cache.load(OTHER)} == dict(cache.entries())
 
 
@@ -147,8 +148,8 @@ def test_an_entry_keeps_what_was_given_with_it(cache):
     entry = cache.load(KEY)
     assert isinstance(entry, StoredEntry)
     assert (KEY, {"args": [[1, 2]]}, measured) == (entry.key, entry.call, entry.measured)
-    assert "ejkernel.ops.utils.datacarrier.FwdParams" == entry.config_type
-    assert 64 == entry.config["q_blocksize"]
+    assert entry.config_type == "ejkernel.ops.utils.datacarrier.FwdParams"
+    assert entry.config["q_blocksize"] == 64
     assert only_file(cache) == entry.path
 
 
@@ -158,7 +159,7 @@ def test_an_entry_says_where_it_comes_from(tmp_path):
     cache.put(KEY, CFG)
     provenance = cache.load(KEY).provenance
     assert {"device", "driver", "ejkernel", "jax", "jaxlib", "python", "time"} == set(provenance)
-    assert ("gpu:nvidia_h200", "2026-01-02T12:00:00+00:00") == (provenance["device"], provenance["time"])
+    assert (provenance["device"], provenance["time"]) == ("gpu:nvidia_h200", "2026-01-02T12:00:00+00:00")
     assert provenance["jax"][0].isdigit()
 
 
@@ -235,7 +236,7 @@ def test_the_cache_behaves_as_a_dict(pairs):
         assert all(expected[persistent.stable_json(key)] == cache.get(key) for key, _ in pairs)
         assert set(expected) == {persistent.stable_json(key) for key in cache.keys()}  # noqa: SIM118 - it is no dict
         assert len(expected) == len(files(folder))
-        assert [] == [file for file in files(folder) if len(file.relative_to(folder).parts) != 4]
+        assert [file for file in files(folder) if len(file.relative_to(folder).parts) != 4] == []
 
 
 # --- file names ---
@@ -257,16 +258,16 @@ def test_a_file_name_is_derived_and_never_taken_from_the_key(cache, key):
     cache.put(key, CFG)
     file = only_file(cache)
     parts = file.relative_to(cache.path).parts
-    assert 3 == len(parts)
+    assert len(parts) == 3
     assert all(set(part) <= set("abcdefghijklmnopqrstuvwxyz0123456789._-") and len(part) < 80 for part in parts)
     assert not any(part.startswith(".") for part in parts)
-    assert CFG == cache.get(key)
+    assert cache.get(key) == CFG
 
 
 def test_the_usual_key_has_a_readable_file_name(cache):
     cache.put(KEY, CFG)
     parts = only_file(cache).relative_to(cache.path).parts
-    assert ("gpu-nvidia_h200", "matmul-v1") == parts[:2]
+    assert parts[:2] == ("gpu-nvidia_h200", "matmul-v1")
     assert parts[2].startswith("0123456789abcdef-")
 
 
@@ -274,7 +275,7 @@ def test_keys_of_one_slug_are_different_entries(cache):
     pair = [ConfigKey("GPU:a", "op", "c/d"), ConfigKey("gpu-a", "op", "c-d")]
     for index, key in enumerate(pair):
         cache.put(key, index)
-    assert [0, 1] == [cache.get(key) for key in pair]
+    assert [cache.get(key) for key in pair] == [0, 1]
 
 
 # --- layers ---
@@ -286,11 +287,11 @@ def test_the_first_folder_that_has_a_key_answers(tmp_path):
     second.put(KEY, 2)
     second.put(OTHER, 3)
     stacked = PersistentCache(tmp_path / "user", layers=[str(first.path), second.path], shipped=False)
-    assert [1, 3] == [stacked.get(KEY), stacked.get(OTHER)]
+    assert [stacked.get(KEY), stacked.get(OTHER)] == [1, 3]
     stacked.put(KEY, 0)
-    assert [0, 1, 2] == [cache.get(KEY) for cache in (stacked, first, second)]
+    assert [cache.get(KEY) for cache in (stacked, first, second)] == [0, 1, 2]
     assert {KEY, OTHER} == set(stacked.keys())
-    assert 0 == dict(stacked.entries())[KEY].config
+    assert dict(stacked.entries())[KEY].config == 0
 
 
 def test_only_the_first_folder_is_written(tmp_path):
@@ -301,7 +302,7 @@ def test_only_the_first_folder_is_written(tmp_path):
     stacked.put(KEY, 2)
     assert stacked.remove(KEY)
     assert not stacked.remove(KEY)
-    assert 1 == stacked.get(KEY)
+    assert stacked.get(KEY) == 1
     assert before == {file: file.read_bytes() for file in files(below.path)}
 
 
@@ -312,7 +313,7 @@ def test_a_damaged_entry_lets_the_next_folder_answer(tmp_path):
     stacked.put(KEY, 2)
     only_file(stacked).write_text("{", encoding="utf-8")
     with pytest.warns(CacheWarning, match="ignoring cache entry"):
-        assert 1 == stacked.get(KEY)
+        assert stacked.get(KEY) == 1
 
 
 def test_an_entry_of_another_type_lets_the_next_folder_answer(tmp_path):
@@ -321,21 +322,21 @@ def test_an_entry_of_another_type_lets_the_next_folder_answer(tmp_path):
     stacked = PersistentCache(tmp_path / "user", layers=[below.path], shipped=False)
     stacked.put(KEY, {"gone": 2})
     with pytest.warns(CacheWarning, match="cannot be decoded"):
-        assert CFG == stacked.get(KEY, FwdParams)
+        assert stacked.get(KEY, FwdParams) == CFG
 
 
 def test_the_shipped_entries_come_last(tmp_path, monkeypatch):
     package = tmp_path / "package"
     PersistentCache(package / "data" / "configs", shipped=False).put(KEY, 1)
     monkeypatch.setattr(persistent.resources, "files", lambda _: package)
-    assert 1 == PersistentCache(tmp_path / "user").get(KEY)
-    assert [KEY] == PersistentCache(tmp_path / "user").keys()
+    assert PersistentCache(tmp_path / "user").get(KEY) == 1
+    assert PersistentCache(tmp_path / "user").keys() == [KEY]
     assert PersistentCache(tmp_path / "user", shipped=False).get(KEY) is None
 
 
 def test_a_package_without_entries_is_fine(tmp_path, monkeypatch):
     monkeypatch.setattr(persistent.resources, "files", lambda _: tmp_path / "nowhere")
-    assert [] == PersistentCache(tmp_path / "user").keys()
+    assert PersistentCache(tmp_path / "user").keys() == []
     assert PersistentCache(tmp_path / "user").get(KEY) is None
 
 
@@ -408,7 +409,7 @@ def test_a_damaged_entry_is_a_miss_and_one_warning(cache, name, read):
     damage(file)
     with pytest.warns(CacheWarning, match=reason) as caught:
         assert read(cache, KEY) is None
-    assert 1 == len(caught)
+    assert len(caught) == 1
     assert str(file) in str(caught[0].message)
     assert read(cache, KEY) is None  # a second warning would be an error
     assert KEY not in cache
@@ -433,14 +434,14 @@ def test_a_repaired_entry_is_read_again(cache):
     with pytest.warns(CacheWarning):
         assert cache.get(KEY) is None
     cache.put(KEY, CFG)
-    assert CFG == cache.get(KEY)
+    assert cache.get(KEY) == CFG
 
 
 def test_other_files_in_the_folder_are_left_alone(cache):
     cache.put(KEY, CFG)
     only_file(cache).with_name("notes.txt").write_text("mine", encoding="utf-8")
     (cache.path / "README").write_text("mine", encoding="utf-8")
-    assert [KEY] == cache.keys()
+    assert cache.keys() == [KEY]
 
 
 @given(st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
@@ -451,7 +452,7 @@ def test_no_content_of_a_file_is_an_exception(content):
         cache.put(KEY, CFG)
         only_file(cache).write_bytes(content)
         assert cache.get(KEY) is None
-        assert [] == cache.keys()
+        assert cache.keys() == []
 
 
 # --- the type that an entry names ---
@@ -479,7 +480,7 @@ def test_a_type_that_is_not_a_loaded_record_is_a_warned_miss(cache, name):
     with pytest.warns(CacheWarning, match="no dataclass or named tuple of a loaded module; pass cfg_type="):
         assert cache.get(KEY) is None
     assert before == set(sys.modules)
-    assert CFG == cache.get(KEY, FwdParams)
+    assert cache.get(KEY, FwdParams) == CFG
 
 
 def test_a_module_is_not_asked_for_attributes_that_it_makes_up(cache, monkeypatch):
@@ -522,10 +523,10 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_memory(tmp_path):
     cache = PersistentCache(tmp_path / "file" / "cache", shipped=False)
     with pytest.warns(CacheWarning, match="cannot be written") as caught:
         cache.put(KEY, CFG)
-        cache.put(OTHER, {"a": 1})
-    assert 1 == len(caught)
-    assert [CFG, {"a": 1}] == [cache.get(KEY), cache.get(OTHER)]
-    assert [KEY, OTHER] == cache.keys()
+    cache.put(OTHER, {"a": 1})  # a second warning would be an error
+    assert len(caught) == 1
+    assert [cache.get(KEY), cache.get(OTHER)] == [CFG, {"a": 1}]
+    assert cache.keys() == [KEY, OTHER]
     assert cache.load(KEY).path is None
     assert cache.remove(KEY)
     assert KEY not in cache
@@ -554,9 +555,9 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(cache, monkeypatch, s
     with pytest.warns(CacheWarning, match="No space left on device"):
         cache.put(KEY, 2)
     monkeypatch.undo()
-    assert 2 == cache.get(KEY)
-    assert 1 == PersistentCache(cache.path, shipped=False).get(KEY)
-    assert 1 == len(files(cache.path))
+    assert cache.get(KEY) == 2
+    assert PersistentCache(cache.path, shipped=False).get(KEY) == 1
+    assert len(files(cache.path)) == 1
 
 
 def test_a_later_write_that_works_takes_over_from_memory(cache, monkeypatch):
@@ -590,9 +591,9 @@ def test_a_missing_home_is_one_warning_and_memory(monkeypatch):
     assert cache.get(KEY) is None
     with pytest.warns(CacheWarning, match="no home folder is known") as caught:
         cache.put(KEY, CFG)
-        cache.put(OTHER, CFG)
-    assert 1 == len(caught)
-    assert CFG == cache.get(KEY)
+    cache.put(OTHER, CFG)  # a second warning would be an error
+    assert len(caught) == 1
+    assert cache.get(KEY) == CFG
     assert cache.remove(KEY)
     assert not cache.remove(KEY)
 
@@ -601,10 +602,10 @@ def test_a_home_that_cannot_be_written_is_one_warning_and_memory(tmp_path, monke
     (tmp_path / "home").write_text("", encoding="utf-8")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     cache = PersistentCache("~/.cache/ejkernel/configs", layers=["~nobody-of-that-name/x"], shipped=False)
-    assert () == cache.layers
+    assert cache.layers == ()
     with pytest.warns(CacheWarning, match="cannot be written"):
         cache.put(KEY, CFG)
-    assert CFG == cache.get(KEY)
+    assert cache.get(KEY) == CFG
 
 
 def test_the_environment_names_the_default_folder(tmp_path, monkeypatch):
@@ -615,7 +616,7 @@ def test_the_environment_names_the_default_folder(tmp_path, monkeypatch):
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     PersistentCache("~/configs", shipped=False).put(KEY, CFG)
-    assert CFG == PersistentCache(tmp_path / "configs", shipped=False).get(KEY)
+    assert PersistentCache(tmp_path / "configs", shipped=False).get(KEY) == CFG
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no umask")
@@ -625,7 +626,7 @@ def test_a_file_may_be_read_by_whom_the_umask_allows(cache):
         cache.put(KEY, CFG)
     finally:
         os.umask(before)
-    assert 0o644 == only_file(cache).stat().st_mode & 0o777
+    assert only_file(cache).stat().st_mode & 0o777 == 0o644
 
 
 # --- processes ---
@@ -634,12 +635,14 @@ def test_a_file_may_be_read_by_whom_the_umask_allows(cache):
 def test_two_processes_keep_all_entries_readable(cache):
     calls = [(KEY._replace(call=f"{index:016x}"), {"index": index}) for index in range(40)]
     calls += [(OTHER, {"index": index, "padding": "x" * 5000}) for index in range(40)]
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        pool.starmap(cache.put, calls, chunksize=1)
-    assert 41 == len(cache.keys())
+    # an executor, not a Pool: a child that cannot start is an error here and a hang there
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for _ in pool.map(cache.put, *zip(*calls, strict=True)):
+            pass
+    assert len(cache.keys()) == 41
     assert list(range(40)) == [cache.get(key)["index"] for key, _ in calls[:40]]
-    assert 5000 == len(cache.get(OTHER)["padding"])
-    assert 41 == len(files(cache.path))
+    assert len(cache.get(OTHER)["padding"]) == 5000
+    assert len(files(cache.path)) == 41
 
 
 def test_writing_an_entry_initialises_no_device(tmp_path):
@@ -652,4 +655,4 @@ def test_writing_an_entry_initialises_no_device(tmp_path):
     )
     path = os.pathsep.join(entry for entry in sys.path if entry)
     outcome = subprocess.run([sys.executable, "-c", probe], check=False, env={**os.environ, "PYTHONPATH": path})
-    assert 0 == outcome.returncode
+    assert outcome.returncode == 0

@@ -18,8 +18,8 @@ both = pytest.mark.parametrize("cls", [FwdParams, BwdParams])
 @both
 def test_fields_are_given_by_name_and_default_to_none(cls):
     params = cls(q_blocksize=128, kv_blocksize=256)
-    assert (128, 256, None, None) == tuple(getattr(params, name) for name in FIELDS)
-    assert FIELDS == tuple(field.name for field in dataclasses.fields(cls))
+    assert tuple(getattr(params, name) for name in FIELDS) == (128, 256, None, None)
+    assert tuple(field.name for field in dataclasses.fields(cls)) == FIELDS
 
 
 @both
@@ -33,7 +33,7 @@ def test_what_is_no_positive_integer_is_an_error_that_names_it(cls, name, value)
 
 @both
 def test_equal_content_is_one_key_of_a_dict(cls):
-    assert 1 == len({cls(num_warps=4), cls(num_warps=4)})
+    assert len({cls(num_warps=4), cls(num_warps=4)}) == 1
 
 
 @both

@@ -49,6 +49,10 @@ class Tile(NamedTuple):
     columns: int = 8
 
 
+SMALL = Tile(4)
+FLOAT32 = np.dtype("float32")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:
     block: int
@@ -70,8 +74,8 @@ class Outer:
     pair: tuple[int, str] = (1, "a")
     items: list[Inner] = dataclasses.field(default_factory=list)
     table: dict[str, Inner] = dataclasses.field(default_factory=dict)
-    tile: Tile = Tile(4)
-    dtype: jnp.dtype = np.dtype("float32")
+    tile: Tile = SMALL
+    dtype: jnp.dtype = FLOAT32
     names: frozenset[str] = frozenset()
     anything: Any = None
 
@@ -185,7 +189,7 @@ def test_a_scalar_type_is_written_as_its_dtype(scalar):
 
 
 def test_a_key_dtype_is_written_by_name():
-    assert "key<fry>" == to_data(jax.eval_shape(lambda: jax.random.key(0)).dtype)
+    assert to_data(jax.eval_shape(lambda: jax.random.key(0)).dtype) == "key<fry>"
 
 
 @pytest.mark.parametrize(
@@ -198,11 +202,11 @@ def test_a_numpy_scalar_is_written_as_a_python_value(scalar, value):
 
 
 def test_a_scalar_of_a_jax_dtype_is_written_as_a_number():
-    assert [1.5, 3] == to_data([jnp.bfloat16.dtype.type(1.5), np.dtype("int4").type(3)])
+    assert to_data([jnp.bfloat16.dtype.type(1.5), np.dtype("int4").type(3)]) == [1.5, 3]
 
 
 def test_a_named_tuple_is_an_object_and_takes_its_defaults():
-    assert {"columns": 8, "rows": 4} == to_data(Tile(4))
+    assert to_data(Tile(4)) == {"columns": 8, "rows": 4}
     assert Tile(4, 8) == from_json('{"rows": 4}', Tile)
 
 
@@ -243,7 +247,7 @@ def test_fields_that_init_does_not_take_are_left_out():
         def __post_init__(self):
             self.b = self.a + 1
 
-    assert '{"a":1}' == stable_json(Derived(1))
+    assert stable_json(Derived(1)) == '{"a":1}'
     assert Derived(1) == from_json('{"a": 1}', Derived)
 
 
@@ -308,7 +312,7 @@ def test_insertion_order_does_not_matter(value):
 
 @given(st.sets(st.text() | st.integers()))
 def test_sets_are_sorted(value):
-    assert stable_json(value) == stable_json(frozenset(reversed(sorted(value, key=repr))))
+    assert stable_json(value) == stable_json(frozenset(sorted(value, key=repr, reverse=True)))
 
 
 @given(json_values)
@@ -340,11 +344,11 @@ def _environment():
 
 
 def test_numbers_of_different_types_have_different_texts():
-    assert 3 == len({stable_json(1), stable_json(1.0), stable_json(True)})
+    assert len({stable_json(1), stable_json(1.0), stable_json(True)}) == 3
 
 
 def test_to_json_is_indented_and_sorted():
-    assert '{\n  "a": "é",\n  "b": 1\n}' == to_json({"b": 1, "a": "é"})
+    assert to_json({"b": 1, "a": "é"}) == '{\n  "a": "é",\n  "b": 1\n}'
 
 
 # --- what cannot be written ---
@@ -374,7 +378,6 @@ class Opaque:
         ("\ud800", "str must be valid Unicode"),
         ({"\ud800": 1}, "str must be valid Unicode"),
     ],
-    ids=repr,
 )
 @pytest.mark.parametrize("write", [to_data, to_json, stable_json])
 def test_what_has_no_json_form_is_an_error_with_its_path(write, value, message):
@@ -412,7 +415,7 @@ def test_other_mappings_and_subclasses_of_built_ins_are_written():
         __slots__ = ()
 
     data = to_data(types.MappingProxyType({Text("a"): Text("b")}))
-    assert {"a": "b"} == data
+    assert data == {"a": "b"}
     assert str is type(data["a"])
 
 
@@ -571,22 +574,18 @@ def test_a_text_that_is_no_str_is_an_error():
         from_json(b"1", int)
 
 
-@pytest.mark.parametrize("data", [{1: 2}, [Inner(block=1)], {1, 2}, np.int64(1), {"a": math.nan}], ids=repr)
+@pytest.mark.parametrize("data", [{1: 2}, [Inner(block=1)], {1, 2}, np.int64(1), {"a": math.nan}])
 def test_from_data_takes_json_data_only(data):
     with pytest.raises(SerializationError, match=r"^\$"):
         from_data(data, Any)
 
 
 @given(json_values)
-def test_reading_returns_the_type_or_raises_the_documented_error(value):
-    try:
-        out = from_data(value, Outer)
-    except SerializationError as error:
-        assert str(error).startswith("$")
-    else:
-        assert isinstance(out, Outer)
+def test_data_of_any_other_form_raises_the_documented_error(value):
+    with pytest.raises(SerializationError, match=r"^\$"):
+        from_data(value, Outer)  # never by chance: `inner` has to be an object with a `block`
 
 
 def test_the_module_does_not_import_cattrs_before_it_is_needed():
     probe = "import sys, ejkernel.ops.utils.serialize; sys.exit('cattrs' in sys.modules)"
-    assert 0 == subprocess.run([sys.executable, "-c", probe], check=False, env=_environment()).returncode
+    assert subprocess.run([sys.executable, "-c", probe], check=False, env=_environment()).returncode == 0

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from ejkernel import compat
 
 # The log-sum-exp of a row that sees no key. Large, so that exp(score - lse) is exactly zero in every backward;
 # finite, so that no implementation meets inf - inf.
@@ -116,12 +118,13 @@ def unify_varying(tree: Tree) -> Tree:
     Under `shard_map` an array's type says over which axes it varies, and a loop's carry must keep its type.
     """
     leaves, structure = jax.tree.flatten(tree)
-    varying = [jax.typeof(x).manual_axis_type.varying for x in leaves]
-    every = frozenset[Any]().union(*varying)
+    varying = [compat.varying_axes(x) for x in leaves]
+    every = frozenset[str]().union(*varying)
     if every:
         missing = [tuple(sorted(every - own)) for own in varying]
         leaves = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
+    unified: Tree = jax.tree.unflatten(structure, leaves)
+    return unified
 
 
 def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: Rules) -> jax.Array | None:

@@ -26,7 +26,7 @@ def attention(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
     visible = _visible(operands, rules) & (logits != -jnp.inf)
     # Two selects: the inner one keeps -inf out of the derivative of exp, the outer one keeps empty rows at zero.
     logits = jnp.where(visible, logits, 0)
-    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=jnp.finfo(dtype).min))
+    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf))
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits - top, 0)), 0)
     total = weights.sum(axis=-1)
     empty = total == 0

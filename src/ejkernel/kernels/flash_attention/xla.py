@@ -11,7 +11,7 @@ Source: online softmax after Dao, FlashAttention-2, arXiv:2307.08691.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ import numpy as np
 from jax import lax
 
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.ops.utils.fingerprint import platform_kind
 
-from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, accumulator, unify_varying, within_window
+from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, accumulator, describe, unify_varying, within_window
 
 # Letters of the einsums: b batch, g group, r head of a group, q query, k key, d head dimension, e value dimension.
-_Carry = tuple[jax.Array, ...]
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -40,16 +40,16 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
         rules: The static part of the call.
         params: Block sizes; `None` means `default_blocks`.
     """
-    grid = _grid(operands, rules, params.q_blocksize, params.kv_blocksize)
+    grid = _grid(describe(operands, rules), params)
     blocks = _split(unify_varying(operands), grid)
     rows = (grid.query_blocks, *blocks.query.shape[1:5])
-    carry = (
+    carry: Any = (
         _full((*rows, blocks.value.shape[-1]), 0, grid.dtype, blocks),
         _full(rows, -jnp.inf, grid.dtype, blocks),
         _full(rows, 0, grid.dtype, blocks),
     )
 
-    def step(carry: _Carry, pair: jax.Array) -> tuple[_Carry, None]:
+    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
         acc, top, total = (_take(x, pair[0]) for x in carry)
         logits, _ = _logits(blocks, rules, grid, pair)
         # The result does not depend on `top`, so neither do its derivatives.
@@ -70,6 +70,7 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
     lse = jnp.where(empty, EMPTY_ROW_LSE, top + jnp.log(total))
     return _join_queries(out, grid), _join_rows(lse, grid)
 
+
 def backward(
     operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: BwdParams
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
@@ -83,7 +84,7 @@ def backward(
         params: Block sizes; `None` means `default_blocks`.
     """
     out, lse = residuals
-    grid = _grid(operands, rules, params.q_blocksize, params.kv_blocksize)
+    grid = _grid(describe(operands, rules, backward=True), params)
     operands, out, lse, dout = unify_varying((operands, out, lse, dout))
     blocks = _split(operands, grid)
     delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=grid.dtype)
@@ -93,9 +94,9 @@ def backward(
         delta=_split_rows(delta, grid, fill=0),
     )
     sums = (blocks.query, blocks.key, blocks.value, blocks.bias)
-    carry = tuple(None if x is None else _full(x.shape, 0, grid.dtype, blocks) for x in sums)
+    carry: Any = tuple(None if x is None else _full(x.shape, 0, grid.dtype, blocks) for x in sums)
 
-    def step(carry: _Sums, pair: jax.Array) -> tuple[_Sums, None]:
+    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
         return _add_gradients(carry, blocks, rows, rules, grid, pair), None
 
     (dquery, dkey, dvalue, dbias), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
@@ -103,21 +104,44 @@ def backward(
         _join_queries(dquery, grid).astype(operands.query.dtype),
         _join_keys(dkey, grid).astype(operands.key.dtype),
         _join_keys(dvalue, grid).astype(operands.value.dtype),
-        None if operands.bias is None or dbias is None else _join_bias(dbias, operands.bias),
+        None if operands.bias is None else _join_bias(dbias, operands.bias),
     )
 
 
-def default_blocks(queries: int, keys: int) -> tuple[int, int]:
-    """Return the block sizes of queries and keys that are used where none are given."""
-    return min(queries, 256), min(keys, 512)
+def default_blocks(call: AttentionCall, examples: int = 1) -> tuple[int, int]:
+    """Return the block sizes of queries and keys that are used where none are given.
+
+    On a CPU a step's scores should stay in cache (2 MiB forward, 1 MiB backward were best where it was measured);
+    elsewhere a step should be large enough to fill the chip.
+
+    Args:
+        call: The call; of an unknown platform, this process's default backend.
+        examples: How many such calls run at once, under `vmap`.
+    """
+    on_cpu = (call.platform or platform_kind(jax.default_backend())) == "cpu"
+    most = (1 << 18 if call.backward else 1 << 19) if on_cpu else 1 << 26
+    rows = examples * call.query[0] * call.query[2]
+    q_block, kv_block = min(1024, call.query[1]), min(1024, call.key[1])
+    while rows * q_block * kv_block > most and (q_block > 64 or kv_block > 128):
+        if kv_block <= 128 or (q_block >= kv_block and q_block > 64):
+            q_block //= 2
+        else:
+            kv_block //= 2
+    return even_block(call.query[1], q_block), even_block(call.key[1], kv_block)
+
+
+def even_block(length: int, most: int) -> int:
+    """Return the block size, at most about `most`, that cuts `length` with little padding."""
+    if most >= length:
+        return length
+    size = -(-length // -(-length // most))
+    return -(-size // 16) * 16
 
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
-def _add_gradients(
-    sums: _Sums, blocks: _Blocks, rows: _RowBlocks, rules: Rules, grid: _Grid, pair: jax.Array
-) -> _Sums:
+def _add_gradients(sums: _Sums, blocks: _Blocks, rows: _RowBlocks, rules: Rules, grid: _Grid, pair: jax.Array) -> _Sums:
     dquery, dkey, dvalue, dbias = sums
     i, j = pair[0], pair[1]
     query, key, value = _take(blocks.query, i), _take(blocks.key, j), _take(blocks.value, j)
@@ -182,20 +206,18 @@ class _Grid:
         return -(-self.keys // self.kv_block)
 
 
-def _grid(operands: Operands, rules: Rules, q_block: int | None, kv_block: int | None) -> _Grid:
-    queries, keys = operands.query.shape[1], operands.key.shape[1]
-    if q_block is None or kv_block is None:
-        defaults = default_blocks(queries, keys)
-        q_block, kv_block = q_block or defaults[0], kv_block or defaults[1]
-    q_block, kv_block = min(q_block, queries), min(kv_block, keys)
+def _grid(call: AttentionCall, params: FwdParams | BwdParams) -> _Grid:
+    queries, keys = call.query[1], call.key[1]
+    defaults = default_blocks(call)
+    q_block, kv_block = min(params.q_blocksize or defaults[0], queries), min(params.kv_blocksize or defaults[1], keys)
     return _Grid(
         queries=queries,
         keys=keys,
-        groups=operands.key.shape[2],
+        groups=call.key[2],
         q_block=q_block,
         kv_block=kv_block,
-        dtype=accumulator(operands.query.dtype),
-        pairs=_visible_pairs(queries, keys, q_block, kv_block, rules),
+        dtype=accumulator(call.dtype),
+        pairs=_visible_pairs(queries, keys, q_block, kv_block, call.rules),
     )
 
 
@@ -336,11 +358,13 @@ def _dot(subscripts: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.A
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+    block: jax.Array = lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+    return block
 
 
 def _put(x: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(x, block, index, 0)
+    changed: jax.Array = lax.dynamic_update_index_in_dim(x, block, index, 0)
+    return changed
 
 
 def _add(x: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:

@@ -12,13 +12,14 @@ from typing import Any, Generic
 
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
-from ejkernel.ops.utils import services
+from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
+from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import NoConfigError, TuningError, TuningWarning, UnstableKeyError, UnstableKeyWarning
+from ejkernel.ops.utils import services
 
 logger = logging.getLogger(__name__)
 

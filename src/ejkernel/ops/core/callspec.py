@@ -91,7 +91,8 @@ def take_apart(
 def _bind(
     kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    signature = _run_signature(type(kernel), _signature_source(kernel))
+    cls: Any = type(kernel)
+    signature = _run_signature(cls, _signature_source(kernel))
     if signature is None:
         return args, kwargs
     try:
@@ -113,7 +114,7 @@ def _signature_source(kernel: Kernel[Any, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _run_signature(cls: type, name: str) -> inspect.Signature | None:
+def _run_signature(cls: Any, name: str) -> inspect.Signature | None:
     """Return the signature of `cls.<name>`, or `None` where it cannot take a keyword `cfg` by name."""
     function = getattr(cls, name, None)
     if function is None:  # set on the instance: positions are taken as given

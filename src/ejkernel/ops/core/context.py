@@ -43,7 +43,8 @@ _context = compat.make_user_context(Scope())
 
 def current_scope() -> Scope:
     """Return what is in force in this thread."""
-    return _context.value
+    scope: Scope = _context.value
+    return scope
 
 
 @contextlib.contextmanager

@@ -27,10 +27,8 @@ class Level:
 
     def map(self, function: Flat, axes: Sequence[int | None]) -> Flat:
         """Return `function` batched over `axes`."""
-        named = {} if self.axis_name is None else {"axis_name": self.axis_name}
-        return jax.vmap(
-            function, in_axes=tuple(axes), axis_size=self.size, spmd_axis_name=self.spmd_axis_name, **named
-        )
+        named: dict[str, Any] = {} if self.axis_name is None else {"axis_name": self.axis_name}
+        return jax.vmap(function, in_axes=tuple(axes), axis_size=self.size, spmd_axis_name=self.spmd_axis_name, **named)
 
 
 def _unbatch(gradient: Any, axis: int | None) -> Any:
@@ -371,4 +369,3 @@ def innermost(node: Any) -> Any:
     while isinstance(node, Vmapped):
         node = node.of
     return node
-

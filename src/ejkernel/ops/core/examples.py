@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel import compat
 from ejkernel.ops.core.derived import Vmapped
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides
@@ -20,7 +21,7 @@ from ejkernel.ops.utils.signature import abstract, is_array
 
 def random_array(like: Any, rng: np.random.Generator) -> Any:
     """Return a random array of the shape and dtype of `like`; see `Kernel.example_inputs`."""
-    if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+    if compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key):
         keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), max(1, int(np.prod(like.shape))))
         return keys[: int(np.prod(like.shape))].reshape(like.shape)
     if like.dtype == np.bool_:

@@ -12,6 +12,7 @@ from typing import Any, Generic
 
 import jax
 
+from ejkernel import compat
 from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.derived import Level, Vmapped
 from ejkernel.ops.core.kernel import Kernel
@@ -20,11 +21,6 @@ from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
 from ejkernel.ops.utils.signature import abstract, abstract_tree, describe
-
-
-def _precision() -> str | None:
-    precision = jax.config.jax_default_matmul_precision
-    return None if precision is None else str(precision)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,8 +58,8 @@ class Invocation(Generic[Cfg, Out]):
     stamp: bool = True
     method: str | None = None
     device: str = ""
-    precision: str | None = dataclasses.field(default_factory=_precision)
-    x64: bool = dataclasses.field(default_factory=lambda: bool(jax.config.jax_enable_x64))
+    precision: str | None = dataclasses.field(default_factory=compat.matmul_precision)
+    x64: bool = dataclasses.field(default_factory=compat.x64_enabled)
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
 
@@ -252,5 +248,3 @@ def default_key_builder_with_sharding(
     shardings = [sharding_fingerprint(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs)))]
     text = json.dumps([inv.call_key, shardings])
     return inv.key._replace(call=hashlib.sha256(text.encode("ascii")).hexdigest()[:16])
-
-

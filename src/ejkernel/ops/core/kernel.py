@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Generic
 
 import numpy as np
 
-from ejkernel.ops.utils import services
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
+from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 
 if typing.TYPE_CHECKING:
-    from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.core.invocation import Invocation as Invocation
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 # The forms of a hook that may serve a platform, the first that a kernel has wins.
@@ -81,7 +81,7 @@ class Kernel(Generic[Cfg, Out]):
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Run the operation through the default executor."""
-        return services.default_executor()(self, *args, cfg=cfg, **kwargs)
+        return typing.cast(Out, services.default_executor()(self, *args, cfg=cfg, **kwargs))
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments as `run` is to see them; runs once a call, under JAX's tracing."""
@@ -101,7 +101,7 @@ class Kernel(Generic[Cfg, Out]):
         candidates = candidates_of(self, inv)
         if not candidates:
             raise NoConfigError(self.op_id, ("heuristic", "config_space"))
-        return candidates[0]
+        return typing.cast(Cfg, candidates[0])
 
     def config_space(self, inv: Invocation[Cfg, Out]) -> Sequence[Cfg]:
         """Return the configurations that tuning tries; by default the heuristic's alone."""
@@ -247,3 +247,12 @@ def candidates_of(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> tuple[
     """Return the kernel's candidates for `inv`, under whichever of the two names it gives them."""
     name = "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space"
     return tuple(hook(kernel, name, inv.platform)(inv))
+
+
+def __getattr__(name: str) -> Any:
+    """Find `Invocation` here too; its module imports this one."""
+    if name == "Invocation":
+        from ejkernel.ops.core.invocation import Invocation
+
+        return Invocation
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,22 +52,29 @@ class Node(Protocol):
     @property
     def spec(self) -> CallSpec:
         """The call without its arrays."""
+
     @property
     def forward(self) -> Node:
         """The forward call that this one belongs to, under the same `vmap`s."""
+
     @property
     def suffix(self) -> str:
         """What differentiation added to the operation's name: `""`, `".bwd"`, `".jvp"`, ..."""
+
     @property
     def lead(self) -> int:
         """How many residuals come before the call's own arrays."""
+
     @property
     def transpose(self) -> Node:
         """The transpose of a linear node."""
+
     def steps(self) -> list[list[Any]]:
         """The transformations, innermost first, as plain data: a part of the call's key."""
+
     def flat(self, choice: Choice) -> Flat:
         """The function."""
+
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
         """The function from `count` arguments and all cotangents to `count` gradients; `None` for integers."""
 

@@ -114,7 +114,6 @@ def _config_for_types(call: Call, platform: str, args: tuple[Any, ...], kwargs: 
         return call.host.choose_for_types(inv)
 
 
-@call_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, call: Call) -> tuple[Sequence[Any], Any]:
     types = types_of(call, avals)
     return types.avals, types.effects
@@ -126,9 +125,8 @@ def _eager(call: Call, generation: int) -> Callable[..., Any]:
     return jax.jit(lambda *arrays: call_p.bind(*arrays, call=call))
 
 
-@call_p.def_impl
 def _impl(*arrays: Any, call: Call) -> Sequence[Any]:
-    if jax.config.jax_disable_jit:
+    if compat.jit_disabled():
         return _run(call, (jax.default_backend(),), None, *arrays)
     return list(_eager(call, call.host.generation)(*arrays))
 
@@ -137,7 +135,8 @@ def _run(call: Call, platforms: Sequence[str], expected: Sequence[Any] | None, *
     if len(platforms) == 1:
         return call.host.lower_call(call, platforms[0], expected, arrays)
     branches = {platform: functools.partial(_run, call, (platform,), expected) for platform in platforms}
-    return compat.run_on_platform(branches, *arrays)
+    out: Sequence[Any] = compat.run_on_platform(branches, *arrays)
+    return out
 
 
 def _lower(ctx: Any, *values: Any, call: Call) -> Any:
@@ -145,6 +144,8 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     return compat.lower_function(ctx, run, *values)
 
 
+call_p.def_effectful_abstract_eval(_abstract_eval)
+call_p.def_impl(_impl)
 compat.mlir.register_lowering(call_p, _lower)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel import compat
 from ejkernel.ops.errors import CandidateError
 
 # Allowed difference, relative to the value and to the root mean square of the reference. Configurations sum in
@@ -21,7 +22,7 @@ _DEFAULT = 0.25  # 8-bit floats
 
 def tolerance(dtype: Any, *, platform: str, precision: str | None) -> float:
     """Return the relative difference that results of `dtype` may have from the reference."""
-    name = str(jnp.finfo(dtype).dtype) if jnp.issubdtype(dtype, jnp.complexfloating) else str(dtype)
+    name = str(compat.finfo(dtype).dtype) if jnp.issubdtype(dtype, jnp.complexfloating) else str(dtype)
     if name == "float32" and platform != "cpu" and precision not in ("highest", "float32"):
         return _LOOSE_FLOAT32
     return _TOLERANCE.get(name, _DEFAULT)
@@ -42,7 +43,7 @@ def check_results(results: Sequence[Any], truth: Sequence[Any], *, platform: str
 def _check_array(index: int, result: Any, true: Any, platform: str, precision: str | None) -> None:
     if result.shape != true.shape:
         raise CandidateError(f"result {index} has shape {result.shape}, the reference {true.shape}")
-    if jax.dtypes.issubdtype(result.dtype, jax.dtypes.prng_key):
+    if compat.dtypes.issubdtype(result.dtype, compat.dtypes.prng_key):
         result, true = jax.random.key_data(result), jax.random.key_data(true)
     got, want = np.asarray(result), np.asarray(true)
     if not jnp.issubdtype(result.dtype, jnp.inexact):

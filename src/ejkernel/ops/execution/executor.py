@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, cast
 import jax
 import numpy as np
 
-from ejkernel import settings
+from ejkernel import compat, settings
 from ejkernel.ops.config.cache import ConfigCache, config_token
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -179,7 +179,7 @@ class Executor(Generic[Cfg, Out]):
             return self._through_method(kernel, args, kwargs, cfg)
         values = (*args, *kwargs.values())
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
-        if cfg is not None or traced or jax.config.jax_disable_jit or not all(map(_is_atom, values)):
+        if cfg is not None or traced or compat.jit_disabled() or not all(map(_is_atom, values)):
             return self._bind(kernel, args, kwargs, cfg)
         plan = jax.jit(
             functools.partial(self._bind_call, kernel),
@@ -232,7 +232,7 @@ class Executor(Generic[Cfg, Out]):
             return self._bind(kernel, tuple(filled), kwargs, cfg, method)
 
         mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-        return cast(Out, mapped(*[args[index] for index in given]))
+        return mapped(*[args[index] for index in given])
 
     def _invocation(
         self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None

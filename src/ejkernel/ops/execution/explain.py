@@ -51,8 +51,7 @@ class Explanation:
     def __str__(self) -> str:
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
         lines = [f"{self.op_id_v}  key {key}"]
-        for tier in self.tiers:
-            lines.append(f"  {tier.tier:<10} {tier.resolution.config if tier.resolution else '- ' + tier.note}")
+        lines += [f"  {t.tier:<10} {t.resolution.config if t.resolution else '- ' + t.note}" for t in self.tiers]
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
         lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
         return "\n".join(lines)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from ejkernel import compat
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.fingerprint import default_device
@@ -66,7 +67,7 @@ def apart(work: Callable[[], T]) -> T:
     if getattr(_inside, "measuring", False):
         return work()
     device = default_device()
-    precision, x64 = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
+    precision, x64 = compat.matmul_precision(), compat.x64_enabled()
     scope = dataclasses.replace(current_scope(), recording=0)
 
     def inside() -> T:

@@ -21,7 +21,10 @@ from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.measuring import Measurement, apart, interleaved
+from ejkernel.ops.execution.measuring import benchmark as benchmark
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, SKIPPED, WRONG, Outcome, Tuned
+from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
+from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.utils import services
 
 logger = logging.getLogger(__name__)
@@ -145,9 +148,7 @@ def _bound(compiled: Any, arrays: Sequence[Any]) -> Callable[[], Any]:
     return lambda: compiled(*arrays)
 
 
-def _candidates(
-    inv: Invocation[Any, Any], kernel: Kernel[Any, Any], given: Sequence[Any] | None
-) -> list[_Candidate]:
+def _candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], given: Sequence[Any] | None) -> list[_Candidate]:
     """Return the heuristic's configuration and then the others, each once."""
     others = list(candidates_of(kernel, inv)) if given is None else list(given)
     try:
@@ -197,7 +198,7 @@ def _prepare(
         compiled = jax.jit(inv.node.flat(choice)).lower(*arrays).compile()
         candidate.compile_seconds = time.perf_counter() - start
         results = jax.block_until_ready(compiled(*arrays))
-    except Exception as error:  # a candidate may fail in every way; the reason is kept
+    except Exception as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
         candidate.fail(FAILED, error)
         return
     try:
@@ -247,6 +248,15 @@ def _log(tuned: Tuned) -> None:
         tuned.config,
         "the heuristic could not be measured" if speedup is None else f"{speedup:.2f}x the heuristic's speed",
     )
+
+
+def __getattr__(name: str) -> Any:
+    """Find `autotune` and `autotune_recorded` here too; their module imports this one."""
+    if name in ("autotune", "autotune_recorded"):
+        from ejkernel.ops.execution import offline
+
+        return getattr(offline, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 services.provide(default_tuner=Autotuner)

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from ejkernel import compat
+
 _KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
 _DISPATCH = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
 
@@ -23,10 +25,11 @@ def platform_kind(name: str) -> str:
 
 def default_device() -> jax.Device:
     """Return the device that an eager call runs on now."""
-    chosen = jax.config.jax_default_device
+    chosen: Any = compat.chosen_device()
     if isinstance(chosen, str):
         return jax.local_devices(backend=chosen)[0]
-    return chosen if chosen is not None else jax.local_devices()[0]
+    device: jax.Device = jax.local_devices()[0] if chosen is None else chosen
+    return device
 
 
 def device_kind() -> str:

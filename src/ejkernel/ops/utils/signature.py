@@ -211,5 +211,3 @@ def typed_token(value: Any) -> Any:
         except TypeError:
             raise _unstable(value) from None
         return (type(value), value)
-
-

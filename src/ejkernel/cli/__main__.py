@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m ejkernel.cli`."""
+
+import sys
+
+from ejkernel.cli.app import main
+
+sys.exit(main())

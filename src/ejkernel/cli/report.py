@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command prints: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.execution.outcome import MEASURED, Tuned
+from ejkernel.ops.execution.result import AutotuningResult
+from ejkernel.ops.utils.serialize import to_data
+from ejkernel.ops.utils.signature import is_array
+
+_WIDTH = 120
+
+
+def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> str:
+    """Say how many calls a program has."""
+    forward = sum(inv.direction == "fwd" for inv in calls)
+    return f"{target}: {len(calls)} distinct calls, {forward} forward and {len(calls) - forward} derived, on {device}"
+
+
+def signature(inv: Invocation[Any, Any]) -> str:
+    """Return the call's arrays in short, such as `bf16[4,1024,8,64] x3`."""
+    shapes = [_short(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs))) if is_array(leaf)]
+    parts = []
+    for shape in dict.fromkeys(shapes):
+        count = shapes.count(shape)
+        parts.append(shape if count == 1 else f"{shape} x{count}")
+    batch = f" vmap{list(inv.batch_sizes)}" if inv.batch_sizes else ""
+    return ", ".join(parts) + batch
+
+
+def _short(leaf: Any) -> str:
+    name = str(leaf.dtype).replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
+    return f"{name}[{','.join(map(str, leaf.shape))}]"
+
+
+def compact(config: Any) -> str:
+    """Return a configuration without the fields that are not set."""
+    return plain_compact(to_data(config))
+
+
+def plain_compact(data: Any) -> str:
+    """Return a configuration that is plain data, without the fields that are not set."""
+    if isinstance(data, dict):
+        parts = []
+        for name, value in data.items():
+            shown = plain_compact(value)
+            if value is not None and shown:
+                parts.append(f"{name}({shown})" if isinstance(value, dict) else f"{name}={shown}")
+        return " ".join(parts)
+    return str(data)
+
+
+def calls_as_text(calls: Sequence[Invocation[Any, Any]]) -> str:
+    """List calls with their keys."""
+    table = Table("operation", "arguments", "key")
+    for inv in calls:
+        table.add_row(inv.op_id_v, signature(inv), inv.call_key)
+    return render(table)
+
+
+def calls_as_json(calls: Sequence[Invocation[Any, Any]]) -> str:
+    """List calls with all that is known of them."""
+    return json.dumps([{"key": inv.call_key, **inv.description} for inv in calls], indent=2, sort_keys=True)
+
+
+def table(result: AutotuningResult, *, verbose: bool = False) -> str:
+    """Return the searches of a result as a table of before and after."""
+    if not result.searches:
+        return "Nothing to tune."
+    rows = Table("operation", "arguments", "before", "after", "speed-up", "configuration", "candidates")
+    for tuned in result.searches:
+        rows.add_row(
+            tuned.inv.op_id,
+            signature(tuned.inv),
+            _microseconds(tuned.heuristic.measurement),
+            _microseconds(tuned.winner.measurement),
+            _speedup(tuned),
+            compact(tuned.config),
+            _fates(tuned),
+        )
+    text = render(rows)
+    return text + "\n" + "\n".join(candidates(tuned) for tuned in result.searches) if verbose else text
+
+
+def candidates(tuned: Tuned) -> str:
+    """Return the fate of every candidate of a search, the fastest first."""
+    rows = Table("configuration", "status", "median", "spread", "compiled in", title=tuned.inv.op_id)
+    for outcome in sorted(tuned.outcomes, key=lambda o: o.measurement.median if o.measurement else float("inf")):
+        measured = outcome.measurement
+        rows.add_row(
+            compact(outcome.config),
+            outcome.status if outcome.status == MEASURED else f"{outcome.status}: {outcome.reason}",
+            _microseconds(measured),
+            "" if measured is None else f"{measured.spread:.0%}",
+            "" if outcome.compile_seconds is None else f"{outcome.compile_seconds:.2f} s",
+        )
+    return render(rows)
+
+
+def _speedup(tuned: Tuned) -> str:
+    if tuned.winner is tuned.heuristic:
+        return "kept"
+    return "-" if tuned.speedup is None else f"{tuned.speedup:.2f}x"
+
+
+def _fates(tuned: Tuned) -> str:
+    counts = [outcome.status for outcome in tuned.outcomes]
+    others = [f"{counts.count(status)} {status}" for status in dict.fromkeys(counts) if status != MEASURED]
+    return ", ".join([str(len(counts)), *others])
+
+
+def _microseconds(measurement: Any) -> str:
+    if measurement is None:
+        return "-"
+    microseconds = measurement.median * 1e6
+    return f"{microseconds:.1f} us" if microseconds < 1e4 else f"{microseconds / 1e3:.1f} ms"
+
+
+def result_as_json(result: AutotuningResult) -> str:
+    """Return a result with what was measured."""
+    entries = [
+        {
+            "op": tuned.inv.op_id_v,
+            "key": tuned.inv.call_key,
+            "config": to_data(tuned.config),
+            "measured": tuned.summary_data(),
+        }
+        for tuned in result.searches
+    ]
+    return json.dumps({"device": result.device, "entries": entries}, indent=2, sort_keys=True)
+
+
+def render(renderable: Any) -> str:
+    """Return what rich would print, without colours, as text that a pipe can take."""
+    console = Console(file=io.StringIO(), width=max(_WIDTH, Console().width), color_system=None)
+    console.print(renderable)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined,no-any-return]

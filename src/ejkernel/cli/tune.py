@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel tune`: find a program's calls, tune them, save what was found, say what it brought."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ejkernel.cli import report
+from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.execution.offline import discover, tune_invocations
+from ejkernel.ops.execution.result import AutotuningResult
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """The options of `ejkernel tune`; see its help."""
+
+    target: str
+    cache: Path | None
+    budget: float | None
+    force: bool
+    dry_run: bool
+    as_json: bool
+    verbose: bool
+
+
+def run_tune(options: TuneOptions) -> None:
+    """Run `ejkernel tune`."""
+    console = Console(stderr=True)
+    program, args, kwargs = load_program(options.target)
+    calls = discover(program, *args, **kwargs)
+    console.print(report.found(options.target, calls, device_fingerprint()))
+    if options.dry_run:
+        click.echo(report.calls_as_json(calls) if options.as_json else report.calls_as_text(calls))
+        return
+    chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
+        ConfigCache(), PersistentCache(options.cache), policy=AutotunePolicy(budget_s=options.budget)
+    )
+    todo = calls if options.force else [inv for inv in calls if not _known(chain, inv)]
+    if len(todo) < len(calls):
+        console.print(f"{len(calls) - len(todo)} of them were tuned before; --force tunes them again.")
+    started = time.monotonic()
+    result = _tune(chain, todo, console)
+    seconds = time.monotonic() - started
+    click.echo(report.result_as_json(result) if options.as_json else report.table(result, verbose=options.verbose))
+    if todo:
+        place = chain.persistent.path if chain.persistent is not None else None
+        console.print(f"{len(result)} of {len(todo)} calls tuned in {seconds:.1f} s, saved in {place}", soft_wrap=True)
+
+
+def load_program(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return the program that `MODULE:FUNCTION` names, with its arguments.
+
+    Raises:
+        ArgumentError: there is no such function, or it does not return a program and its arguments.
+    """
+    module_name, separator, function_name = target.partition(":")
+    if not separator or not module_name or not function_name:
+        raise ArgumentError(f"the target must be MODULE:FUNCTION, got {target!r}.")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise ArgumentError(f"there is no module {module_name!r} here ({Path.cwd()}) or on sys.path.") from error
+    for part in function_name.split("."):
+        if not hasattr(found, part):
+            raise ArgumentError(f"module {module_name!r} has no {function_name!r}.")
+        found = getattr(found, part)
+    return _check_program(target, found())
+
+
+def _check_program(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    is_program = isinstance(returned, tuple) and len(returned) in (2, 3) and callable(returned[0])
+    if not is_program or not isinstance(returned[1], tuple | list):
+        raise ArgumentError(
+            f"{target} must return (callable, args) or (callable, args, kwargs), with args a tuple; got "
+            f"{_shape_of(returned)}."
+        )
+    return returned[0], tuple(returned[1]), dict(returned[2]) if len(returned) == 3 else {}
+
+
+def _shape_of(returned: Any) -> str:
+    if isinstance(returned, tuple):
+        return f"({', '.join(type(item).__name__ for item in returned)})"
+    return type(returned).__name__
+
+
+def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
+    kernel = inv.kernel
+    return (
+        kernel is not None
+        and chain.persistent is not None
+        and (chain.persistent.get(inv.key, cfg_type=kernel.config_type) is not None)
+    )
+
+
+def _tune(
+    chain: ConfigSelectorChain[Any, Any], todo: Sequence[Invocation[Any, Any]], console: Console
+) -> AutotuningResult:
+    with _bars(console, len(todo)) as step:
+        return tune_invocations(chain, todo, progress=step)
+
+
+@contextmanager
+def _bars(console: Console, count: int) -> Iterator[Callable[[Invocation[Any, Any], int, int], None]]:
+    """Show one bar over all candidates of all calls; on a pipe, a line a call."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("tuning", total=max(count, 1), note="")
+        seen: dict[Any, int] = {}
+
+        def step(inv: Invocation[Any, Any], done: int, total: int) -> None:
+            index = seen.setdefault(inv.key, len(seen))
+            if not console.is_terminal and done == 0:
+                console.print(f"tuning {inv.op_id} ({index + 1} of {count}), {total} candidates", highlight=False)
+            progress.update(task, completed=index + done / max(total, 1), note=f"{inv.op_id}: {done} of {total}")
+
+        yield step

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by cuDNN's fused kernels, on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from ejkernel import compat
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+
+from . import xla
+from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, unify_varying
+
+_AMD = re.compile(r"amd|radeon|instinct")
+_TOO_OLD = re.compile(r"(v100|t4|p100|titan|rtx_20\d\d)(_|$)")
+_HOPPER_OR_LATER = re.compile(r"(h20|h100|h200|h800|gh200|b100|b200|b300|gb200|gb300|gb10|rtx_50\d\d|rtx_pro_\w+)(_|$)")
+
+# What a hidden key's logit is set to: far below every other, yet cuDNN can subtract two of them in its own precision.
+_HIDDEN = {"bfloat16": -float(2 << 40), "float16": -float(2 << 14)}
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Return why cuDNN does not run `call`, and what would; `None` if it does."""
+    return _platform_reason(call) or _arguments_reason(call) or _masking_reason(call) or _length_reason(call)
+
+
+def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Array, jax.Array]:
+    """Return the output `[batch, queries, heads, head_dim]` and the log-sum-exp `[batch, heads, queries]`.
+
+    Forward mode has no rule in cuDNN: tangents are those of the `xla` implementation.
+    """
+    del params  # cuDNN chooses its tiles by itself
+
+    @jax.custom_jvp
+    def attend(operands: Operands) -> tuple[jax.Array, jax.Array]:
+        return _forward(operands, rules)
+
+    @attend.defjvp
+    def _tangents(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(lambda operands: xla.forward(operands, rules, FwdParams()), primals, tangents)
+
+    return attend(operands)
+
+
+def backward(
+    operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: BwdParams
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Return the gradients of query, key, value and bias; see `forward`."""
+    del params
+
+    @jax.custom_jvp
+    def pull(operands: Operands, residuals: Any, dout: jax.Array) -> Any:
+        return _backward(operands, residuals, dout, rules)
+
+    @pull.defjvp
+    def _tangents(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(lambda *args: xla.backward(args[0], args[1], args[2], rules, BwdParams()), primals, tangents)
+
+    dquery, dkey, dvalue, dbias = pull(operands, residuals, dout)
+    return dquery, dkey, dvalue, dbias
+
+
+def _platform_reason(call: AttentionCall) -> str | None:
+    device = call.device_fingerprint
+    if call.platform not in (None, "gpu") or _AMD.search(device):
+        return f"implementation='cudnn' needs an NVIDIA GPU, and this call is for {device or call.platform}; use 'xla'."
+    if _TOO_OLD.search(device):
+        return f"implementation='cudnn' needs an Ampere GPU or a later one, and this call is for {device}; use 'xla'."
+    return None
+
+
+def _arguments_reason(call: AttentionCall) -> str | None:
+    if call.dtype not in _HIDDEN:
+        return f"query has dtype {call.dtype}, and cuDNN takes bfloat16 and float16; cast it, or use 'xla'."
+    head_dim, value_dim = call.query[3], call.value[3]
+    if value_dim != head_dim:
+        return f"value has head_dim {value_dim} and query {head_dim}, and cuDNN is used for equal ones; use 'xla'."
+    largest = 256 if _HOPPER_OR_LATER.search(call.device_fingerprint) else 128
+    if head_dim % 8 or head_dim > largest:
+        where = call.device_fingerprint or "a GPU that is not known yet"
+        return (
+            f"query has head_dim {head_dim}, and cuDNN takes multiples of 8 up to {largest} on {where}; "
+            "pad head_dim with zeros, or use 'xla'."
+        )
+    return None
+
+
+def _masking_reason(call: AttentionCall) -> str | None:
+    rules = call.rules
+    if call.segments:
+        return "segment_ids are not available with cuDNN; use 'xla'."
+    if rules.soft_cap is not None:
+        return "logits_soft_cap is not available with cuDNN; use 'xla'."
+    if rules.left is None and rules.right is None:
+        return None
+    if rules.right != 0:
+        return "sliding_window is available with cuDNN only as (left, 0), or with causal=True; use 'xla'."
+    if rules.left is not None and (call.bias is not None or call.attention_mask is not None):
+        return "sliding_window is not available with cuDNN beside bias or attention_mask; use 'xla'."
+    queries, keys = call.query[1], call.key[1]
+    if queries != keys and not (queries == 1 and rules.left is None):
+        return (
+            f"query has length {queries} and key {keys}, and cuDNN aligns the first query with the first key where "
+            "causal attention needs the last with the last; use 'xla'."
+        )
+    return None
+
+
+def _length_reason(call: AttentionCall) -> str | None:
+    queries, keys = call.query[1], call.key[1]
+    if queries % 2 == 0 and keys % 2 == 0:
+        return None
+    if call.bias is not None or call.attention_mask is not None:
+        return f"lengths must be even for cuDNN with bias or attention_mask, got {queries} and {keys}; use 'xla'."
+    if call.backward:
+        return f"lengths must be even for cuDNN's gradient, got {queries} and {keys}; use 'xla'."
+    return None
+
+
+def _static(operands: Operands, rules: Rules) -> dict[str, Any]:
+    # A lone query is the last one: causal attention hides nothing from it.
+    causal = rules.right == 0 and operands.query.shape[1] > 1
+    window = rules.left + 1 if causal and rules.left is not None else 0
+    return {"scale": rules.scale, "causal": causal, "window": window}
+
+
+def _forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
+    operands = unify_varying(operands)
+    static = _static(operands, rules)
+
+    @custom_vmap
+    def attend(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+        return compat.cudnn_attention_forward(*arrays, **static)
+
+    @attend.def_vmap
+    def _folded(size: int, batched: Any, *arrays: Any) -> Any:
+        folded = [_fold(x, size, b) for x, b in zip(arrays[:3], batched, strict=False)]
+        bias = _fold_bias(arrays[3], size, batched[3], arrays[0].shape[-4])
+        return tuple(_unfold(x, size) for x in attend(*folded, bias)), (True, True)
+
+    out, lse = attend(*operands[:3], _total_bias(operands.bias, operands))
+    empty = lse < _HIDDEN[str(out.dtype)] / 2
+    out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
+    return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
+
+
+def _backward(
+    operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    operands, residuals, dout = unify_varying((operands, residuals, dout))
+    static = _static(operands, rules) | {"bias_gradient": operands.bias is not None}
+
+    @custom_vmap
+    def pull(*arrays: Any) -> tuple[jax.Array, ...]:
+        query, key, value, bias, out, lse, dout = arrays
+        return compat.cudnn_attention_backward((query, key, value, bias), (out, lse), dout, **static)
+
+    @pull.def_vmap
+    def _folded(size: int, batched: Any, *arrays: Any) -> Any:
+        folded = [None if x is None else _fold(x, size, b) for x, b in zip(arrays, batched, strict=True)]
+        batch, bias = arrays[0].shape[-4], arrays[3]
+        shared = bias is not None and bias.shape[-4] < batch
+        if bias is not None:  # every example has a gradient of its own, so the bias is spread over all of them
+            spread = jnp.broadcast_to(bias, (*bias.shape[:-4], batch, *bias.shape[-3:]))
+            folded[3] = _fold(spread, size, batched[3])
+        found = [_unfold(x, size) for x in pull(*folded)]
+        if shared and len(found) == 4:
+            found[3] = found[3].sum(axis=1, keepdims=True)
+        return tuple(found), (True,) * len(found)
+
+    total, to_bias = jax.vjp(lambda bias: _total_bias(bias, operands), operands.bias)
+    found = pull(*operands[:3], total, *residuals, dout.astype(operands.query.dtype))
+    return (*found[:3], to_bias(found[3])[0] if operands.bias is not None else None)
+
+
+def _total_bias(bias: jax.Array | None, operands: Operands) -> jax.Array | None:
+    """Return what cuDNN is to add to the logits for bias and mask together, `[batch or 1, heads or 1, q, k]`."""
+    mask, query = operands.attention_mask, operands.query
+    if bias is None and mask is None:
+        return None
+    hidden = jnp.asarray(_HIDDEN[str(query.dtype)], query.dtype)
+    total = jnp.zeros((), query.dtype) if bias is None else jnp.maximum(bias.astype(query.dtype), hidden)
+    if mask is not None:
+        total = jnp.where(mask, total, hidden)
+    return jnp.broadcast_to(total, (*total.shape[:2], query.shape[1], operands.key.shape[1]))
+
+
+def _fold(x: jax.Array, size: int, batched: Any) -> jax.Array:
+    """Merge the axis of a `vmap` into the axis of the batch."""
+    x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(size * x.shape[1], *x.shape[2:])
+
+
+def _fold_bias(bias: jax.Array | None, size: int, batched: Any, batch: int) -> jax.Array | None:
+    """Merge likewise; a bias that all examples and the whole batch share stays as it is."""
+    if bias is None or (not batched and bias.shape[0] == 1):
+        return bias
+    spread = jnp.broadcast_to(bias, (*bias.shape[:-4], batch, *bias.shape[-3:]))
+    return _fold(spread, size, batched)
+
+
+def _unfold(x: jax.Array, size: int) -> jax.Array:
+    return x.reshape(size, -1, *x.shape[1:])

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test starts from: eight host devices, an empty cache folder, and nothing remembered."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+# Before any test touches a device: meshes and `pmap` need several.
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state(tmp_path_factory, monkeypatch):
+    """Give each test a cache folder, default executor and registry of its own."""
+    from ejkernel import ops
+    from ejkernel.ops.registry import clear_invocations
+
+    for name in ("EJKERNEL_AUTOTUNE", "EJKERNEL_OPS_RECORD", "EJKERNEL_OPS_STAMP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    ops.set_default_executor(None)
+    clear_invocations()
+    yield
+    ops.set_default_executor(None)
+    clear_invocations()
+
+
+@pytest.fixture
+def gpu(request):
+    """A GPU. Absent: skip; under --require=gpu: fail, so that a GPU run cannot pass by skipping."""
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError as error:
+        outcome = pytest.fail if request.config.getoption("--require") == "gpu" else pytest.skip
+        return outcome(f"needs a GPU: {error}")
