@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
+import types
+
 import jax
 import pytest
 
@@ -28,6 +32,20 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
     yield
     ops.set_default_executor(None)
     clear_invocations()
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """A module to run examples in; `page(source, name=value, ...)` returns it."""
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+
+    def run(source, **names):
+        vars(module).update(names)
+        exec(compile(textwrap.dedent(source), "<page>", "exec"), vars(module))
+        return module
+
+    return run
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flash_attention`: softmax attention by the fastest implementation that is known for the call."""
+"""`flash_attention`: softmax attention, by whichever implementation is the fastest for the call."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,18 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ejkernel.kernels import flash_attention as implementations
-from ejkernel.kernels.flash_attention import IMPLEMENTATIONS, load
+from ejkernel.kernels.flash_attention import IMPLEMENTATIONS, load, xla
 from ejkernel.kernels.flash_attention.common import AttentionCall, Operands, Rules, describe
+from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError, ConfigError, UnsupportedError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
-from ._attention_arguments import checked_arguments
+from . import _attention_arguments as arguments
+
+_Invocation = Invocation["FlashAttentionConfig", jax.Array]
 
 SegmentIds = Int[Array, "batch length"] | tuple[Int[Array, "batch queries"], Int[Array, "batch keys"]]
 SlidingWindow = int | tuple[int | None, int | None]
+
+# Blocks that the `xla` implementation is tuned over: of queries, of keys.
+_CPU_BLOCKS = ((64, 128, 256, 512), (128, 256, 512, 1024))
+_BLOCKS = ((256, 512, 1024), (512, 1024, 2048))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +40,7 @@ class FlashAttentionConfig:
 
     Attributes:
         implementation: Which implementation runs: `xla` or `cudnn`.
-        fwd: Launch parameters of the forward.
+        fwd: Launch parameters of the forward; `None`s are left to the implementation.
         bwd: Launch parameters of the backward.
     """
 
@@ -43,13 +50,268 @@ class FlashAttentionConfig:
 
     def __post_init__(self) -> None:
         if self.implementation not in IMPLEMENTATIONS:
-            raise ConfigError(
-                f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {self.implementation!r}."
-            )
+            raise ConfigError(f"implementation must be one of {_names()}; got {self.implementation!r}.")
 
 
 class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
-    """The operation behind `flash_attention`; it takes the same arguments."""
+    """The operation behind `flash_attention`, which documents the arguments.
+
+    Forward and backward are configured apart, and any forward goes with any backward.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="flash_attention")
+
+    def prepare(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        attention_mask: Any = None,
+        segment_ids: Any = None,
+        **options: Any,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the arguments, and bring equal calls into one form."""
+        arguments.check_main(query, key, value)
+        full = arguments.full_shape(query, key)
+        arrays = (
+            query,
+            key,
+            value,
+            arguments.canonical_bias(bias, full),
+            arguments.canonical_mask(attention_mask, full),
+            arguments.canonical_segments(segment_ids, full),
+        )
+        return arrays, _canonical_options(query.shape[3], **options)
+
+    def run(self, query: Any, key: Any, value: Any, *masks: Any, cfg: FlashAttentionConfig, **options: Any) -> Any:
+        """Return the output."""
+        return self.fwd_with_residuals(query, key, value, *masks, cfg=cfg, **options)[0]
+
+    def fwd_with_residuals(self, *args: Any, cfg: FlashAttentionConfig, **options: Any) -> tuple[Any, Any]:
+        """Return the output, and the log-sum-exp of every row."""
+        _check_choice(cfg, options)
+        operands, rules = _operands(args), _rules(options)
+        out, lse = load(cfg.implementation).forward(operands, rules, cfg.fwd)
+        return out, lse
+
+    def vjp(
+        self,
+        residuals: Any,
+        out: Any,
+        cotangents: tuple[Any, ...],
+        *args: Any,
+        cfg: FlashAttentionConfig,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """Return the gradients of query, key, value and bias."""
+        _check_choice(cfg, options)
+        operands, rules = _operands(args), _rules(options)
+        implementation = _backward_implementation(cfg, describe(operands, rules, backward=True), options)
+        found = load(implementation).backward(operands, (out, residuals), cotangents[0], rules, cfg.bwd)
+        return (*found, None, None)
+
+    def reference(self, *args: Any, **options: Any) -> Any:
+        """Return the output, computed in float32 from the whole score matrix."""
+        operands = _operands(args)
+        return attention(operands, _rules(options))[0].astype(operands.query.dtype)
+
+    def heuristic_cfg(self, inv: _Invocation) -> FlashAttentionConfig:
+        """Return cuDNN where it runs, else `xla` with blocks that fit the platform."""
+        call = self._call(inv)
+        best = _implementations(inv, call)[0]
+        if best != "xla":
+            return FlashAttentionConfig(implementation=best)
+        return _xla_config(call, *xla.default_blocks(call, math.prod(inv.batch_sizes)))
+
+    def config_space(self, inv: _Invocation) -> Sequence[FlashAttentionConfig]:
+        """Return every implementation that runs the call, `xla` with several block sizes."""
+        call = self._call(inv)
+        found: list[FlashAttentionConfig] = []
+        for name in _implementations(inv, call):
+            found += _xla_configs(call) if name == "xla" else [FlashAttentionConfig(implementation=name)]
+        return found
+
+    def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return random arrays; the first key is never masked, and segment ids rise."""
+        args, kwargs = super().example_inputs(inv, rng)
+        query, key, value, bias, mask, segments = (*args, None, None, None)[:6]
+        if mask is not None:
+            mask = mask.at[..., 0].set(True)
+        if segments is not None:
+            segments = tuple(_random_segments(x.shape, rng).astype(x.dtype) for x in segments)
+        return (query, key, value, bias, mask, segments), kwargs
+
+    def _call(self, inv: _Invocation) -> AttentionCall:
+        args, options = self.prepare(*inv.args, **inv.kwargs)
+        return describe(
+            _operands(args),
+            _rules(options),
+            platform=inv.platform,
+            fingerprint=inv.device_fingerprint,
+            backward=inv.direction == "bwd",
+        )
+
+
+_flash_attention = FlashAttention()
+
+
+def flash_attention(
+    query: Float[Array, "batch queries heads head_dim"],
+    key: Float[Array, "batch keys groups head_dim"],
+    value: Float[Array, "batch keys groups value_dim"],
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    bias: Float[Array, "..."] | None = None,
+    attention_mask: Bool[Array, "..."] | None = None,
+    segment_ids: SegmentIds | None = None,
+    sliding_window: SlidingWindow | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: str | None = None,
+    cfg: FlashAttentionConfig | None = None,
+) -> Float[Array, "batch queries heads value_dim"]:
+    """Softmax attention, with grouped key/value heads and every usual mask, without the matrix of scores in memory.
+
+    A query that sees no key at all gives zeros, and has zero gradients.
+
+    Args:
+        query: Queries. `heads` must be a multiple of `groups`; head `i` reads key head `i // (heads // groups)`.
+        key, value: Keys and values, of query's dtype.
+        causal: Hide keys after the query; the last query is aligned with the last key.
+        softmax_scale: Factor on the products of query and key; `None` means `head_dim ** -0.5`.
+        bias: Added to the logits; broadcastable to `[batch, heads, queries, keys]`. It has a gradient.
+        attention_mask: True where a key is visible; `[batch, keys]`, or four axes, broadcastable like `bias`.
+        segment_ids: A query sees the keys of its own segment alone; one array for both, or a pair.
+        sliding_window: A query sees so many keys before and after its own position; a pair is `(left, right)`, with
+            `None` for no limit. With `causal` the right side is 0.
+        logits_soft_cap: Squash scaled products into `(-cap, cap)` by `cap * tanh(x / cap)`, before the bias is added.
+        implementation: Run this one (`xla`, `cudnn`) or raise; `None` leaves the choice to the configuration.
+        cfg: The configuration to run with, for this call and its gradient; `None` resolves one.
+
+    Returns:
+        The output, in query's dtype; sums run in float32.
+
+    Raises:
+        ArgumentError: an argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` names another implementation than `implementation`.
+        UnsupportedError: `implementation` cannot run this call; the message says why. Where the platform is the
+            reason, that is found when the program is lowered.
+    """
+    return _flash_attention(
+        query,
+        key,
+        value,
+        bias,
+        attention_mask,
+        segment_ids,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        implementation=implementation,
+        cfg=cfg,
+    )
+
+
+def _canonical_options(
+    head_dim: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    sliding_window: SlidingWindow | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: str | None = None,
+) -> dict[str, Any]:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ArgumentError(f"implementation must be one of {_names()}, or None; got {implementation!r}.")
+    causal, window = arguments.canonical_window(sliding_window, causal)
+    return {
+        "causal": causal,
+        "softmax_scale": arguments.positive("softmax_scale", softmax_scale, head_dim**-0.5),
+        "sliding_window": window,
+        "logits_soft_cap": arguments.positive("logits_soft_cap", logits_soft_cap, None),
+        "implementation": implementation,
+    }
+
+
+def _operands(args: Sequence[Any]) -> Operands:
+    *arrays, segments = args
+    return Operands(*arrays, *((None, None) if segments is None else segments))
+
+
+def _rules(options: dict[str, Any]) -> Rules:
+    left, right = options["sliding_window"] or (None, None)
+    return Rules(
+        scale=options["softmax_scale"],
+        left=left,
+        right=0 if options["causal"] else right,
+        soft_cap=options["logits_soft_cap"],
+    )
+
+
+def _implementations(inv: _Invocation, call: AttentionCall) -> list[str]:
+    """Return which implementations may run the call, the one to prefer first: the one that was asked for, or all.
+
+    Raises:
+        UnsupportedError: the one that was asked for does not run it.
+    """
+    named = inv.kwargs.get("implementation")
+    if named is None:
+        able = [name for name in IMPLEMENTATIONS if load(name).unsupported_reason(call) is None]
+        return able if inv.direction != "jvp" else ["xla"]
+    if not inv.array_types and call.platform != "gpu":
+        # Only types are wanted as yet, and the program may be lowered for another platform than this process's.
+        call = dataclasses.replace(call, platform=None, device_fingerprint="")
+    reason = load(named).unsupported_reason(call)
+    if inv.direction == "jvp" and named != "xla":
+        reason = f"forward-mode differentiation is not available with implementation={named!r}; use 'xla'."
+    if reason is not None:
+        raise UnsupportedError(f"{inv.op_id}: {reason}")
+    return [named]
+
+
+def _xla_config(call: AttentionCall, q_block: int, kv_block: int) -> FlashAttentionConfig:
+    if call.backward:
+        return FlashAttentionConfig(bwd=BwdParams(q_blocksize=q_block, kv_blocksize=kv_block))
+    return FlashAttentionConfig(fwd=FwdParams(q_blocksize=q_block, kv_blocksize=kv_block))
+
+
+def _xla_configs(call: AttentionCall) -> list[FlashAttentionConfig]:
+    """Return `xla` with each pair of block sizes that the lengths can tell apart, and whose scores fit in memory."""
+    sizes, most = (_CPU_BLOCKS, 1 << 26) if call.platform == "cpu" else (_BLOCKS, 1 << 28)
+    q_blocks, kv_blocks = (
+        dict.fromkeys(xla.even_block(length, size) for size in choices)
+        for length, choices in zip((call.query[1], call.key[1]), sizes, strict=True)
+    )
+    rows = call.query[0] * call.query[2]
+    smallest = min(q_blocks) * min(kv_blocks)
+    pairs = [(q, kv) for q, kv in itertools.product(q_blocks, kv_blocks) if q * kv <= max(smallest, most // rows)]
+    return [_xla_config(call, *pair) for pair in pairs]
+
+
+def _check_choice(cfg: FlashAttentionConfig, options: dict[str, Any]) -> None:
+    named = options["implementation"]
+    if named is not None and cfg.implementation != named:
+        raise ConfigError(
+            f"cfg.implementation is {cfg.implementation!r}, but implementation={named!r} was asked for; leave one out."
+        )
+
+
+def _backward_implementation(cfg: FlashAttentionConfig, call: AttentionCall, options: dict[str, Any]) -> str:
+    """Return which implementation computes the gradient; a forward's configuration may name one that does not."""
+    reason = load(cfg.implementation).unsupported_reason(call)
+    if reason is None:
+        return cfg.implementation
+    if options["implementation"] is not None:
+        raise UnsupportedError(f"flash_attention.bwd: {reason}")
+    return "xla"
+
+
+def _random_segments(shape: tuple[int, ...], rng: np.random.Generator) -> jax.Array:
+    return jnp.asarray(np.sort(rng.integers(0, 4, shape), axis=-1))
+
+
+def _names() -> str:
+    return ", ".join(IMPLEMENTATIONS)

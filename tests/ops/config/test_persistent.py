@@ -477,7 +477,7 @@ def test_a_type_that_is_not_a_loaded_record_is_a_warned_miss(cache, name):
     cache.put(KEY, CFG)
     edit(only_file(cache), config_type=name)
     before = set(sys.modules)
-    with pytest.warns(CacheWarning, match="no dataclass or named tuple of a loaded module; pass cfg_type="):
+    with pytest.warns(CacheWarning, match="no dataclass or named tuple of a loaded module; import its module first, or pass cfg_type="):
         assert cache.get(KEY) is None
     assert before == set(sys.modules)
     assert cache.get(KEY, FwdParams) == CFG

@@ -11,21 +11,20 @@ import os
 import platform
 import re
 import secrets
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata, resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Final, cast, overload
+from typing import Any, Final, overload
 
 from ejkernel import settings
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.serialize import from_data, from_json, stable_json, to_data, to_json
+from ejkernel.ops.utils.typenames import decode_config, type_name
 
 SCHEMA: Final = 1  # raise when the layout of an entry changes; entries of another schema are a warned miss
-PLAIN: Final = "json"  # config_type of a configuration that is no dataclass or named tuple
 _SLUG_LENGTH: Final = 48
 _NO_SLUG: Final = "_"
 _NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
@@ -144,7 +143,7 @@ class PersistentCache:
         entry = _File(
             schema=SCHEMA,
             key=to_data(key),
-            config_type=_type_name(cfg),
+            config_type=type_name(cfg),
             config=to_data(cfg),
             call=to_data(call),
             measured=None if measured is None else dict(to_data(measured)),
@@ -419,38 +418,12 @@ def _warn_of(place: str, reason: Exception) -> None:
 
 
 def _decode(entry: StoredEntry, cfg_type: Any) -> Any:
-    if cfg_type is None:
-        if entry.config_type == PLAIN:
-            return entry.config
-        cfg_type = _loaded_type(entry.config_type)
     try:
+        if cfg_type is None:
+            return decode_config(entry.config, entry.config_type)
         return from_data(entry.config, cfg_type)
-    except SerializationError as error:
+    except ConfigError as error:
         raise _UnusableError(f"its configuration cannot be decoded: {error}") from error
-
-
-def _type_name(cfg: Any) -> str:
-    cls = type(cfg)
-    return f"{cls.__module__}.{cls.__qualname__}" if _is_record(cls) else PLAIN
-
-
-def _is_record(cls: Any) -> bool:
-    return isinstance(cls, type) and (
-        dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
-    )
-
-
-def _loaded_type(name: str) -> type:
-    """Return the class that an entry names, among the modules that are loaded; a file never causes an import."""
-    parts = name.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:cut]))
-        for part in parts[cut:]:
-            # not getattr: a module's __getattr__ may import
-            found = vars(found).get(part) if hasattr(found, "__dict__") else None
-        if _is_record(found) and f"{found.__module__}.{found.__qualname__}" == name:
-            return cast(type, found)
-    raise _UnusableError(f"its type {name!r} is no dataclass or named tuple of a loaded module; pass cfg_type=")
 
 
 def _provenance(key: Any, time: datetime.datetime) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may happen on a miss: the policy's fields, and overrides of them."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel.ops.config.policy import AutotunePolicy, effective_policy, policy_override
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import ConfigError, NoConfigError
+from ejkernel.ops.execution.executor import Executor
+
+X = np.ones(4, np.float32)
+
+
+class Double(Kernel[int, jax.Array]):
+    def run(self, x, *, cfg):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+def test_nothing_is_tuned_by_default():
+    policy = AutotunePolicy()
+    assert (policy.autotune, policy.heuristic, policy.validate, policy.budget_s) == (False, True, True, None)
+
+
+@pytest.mark.parametrize("name", ["autotune", "heuristic", "validate"])
+def test_a_flag_must_be_a_bool(name):
+    with pytest.raises(ConfigError, match=f"{name} must be True or False, got 1"):
+        AutotunePolicy(**{name: 1})
+
+
+@pytest.mark.parametrize("seconds", [0, -1.5, float("nan")])
+def test_a_budget_must_be_positive(seconds):
+    with pytest.raises(ConfigError, match="budget_s must be positive seconds or None"):
+        AutotunePolicy(budget_s=seconds)
+
+
+def test_an_override_holds_inside_its_block_alone():
+    base, chain = AutotunePolicy(), object()
+    with policy_override(autotune=True):
+        inside = effective_policy(base, chain)
+    assert (inside.autotune, effective_policy(base, chain)) == (True, base)
+
+
+def test_an_override_leaves_the_other_fields_alone():
+    with policy_override(budget_s=3.0):
+        assert effective_policy(AutotunePolicy(autotune=True), None) == AutotunePolicy(autotune=True, budget_s=3.0)
+
+
+def test_the_innermost_override_wins():
+    with policy_override(autotune=True), policy_override(autotune=False):
+        assert effective_policy(AutotunePolicy(), None).autotune is False
+
+
+def test_an_override_for_one_chain_leaves_others_alone():
+    one, other = ConfigSelectorChain(), ConfigSelectorChain()
+    with policy_override(one, autotune=True):
+        assert [effective_policy(chain.policy, chain).autotune for chain in (one, other)] == [True, False]
+
+
+def test_an_unknown_field_is_an_error_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"AutotunePolicy has no field 'tune'; it has autotune, heuristic"):
+        policy_override(tune=True).__enter__()
+
+
+def test_a_bad_value_is_an_error_on_entry():
+    with pytest.raises(ConfigError, match="budget_s"):
+        policy_override(budget_s=-1).__enter__()
+
+
+def test_an_override_ends_with_an_error():
+    with pytest.raises(ZeroDivisionError), policy_override(autotune=True):
+        1 / 0  # noqa: B018
+    assert effective_policy(AutotunePolicy(), None).autotune is False
+
+
+def test_an_override_holds_in_its_thread_alone():
+    seen = []
+    with policy_override(autotune=True):
+        thread = threading.Thread(target=lambda: seen.append(effective_policy(AutotunePolicy(), None).autotune))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+
+
+def test_an_override_reaches_a_function_that_is_already_compiled():
+    executor, kernel = Executor(ConfigSelectorChain()), Double()
+    compiled = jax.jit(lambda x: executor(kernel, x))
+    compiled(X)
+    with pytest.raises(NoConfigError), policy_override(heuristic=False):
+        compiled(X)
+
+
+def test_an_override_reaches_eager_calls():
+    executor, kernel = Executor(ConfigSelectorChain()), Double()
+    executor(kernel, X)
+    with pytest.raises(NoConfigError), policy_override(heuristic=False):
+        executor(kernel, X)

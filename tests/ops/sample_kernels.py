@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One small operation as kernels of each gradient form, and a chooser that remembers what it was asked."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops import Executor, Kernel
+
+
+def tanh_matmul(x, w):
+    """What the kernels below compute."""
+    return jnp.tanh(x @ w)
+
+
+def tanh_matmul_gradients(x, w, y, cotangent):
+    return jax.vjp(jnp.matmul, x, w)[1](cotangent * (1 - y * y))
+
+
+class Plain(Kernel[int, jax.Array]):
+    """No gradient rule: JAX differentiates `run`."""
+
+    def run(self, x, w, *, cfg):
+        return tanh_matmul(x, w)
+
+    def heuristic_cfg(self, inv):
+        return 0
+
+
+class WithRule(Plain):
+    """A rule from the primals alone."""
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return tanh_matmul_gradients(*primals, tanh_matmul(*primals), cotangents[0])
+
+
+class WithResiduals(Plain):
+    """A rule from what the forward saved."""
+
+    def fwd_with_residuals(self, x, w, *, cfg):
+        y = tanh_matmul(x, w)
+        return y, {"y": y}
+
+    def vjp(self, residuals, out, cotangents, x, w, *, cfg):
+        return tanh_matmul_gradients(x, w, residuals["y"], cotangents[0])
+
+
+class ShowsConfig(Kernel[int, jax.Array]):
+    """Its result is its configuration, and its gradient a hundred more than that of the backward call."""
+
+    def run(self, x, *, cfg):
+        return 0 * x.sum() + cfg
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (jnp.full_like(primals[0], 100 + cfg),)
+
+    def heuristic_cfg(self, inv):
+        return 0
+
+
+class LoggingChooser:
+    """Answers every call with the kernel's heuristic, and keeps the calls in `asked`."""
+
+    def __init__(self):
+        self.asked = []
+
+    def choose(self, inv, kernel):
+        self.asked.append(inv)
+        return kernel.heuristic_cfg(inv)
+
+    @property
+    def calls(self):
+        """Operation and batch sizes of each call."""
+        return [(inv.op_id, inv.batch_sizes) for inv in self.asked]
+
+
+def logged(kernel):
+    """Return a function that runs `kernel`, and the chooser that logs its calls."""
+    chooser = LoggingChooser()
+    return functools.partial(Executor(chooser), kernel), chooser
+
+
+def squared(f):
+    """Return a scalar function that has a gradient."""
+    return lambda *arrays: (f(*arrays) ** 2).sum()
