@@ -100,7 +100,7 @@ def test_a_block_records_forward_and_backward(kernel):
 
 
 def test_a_block_records_a_function_that_is_already_compiled(kernel):
-    compiled = jax.jit(lambda x: kernel(x))
+    compiled = jax.jit(kernel)
     compiled(X)
     with recording() as seen:
         compiled(X)

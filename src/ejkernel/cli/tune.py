@@ -46,7 +46,7 @@ def run_tune(options: TuneOptions) -> None:
     console = Console(stderr=True)
     program, args, kwargs = load_program(options.target)
     calls = discover(program, *args, **kwargs)
-    console.print(report.found(options.target, calls, device_fingerprint()))
+    console.print(report.found(options.target, calls, device_fingerprint()), soft_wrap=True)
     if options.dry_run:
         click.echo(report.calls_as_json(calls) if options.as_json else report.calls_as_text(calls))
         return

@@ -4,3 +4,6 @@
 from .flash_attention import FlashAttention as FlashAttention
 from .flash_attention import FlashAttentionConfig as FlashAttentionConfig
 from .flash_attention import flash_attention as flash_attention
+from .rms_norm import RmsNorm as RmsNorm
+from .rms_norm import RmsNormConfig as RmsNormConfig
+from .rms_norm import rms_norm as rms_norm

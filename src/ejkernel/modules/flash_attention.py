@@ -45,8 +45,8 @@ class FlashAttentionConfig:
     """
 
     implementation: str = "xla"
-    fwd: FwdParams = FwdParams()
-    bwd: BwdParams = BwdParams()
+    fwd: FwdParams = dataclasses.field(default_factory=FwdParams)
+    bwd: BwdParams = dataclasses.field(default_factory=BwdParams)
 
     def __post_init__(self) -> None:
         if self.implementation not in IMPLEMENTATIONS:
@@ -85,15 +85,15 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         )
         return arrays, _canonical_options(query.shape[3], **options)
 
-    def run(self, query: Any, key: Any, value: Any, *masks: Any, cfg: FlashAttentionConfig, **options: Any) -> Any:
+    def run(self, *args: Any, cfg: FlashAttentionConfig, **options: Any) -> Any:
         """Return the output."""
-        return self.fwd_with_residuals(query, key, value, *masks, cfg=cfg, **options)[0]
+        return self.fwd_with_residuals(*args, cfg=cfg, **options)[0]
 
     def fwd_with_residuals(self, *args: Any, cfg: FlashAttentionConfig, **options: Any) -> tuple[Any, Any]:
         """Return the output, and the log-sum-exp of every row."""
-        _check_choice(cfg, options)
         operands, rules = _operands(args), _rules(options)
-        out, lse = load(cfg.implementation).forward(operands, rules, cfg.fwd)
+        implementation = _checked_implementation(cfg, describe(operands, rules), options)
+        out, lse = load(implementation).forward(operands, rules, cfg.fwd)
         return out, lse
 
     def vjp(
@@ -106,9 +106,8 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         **options: Any,
     ) -> tuple[Any, ...]:
         """Return the gradients of query, key, value and bias."""
-        _check_choice(cfg, options)
         operands, rules = _operands(args), _rules(options)
-        implementation = _backward_implementation(cfg, describe(operands, rules, backward=True), options)
+        implementation = _checked_implementation(cfg, describe(operands, rules, backward=True), options)
         found = load(implementation).backward(operands, (out, residuals), cotangents[0], rules, cfg.bwd)
         return (*found, None, None)
 
@@ -164,8 +163,8 @@ def flash_attention(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    bias: Float[Array, "..."] | None = None,
-    attention_mask: Bool[Array, "..."] | None = None,
+    bias: Float[Array, "*broadcastable"] | None = None,
+    attention_mask: Bool[Array, "*broadcastable"] | None = None,
     segment_ids: SegmentIds | None = None,
     sliding_window: SlidingWindow | None = None,
     logits_soft_cap: float | None = None,
@@ -291,22 +290,27 @@ def _xla_configs(call: AttentionCall) -> list[FlashAttentionConfig]:
     return [_xla_config(call, *pair) for pair in pairs]
 
 
-def _check_choice(cfg: FlashAttentionConfig, options: dict[str, Any]) -> None:
+def _checked_implementation(cfg: FlashAttentionConfig, call: AttentionCall, options: dict[str, Any]) -> str:
+    """Return the implementation that runs: what `cfg` says, where that is possible.
+
+    A forward's configuration may reach a gradient, and one that was measured on one device may reach a program that is
+    partitioned over several: `xla` stands in there, unless an implementation was asked for by name.
+
+    Raises:
+        ConfigError: `cfg` and the `implementation` argument contradict each other.
+        UnsupportedError: the implementation does not run this call.
+    """
     named = options["implementation"]
     if named is not None and cfg.implementation != named:
         raise ConfigError(
             f"cfg.implementation is {cfg.implementation!r}, but implementation={named!r} was asked for; leave one out."
         )
-
-
-def _backward_implementation(cfg: FlashAttentionConfig, call: AttentionCall, options: dict[str, Any]) -> str:
-    """Return which implementation computes the gradient; a forward's configuration may name one that does not."""
     reason = load(cfg.implementation).unsupported_reason(call)
     if reason is None:
         return cfg.implementation
-    if options["implementation"] is not None:
-        raise UnsupportedError(f"flash_attention.bwd: {reason}")
-    return "xla"
+    if named is None and (call.backward or call.partitioned):
+        return "xla"
+    raise UnsupportedError(f"flash_attention{'.bwd' if call.backward else ''}: {reason}")
 
 
 def _random_segments(shape: tuple[int, ...], rng: np.random.Generator) -> jax.Array:

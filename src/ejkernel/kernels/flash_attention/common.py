@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,6 @@ from ejkernel import compat
 # The log-sum-exp of a row that sees no key. Large, so that exp(score - lse) is exactly zero in every backward;
 # finite, so that no implementation meets inf - inf.
 EMPTY_ROW_LSE = 1e30
-
-Tree = TypeVar("Tree")
 
 
 class Operands(NamedTuple):
@@ -72,6 +70,7 @@ class AttentionCall:
         platform: `gpu`, `tpu` or `cpu`; `None` if it is not known yet.
         device_fingerprint: Such as `gpu:nvidia_h200`; empty if it is not known yet.
         backward: Whether the backward is asked for, rather than the forward.
+        partitioned: Whether XLA's partitioner spreads the call over devices, and cannot be told how.
     """
 
     query: tuple[int, ...]
@@ -85,6 +84,7 @@ class AttentionCall:
     platform: str | None = None
     device_fingerprint: str = ""
     backward: bool = False
+    partitioned: bool = False
 
 
 def describe(
@@ -104,27 +104,13 @@ def describe(
         platform=platform,
         device_fingerprint=fingerprint,
         backward=backward,
+        partitioned=compat.is_partitioned() and not compat.knows_devices(),
     )
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
     """Return the dtype that sums run in: float32, or float64 for float64."""
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def unify_varying(tree: Tree) -> Tree:
-    """Return `tree` with every array varying over all mesh axes that any of them varies over.
-
-    Under `shard_map` an array's type says over which axes it varies, and a loop's carry must keep its type.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    varying = [compat.varying_axes(x) for x in leaves]
-    every = frozenset[str]().union(*varying)
-    if every:
-        missing = [tuple(sorted(every - own)) for own in varying]
-        leaves = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
-    unified: Tree = jax.tree.unflatten(structure, leaves)
-    return unified
 
 
 def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: Rules) -> jax.Array | None:

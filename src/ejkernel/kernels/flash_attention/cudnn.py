@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from ejkernel import compat
+from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 from . import xla
-from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, unify_varying
+from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
 
 _AMD = re.compile(r"amd|radeon|instinct")
 _TOO_OLD = re.compile(r"(v100|t4|p100|titan|rtx_20\d\d)(_|$)")
@@ -71,6 +72,11 @@ def _platform_reason(call: AttentionCall) -> str | None:
         return f"implementation='cudnn' needs an NVIDIA GPU, and this call is for {device or call.platform}; use 'xla'."
     if _TOO_OLD.search(device):
         return f"implementation='cudnn' needs an Ampere GPU or a later one, and this call is for {device}; use 'xla'."
+    if call.partitioned:
+        return (
+            "implementation='cudnn' in a program that XLA partitions would gather query, key and value on every "
+            "device; call it inside jax.shard_map, or use 'xla'."
+        )
     return None
 
 

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.fingerprint import platform_kind
 
-from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, accumulator, describe, unify_varying, within_window
+from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, accumulator, describe, within_window
 
 # Letters of the einsums: b batch, g group, r head of a group, q query, k key, d head dimension, e value dimension.
 

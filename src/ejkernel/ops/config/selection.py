@@ -217,9 +217,16 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return request.no_key
         if request.dry:
             return "would measure the candidates"
-        with self._lock_of(request.key):  # another thread may have tuned it meanwhile
-            again = self._from_memory(request)
+        lock = self._lock_of(request.key)
+        # A candidate that calls a kernel comes here on a measuring thread. It must not wait for whoever has the lock,
+        # who may be waiting for that thread: better to measure twice.
+        held = lock.acquire(blocking=not services.is_measuring())
+        try:
+            again = self._from_memory(request)  # another thread may have tuned it meanwhile
             return again if isinstance(again, Resolution) else self._tune(request, request.key)
+        finally:
+            if held:
+                lock.release()
 
     def _tune(self, request: _Request, key: ConfigKey) -> Resolution[Any] | str:
         try:
@@ -242,7 +249,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         for consulted in self._consult(self._request(forward, request.kernel, dry=True)):
             found = consulted.resolution
             if found is not None and found.source not in _PROVISIONAL:
-                return request.answer(found.config, "forward")
+                # an overlay's answer stays one, for it holds only as long as the overlay
+                return request.answer(found.config, "overlay" if found.source == "overlay" else "forward")
         return "its forward has no measured configuration either"
 
     def _from_heuristic(self, request: _Request) -> Resolution[Any] | str:

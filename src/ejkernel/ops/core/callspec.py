@@ -99,9 +99,19 @@ def _bind(
         bound = signature.bind(kernel, *args, cfg=None, **kwargs)
     except TypeError as error:
         raise TypeError(f"{kernel.op_id}: {error}") from None
+    _fill_gaps(bound)
     given = dict(bound.kwargs)
     given.pop("cfg", None)
     return bound.args[1:], given
+
+
+def _fill_gaps(bound: inspect.BoundArguments) -> None:
+    """Give a positional parameter its default if a later one was passed; `bound.args` would end before it."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in bound.signature.parameters.values() if p.kind in positional]
+    passed = [index for index, parameter in enumerate(parameters) if parameter.name in bound.arguments]
+    for parameter in parameters[: max(passed, default=0)]:
+        bound.arguments.setdefault(parameter.name, parameter.default)
 
 
 def _signature_source(kernel: Kernel[Any, Any]) -> str:
@@ -120,8 +130,12 @@ def _run_signature(cls: Any, name: str) -> inspect.Signature | None:
     if function is None:  # set on the instance: positions are taken as given
         return None
     signature = inspect.signature(function)
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    takes_cfg = "cfg" in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
-    if not takes_cfg:
+    parameters = list(signature.parameters.values())
+    at = next((index for index, parameter in enumerate(parameters) if parameter.name == "cfg"), len(parameters))
+    keyword_kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    takes_cfg = at < len(parameters) or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    if not takes_cfg or any(parameter.kind not in keyword_kinds for parameter in parameters[at + 1 :]):
         raise KernelError(f"{cls.__name__}.{name} must take cfg as a keyword argument: def {name}(self, ..., *, cfg).")
-    return signature
+    # cfg is always passed by name, so a plain last parameter is as good as a keyword-only one
+    parameters[at : at + 1] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters[at : at + 1]]
+    return signature.replace(parameters=parameters)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.core.callspec import CallSpec
+from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.nodes import Choice, Flat, Forward, Node, autodiff_vjp, run_vjp, zero_tangent
 from ejkernel.ops.errors import GradientError
 
@@ -36,6 +37,11 @@ def _unbatch(gradient: Any, axis: int | None) -> Any:
     if gradient is None:
         return None
     return gradient.sum(0) if axis is None else jnp.moveaxis(gradient, 0, axis)
+
+
+def _no_cotangent(shape: tuple[int, ...]) -> Any:
+    """Return what stands for the cotangent of an integer result."""
+    return np.zeros(shape, jax.dtypes.float0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +90,10 @@ class Vmapped:
         """See `Node`."""
 
         def gradients(*arrays: Any) -> tuple[Any, ...]:
-            cotangent_axes = [None if ct.dtype == jax.dtypes.float0 else 0 for ct in arrays[count:]]
+            cts = [_no_cotangent(ct.shape[1:]) if ct.dtype == jax.dtypes.float0 else ct for ct in arrays[count:]]
+            cotangent_axes = [None if ct.dtype == jax.dtypes.float0 else 0 for ct in cts]
             batched = self.level.map(self.of.flat_vjp(choice, count), [*self.level.axes, *cotangent_axes])
-            return tuple(map(_unbatch, batched(*arrays), self.level.axes))
+            return tuple(map(_unbatch, batched(*arrays[:count], *cts), self.level.axes))
 
         return gradients
 
@@ -245,17 +252,15 @@ class Vjp(_Linear):
         def gradients(*arrays: Any) -> tuple[Any, ...]:
             primals = arrays[: self.count]
             if choice.types_only:  # gradients have the types of the arguments
+                if not has_gradient_rule(self.spec.kernel):
+                    self.of.flat(choice)(*primals)  # will run again: its effects are this call's too
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
             results = jax.eval_shape(self.of.flat(choice), *primals) if not all(self.outs) else self.outs
             given = iter(arrays[self.count :])
-            cts = [next(given) if has else _no_cotangent(r) for r, has in zip(results, self.outs, strict=True)]
+            cts = [next(given) if has else _no_cotangent(r.shape) for r, has in zip(results, self.outs, strict=True)]
             return self._wanted(self.of.flat_vjp(choice, self.count)(*primals, *cts))
 
         return gradients
-
-
-def _no_cotangent(result: Any) -> Any:
-    return np.zeros(result.shape, jax.dtypes.float0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +337,7 @@ class ResidualVjp(_ThroughResiduals):
                 return Vjp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
             remaining = iter(given)
             results = zip(saved, self.outs, strict=False)
-            cts = [next(remaining) if has else _no_cotangent(result) for result, has in results]
+            cts = [next(remaining) if has else _no_cotangent(result.shape) for result, has in results]
             return self._wanted(run_vjp(self.spec, choice, self.trees, saved, primals, cts))
 
         return gradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, cast
@@ -35,6 +36,7 @@ from ejkernel.ops.utils.signature import is_array
 logger = logging.getLogger(__name__)
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic)
+_BY_VALUE = (bool, int, float, str, bytes, type, np.dtype)
 _METHODS = ("shard_map",)
 
 
@@ -181,14 +183,33 @@ class Executor(Generic[Cfg, Out]):
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
         if cfg is not None or traced or compat.jit_disabled() or not all(map(_is_atom, values)):
             return self._bind(kernel, args, kwargs, cfg)
-        plan = jax.jit(
-            functools.partial(self._bind_call, kernel),
-            static_argnums=[index for index, value in enumerate(args) if _is_static(value)],
-            static_argnames=[name for name, value in kwargs.items() if _is_static(value)],
-        )
+        plans, plan = self._plans, self._plan(kernel, args, kwargs)
         out = plan(*args, **kwargs)
-        self._plans[(kernel, *map(type, args), *kwargs, *map(type, kwargs.values()))] = plan
+        # Into the table of before the call: another thread may have put a new one, for which this plan is too old.
+        plans[(kernel, *map(type, args), *kwargs, *map(type, kwargs.values()))] = plan
         return cast(Out, out)
+
+    def _plan(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """Return a compiled function for calls with arguments of the types of `args` and `kwargs`."""
+        static = {
+            "static_argnums": [index for index, value in enumerate(args) if _is_static(value)],
+            "static_argnames": [name for name, value in kwargs.items() if _is_static(value)],
+        }
+        bind = functools.partial(self._bind_call, kernel)
+        floats = [index for index, value in enumerate(args) if type(value) is float]
+        names = [name for name, value in kwargs.items() if type(value) is float]
+        if not floats and not names:
+            return cast("Callable[..., Any]", jax.jit(bind, **static))
+        variants: dict[tuple[float, ...], Callable[..., Any]] = {}
+
+        def by_signs(*args: Any, **kwargs: Any) -> Any:  # jit takes -0.0 for 0.0
+            values = (*[args[index] for index in floats], *[kwargs[name] for name in names])
+            signs = tuple([math.copysign(1.0, value) for value in values])
+            if signs not in variants:
+                variants[signs] = jax.jit(functools.partial(bind), **static)
+            return variants[signs](*args, **kwargs)
+
+        return by_signs
 
     def _bind_call(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Out:
         return self._bind(kernel, args, kwargs, None)
@@ -246,10 +267,14 @@ def _is_static(value: Any) -> bool:
 
 
 def _is_atom(value: Any) -> bool:
-    """Return whether the type of `value` alone tells whether it is an array; the leaves of containers differ."""
-    if value is None or isinstance(value, _ARRAY_TYPES):
+    """Return whether the type of `value` tells whether it is an array, and equal values of the type are the same.
+
+    Neither holds for containers, nor for an object that compares by content: `Options(1) == Options(1.0)`.
+    """
+    if value is None or isinstance(value, (*_ARRAY_TYPES, *_BY_VALUE)):
         return True
-    return jax.tree_util.treedef_is_leaf(jax.tree.structure(value)) and type(value).__hash__ is not None
+    by_identity = type(value).__eq__ is object.__eq__
+    return by_identity and jax.tree_util.treedef_is_leaf(jax.tree.structure(value))
 
 
 def _override_token(config: Any) -> Any:

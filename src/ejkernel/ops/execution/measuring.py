@@ -17,6 +17,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import default_device
 
 T = TypeVar("T")
@@ -54,24 +55,29 @@ class Measurement:
 
 
 @functools.lru_cache(maxsize=64)
-def _thread_of(device: jax.Device) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"ejkernel-measure-{device.id}")
+def _thread_of(device: jax.Device, depth: int) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"ejkernel-measure-{device.id}-{depth}")
+
+
+def _depth() -> int:
+    """Return how many measurements this thread is part of: 0 outside, 1 on a measuring thread, more where they nest."""
+    return getattr(_inside, "depth", 0)
 
 
 def apart(work: Callable[[], T]) -> T:
     """Run `work` on the default device's measuring thread, where no trace, mesh or transformation is open.
 
     The caller's matmul precision, 64-bit mode, device and overlays hold there; recording does not. Called on a
-    measuring thread, by a candidate that runs a kernel itself, `work` runs at once.
+    measuring thread, by a candidate that runs a kernel itself, `work` has another one: the candidate's trace is open
+    on the first, which waits.
     """
-    if getattr(_inside, "measuring", False):
-        return work()
+    depth = _depth()
     device = default_device()
     precision, x64 = compat.matmul_precision(), compat.x64_enabled()
     scope = dataclasses.replace(current_scope(), recording=0)
 
     def inside() -> T:
-        _inside.measuring = True
+        _inside.depth = depth + 1
         try:
             with (
                 jax.default_matmul_precision(precision),
@@ -81,9 +87,9 @@ def apart(work: Callable[[], T]) -> T:
             ):
                 return work()
         finally:
-            _inside.measuring = False
+            _inside.depth = 0
 
-    return _thread_of(device).submit(inside).result()
+    return _thread_of(device, depth).submit(inside).result()
 
 
 def calls_per_sample(function: Callable[[], Any], warmup: int) -> int:
@@ -151,3 +157,6 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warm
         return statistics.median(times) * 1e3
 
     return apart(work)
+
+
+services.provide(is_measuring=lambda: _depth() > 0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import time
@@ -136,6 +137,8 @@ class Autotuner:
         return tuned
 
     def _race(self, runners: list[_Candidate], arrays: Sequence[Any], deadline: float | None) -> None:
+        if not runners:
+            return
         functions = [_bound(runner.compiled, arrays) for runner in runners]
         measurements = interleaved(
             functions, rounds=self.rounds, warmup=self.warmup, keep=_still_in_the_race, deadline=deadline
@@ -219,8 +222,9 @@ def _still_in_the_race(samples: Sequence[Sequence[float]]) -> list[bool]:
 def _winner(inv: Invocation[Any, Any], outcomes: Sequence[Outcome]) -> Any:
     measured = [outcome for outcome in outcomes if outcome.measurement is not None]
     if not measured:
-        reasons = "; ".join(f"{outcome.config!r}: {outcome.reason}" for outcome in outcomes)
-        raise TuningError(f"{inv.op_id}: none of {len(outcomes)} candidates could be measured: {reasons}")
+        reasons = collections.Counter(outcome.reason for outcome in outcomes)
+        listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        raise TuningError(f"{inv.op_id}: none of {len(outcomes)} candidates could be measured: {listed}")
     full = max(len(outcome.measurement.samples) for outcome in measured if outcome.measurement)
     finalists = [o for o in measured if o.measurement and len(o.measurement.samples) == full]
     best = min(finalists, key=lambda outcome: outcome.measurement.median if outcome.measurement else 0.0)

@@ -12,17 +12,22 @@ from typing import Any
 class _Services:
     default_executor: Callable[[], Any] | None = None
     default_tuner: Callable[[], Any] | None = None
+    is_measuring: Callable[[], bool] | None = None
 
 
 _services = _Services()
 
 
 def provide(
-    *, default_executor: Callable[[], Any] | None = None, default_tuner: Callable[[], Any] | None = None
+    *,
+    default_executor: Callable[[], Any] | None = None,
+    default_tuner: Callable[[], Any] | None = None,
+    is_measuring: Callable[[], bool] | None = None,
 ) -> None:
     """Register the functions that make or return the given services."""
     _services.default_executor = default_executor or _services.default_executor
     _services.default_tuner = default_tuner or _services.default_tuner
+    _services.is_measuring = is_measuring or _services.is_measuring
 
 
 def default_executor() -> Any:
@@ -35,3 +40,9 @@ def default_tuner() -> Any:
     """Return the tuner of chains that were not given one."""
     assert _services.default_tuner is not None  # `import ejkernel.ops` provides it
     return _services.default_tuner()
+
+
+def is_measuring() -> bool:
+    """Return whether this thread is one that candidates are measured on."""
+    assert _services.is_measuring is not None  # `import ejkernel.ops` provides it
+    return _services.is_measuring()

@@ -106,7 +106,9 @@ def _describe_object(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"dataclass": _type_name(type(value)), "fields": fields}
-    if callable(value) or isinstance(value, types.ModuleType):
+    if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+        return {"name": value.__name__}
+    if callable(value):
         return {"name": name_of(value)}
     raise _unstable(value)
 

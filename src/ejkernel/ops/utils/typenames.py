@@ -43,7 +43,9 @@ def loaded_type(name: str) -> type:
             found = vars(found).get(part) if hasattr(found, "__dict__") else None
         if _is_record(found) and f"{found.__module__}.{found.__qualname__}" == name:
             return cast(type, found)
-    raise ConfigError(f"type {name!r} is no dataclass or named tuple of a loaded module; import its module first, or pass cfg_type=.")
+    raise ConfigError(
+        f"type {name!r} is no dataclass or named tuple of a loaded module; import its module first, or pass cfg_type=."
+    )
 
 
 def _is_record(cls: Any) -> bool:

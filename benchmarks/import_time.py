@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import ejkernel.ops` in a process that has imported JAX: how long it takes, and what takes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+BAR_MS = 60.0
+_TIMED = """
+import time, jax
+start = time.perf_counter()
+import ejkernel.ops
+print(time.perf_counter() - start)
+"""
+_MARK = "everything after this is ours"
+_LISTED = f"""
+import sys, jax
+print({_MARK!r}, file=sys.stderr, flush=True)
+import ejkernel.ops
+"""
+# A platform that does not exist: whatever initialises a device while importing fails.
+_NO_DEVICE = "import ejkernel.ops"
+_LINE = re.compile(r"import time:\s*(\d+) \|\s*(\d+) \| (\s*)(\S+)")
+
+
+def _child(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *options, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def import_seconds(processes: int = 9) -> list[float]:
+    """Return the seconds of the import in that many fresh processes."""
+    _child(_TIMED)  # writes bytecode, and brings files into memory
+    return [float(_child(_TIMED).stdout) for _ in range(processes)]
+
+
+def slowest_imports(count: int = 10) -> list[tuple[str, float, float]]:
+    """Return `(module, own ms, ms with what it imports)` of the modules that take the most themselves."""
+    _, _, listed = _child(_LISTED, "-X", "importtime").stderr.partition(_MARK)
+    found = [(match[4], int(match[1]) / 1000, int(match[2]) / 1000) for match in _LINE.finditer(listed)]
+    return sorted(found, key=lambda entry: -entry[1])[:count]
+
+
+def initialises_no_device() -> bool:
+    """Return whether the import works where there is no device that could be initialised."""
+    try:
+        _child(_NO_DEVICE, JAX_PLATFORMS="no_such_platform")
+    except subprocess.CalledProcessError:
+        return False
+    return True
+
+
+def measure() -> dict[str, Any]:
+    """Return the result, ready for JSON."""
+    seconds = import_seconds()
+    return {
+        "minimum_ms": round(min(seconds) * 1e3, 1),
+        "median_ms": round(statistics.median(seconds) * 1e3, 1),
+        "initialises_no_device": initialises_no_device(),
+        "slowest": [
+            {"module": name, "own_ms": round(own, 2), "total_ms": round(total, 2)}
+            for name, own, total in slowest_imports()
+        ],
+    }

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fair comparison on a noisy machine: short slices, taken in turn, so that whatever disturbs one disturbs all."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What one function took, in seconds.
+
+    Attributes:
+        minimum: The quickest slice: the cost without disturbance.
+        median: The usual slice: the cost on this machine as it was.
+        ratio: `minimum` over the first function's.
+        median_ratio: Median of the ratios to the first function's slice of the same round.
+    """
+
+    minimum: float
+    median: float
+    ratio: float
+    median_ratio: float
+
+    def data(self) -> dict[str, float]:
+        """Return the fields, rounded to what they are worth."""
+        return {name: float(f"{value:.4g}") for name, value in dataclasses.asdict(self).items()}
+
+
+def compare(samples: Mapping[str, list[float]]) -> dict[str, Timing]:
+    """Return a `Timing` a name; the first is what the others are compared with."""
+    base = next(iter(samples.values()))
+    return {
+        name: Timing(
+            minimum=min(taken),
+            median=statistics.median(taken),
+            ratio=min(taken) / min(base),
+            median_ratio=statistics.median(one / other for one, other in zip(taken, base, strict=True)),
+        )
+        for name, taken in samples.items()
+    }
+
+
+def interleave(functions: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Timing]:
+    """Compare functions that each return the seconds of one slice; the order turns from round to round."""
+    names = list(functions)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds):
+        turn = index % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            samples[name].append(functions[name]())
+    return compare(samples)
+
+
+def per_call(function: Callable[[], Any], slice_s: float = 0.002) -> Callable[[], float]:
+    """Return a function that calls `function` for about `slice_s` and returns the seconds of one call.
+
+    Results are waited for at the end of the slice only, as a program would.
+    """
+    jax.block_until_ready(function())
+    start = time.perf_counter()
+    for _ in range(10):
+        out = function()
+    jax.block_until_ready(out)
+    number = max(1, int(slice_s / ((time.perf_counter() - start) / 10)))
+
+    def run() -> float:
+        repeated, out = range(number), None
+        start = time.perf_counter()
+        for _ in repeated:
+            out = function()
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / number
+
+    return run

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeping the types of loop carries under `shard_map`."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+
+from ejkernel import compat
+
+Tree = TypeVar("Tree")
+
+
+def unify_varying(tree: Tree) -> Tree:
+    """Return `tree` with every array varying over all mesh axes that any of them varies over.
+
+    Under `shard_map` an array's type says over which axes it varies, and a loop's carry must keep its type.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    varying = [compat.varying_axes(x) for x in leaves]
+    every = frozenset[str]().union(*varying)
+    if every:
+        missing = [tuple(sorted(every - own)) for own in varying]
+        leaves = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)]
+    unified: Tree = jax.tree.unflatten(structure, leaves)
+    return unified

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of attention, one for each feature, and a stand-in for cuDNN that runs anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.flash_attention.common import Operands, Rules
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sizes and features of one call; `bias` and `mask` are shapes."""
+
+    batch: int = 2
+    queries: int = 48
+    keys: int = 48
+    heads: int = 4
+    groups: int = 2
+    head_dim: int = 16
+    value_dim: int = 16
+    bias: tuple[int, ...] | None = None
+    mask: tuple[int, ...] | None = None
+    segments: bool = False
+    rules: Rules = dataclasses.field(default_factory=lambda: Rules(scale=0.3))
+
+    def operands(self, dtype="float32", seed=0):
+        rng = np.random.default_rng(seed)
+
+        def normal(*shape):
+            return jnp.asarray(rng.standard_normal(shape), dtype)
+
+        mask = None
+        if self.mask is not None:
+            mask = rng.random(self.mask) < 0.6
+            mask[0, 0, 0] = False  # the first rows see nothing
+            mask = jnp.asarray(mask)
+        segments = (None, None)
+        if self.segments:
+            lengths = ((self.batch, self.queries), (self.batch, self.keys))
+            segments = [jnp.asarray(np.sort(rng.integers(0, 3, shape)), jnp.int32) for shape in lengths]
+        return Operands(
+            normal(self.batch, self.queries, self.heads, self.head_dim),
+            normal(self.batch, self.keys, self.groups, self.head_dim),
+            normal(self.batch, self.keys, self.groups, self.value_dim),
+            None if self.bias is None else normal(*self.bias),
+            mask,
+            *segments,
+        )
+
+
+CAUSAL = Rules(scale=0.3, right=0)
+CASES = {
+    "plain": Case(),
+    "no groups": Case(groups=4),
+    "one group": Case(groups=1),
+    "causal": Case(rules=CAUSAL),
+    "causal, keys before": Case(queries=20, rules=CAUSAL),
+    "causal, rows without keys": Case(keys=20, rules=CAUSAL),
+    "one query": Case(queries=1, rules=CAUSAL),
+    "other value dim": Case(value_dim=8),
+    "odd lengths": Case(queries=33, keys=41),
+    "full bias": Case(bias=(2, 4, 48, 48)),
+    "bias per head": Case(bias=(1, 4, 48, 48), rules=CAUSAL),
+    "bias per example": Case(bias=(2, 1, 48, 48)),
+    "bias per key": Case(bias=(2, 1, 1, 48)),
+    "bias per query": Case(bias=(1, 1, 48, 1)),
+    "full mask": Case(mask=(2, 4, 48, 48)),
+    "key padding": Case(mask=(2, 1, 1, 48)),
+    "causal mask and bias": Case(mask=(2, 1, 48, 48), bias=(1, 4, 48, 48), rules=CAUSAL),
+    "segments": Case(segments=True),
+    "window": Case(rules=Rules(scale=0.3, left=7, right=5)),
+    "window, one side": Case(rules=Rules(scale=0.3, right=5)),
+    "causal window": Case(rules=Rules(scale=0.3, left=7, right=0)),
+    "soft cap": Case(rules=Rules(scale=0.3, soft_cap=2.0)),
+    "all at once": Case(
+        queries=33,
+        keys=41,
+        bias=(1, 4, 33, 41),
+        mask=(2, 1, 33, 41),
+        segments=True,
+        rules=Rules(scale=0.3, left=17, right=0, soft_cap=2.0),
+    ),
+}
+
+
+def fake_cudnn_forward(query, key, value, bias, *, scale, causal, window):
+    """Do what cuDNN does: the first query at the first key, and hidden keys merely far below."""
+    logits = _fake_logits(query, key, bias, scale, causal, window)
+    top = logits.max(axis=-1)
+    weights = jnp.exp(logits - top[..., None])
+    lse = top + jnp.log(weights.sum(axis=-1))
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights / weights.sum(axis=-1, keepdims=True), _repeat(value, query))
+    return out.astype(query.dtype), lse
+
+
+def fake_cudnn_backward(operands, residuals, dout, *, scale, causal, window, bias_gradient):
+    """Return gradients as cuDNN does, from the log-sum-exp; the bias's is summed where the bias was broadcast."""
+    query, key, value, bias = operands
+    out, lse = residuals
+    groups = key.shape[2]
+    weights = jnp.exp(_fake_logits(query, key, bias, scale, causal, window) - lse[..., None])
+    dout = dout.astype(jnp.float32)
+    dweights = jnp.einsum("bqhd,bkhd->bhqk", dout, _repeat(value, query))
+    dlogits = weights * (dweights - jnp.einsum("bqhd,bqhd->bhq", dout, out.astype(jnp.float32))[..., None])
+    dquery = jnp.einsum("bhqk,bkhd->bqhd", dlogits, _repeat(key, query)) * scale
+    dkey = jnp.einsum("bhqk,bqhd->bkhd", dlogits, query.astype(jnp.float32)) * scale
+    dvalue = jnp.einsum("bhqk,bqhd->bkhd", weights, dout)
+    grouped = [x.reshape(*x.shape[:2], groups, -1, x.shape[-1]).sum(axis=3) for x in (dkey, dvalue)]
+    found = [x.astype(query.dtype) for x in (dquery, *grouped)]
+    if bias_gradient:
+        axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+        found.append(dlogits.sum(axis=axes, keepdims=True).astype(bias.dtype))
+    return tuple(found)
+
+
+def _fake_logits(query, key, bias, scale, causal, window):
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query.astype(jnp.float32), _repeat(key, query)) * scale
+    if bias is not None:
+        assert bias.shape[2:] == logits.shape[2:]
+        assert bias.dtype == query.dtype
+        logits = logits + bias.astype(jnp.float32)
+    behind = jnp.arange(logits.shape[2])[:, None] - jnp.arange(logits.shape[3])[None, :]
+    if causal:
+        logits = jnp.where(behind >= 0, logits, -1e30)
+    if window:
+        logits = jnp.where(behind < window, logits, -1e30)
+    return logits
+
+
+def _repeat(x, query):
+    return jnp.repeat(x.astype(jnp.float32), query.shape[2] // x.shape[2], axis=2)

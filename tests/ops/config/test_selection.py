@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the tiers, who is named as the source, and what is remembered where."""
+
+from __future__ import annotations
+
+import threading
+import types
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel.ops.config.cache import ConfigCache, overlay_cache
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.policy import AutotunePolicy, policy_override
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import (
+    ConfigError,
+    NoConfigError,
+    TuningError,
+    TuningWarning,
+    UnstableKeyWarning,
+)
+from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.registry import recording
+
+X = np.ones(4, np.float32)
+# What each tier answers, in the order in which they are asked.
+ANSWERS = {"override": 10, "overlay": 20, "memory": 30, "persistent": 40, "autotune": 50, "heuristic": 60}
+
+
+class Double(Kernel[int, jax.Array]):
+    def run(self, x, *, cfg, note=None):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return ANSWERS["heuristic"]
+
+
+class Bare(Kernel[int, jax.Array]):
+    def run(self, x, *, cfg):
+        return x + x
+
+
+class FakeTuner:
+    """Finds what it is told to find, and counts."""
+
+    def __init__(self, config=ANSWERS["autotune"], error=None):
+        self.config, self.error, self.calls = config, error, []
+
+    def tune(self, inv, kernel, *, policy, progress=None):
+        self.calls.append(inv.key)
+        if self.error is not None:
+            raise self.error
+        return types.SimpleNamespace(config=self.config, summary_data=lambda: {"candidates": 1})
+
+
+class FakeDisk(dict):
+    """A persistent cache in memory."""
+
+    def get(self, key, cfg_type=None):
+        return super().get(key)
+
+    def put(self, key, config, **evidence):
+        self[key] = config
+
+
+@pytest.fixture
+def kernel():
+    return Double()
+
+
+@pytest.fixture
+def inv(kernel):
+    return Invocation(kernel=kernel, args=(X,))
+
+
+@pytest.fixture
+def tuner():
+    return FakeTuner()
+
+
+def resolved(chain, inv):
+    found = chain.resolve(inv, inv.kernel)
+    return found.config, found.source
+
+
+# --- order ---
+
+
+@settings(deadline=None)
+@given(st.sets(st.sampled_from(list(ANSWERS)), min_size=1))
+def test_the_first_tier_that_has_an_answer_gives_it_and_is_named(tiers):
+    kernel = Double() if "heuristic" in tiers else Bare("Double")
+    inv = Invocation(kernel=kernel, args=(X,), override_cfg=ANSWERS["override"] if "override" in tiers else None)
+    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune="autotune" in tiers, tuner=FakeTuner())
+    if "memory" in tiers:
+        chain.cache.put(inv.key, ANSWERS["memory"])
+    if "persistent" in tiers:
+        chain.persistent.put(inv.key, ANSWERS["persistent"])
+    first = next(tier for tier in ANSWERS if tier in tiers)
+    with overlay_cache({inv.key: ANSWERS["overlay"]} if "overlay" in tiers else {}):
+        found = chain.resolve(inv, kernel)
+    assert (found.config, found.source, found.key) == (ANSWERS[first], first, inv.key)
+
+
+def test_choosing_is_resolving(kernel, inv):
+    assert ConfigSelectorChain().choose(inv, kernel) == ANSWERS["heuristic"]
+
+
+def test_no_answer_is_an_error_that_says_who_was_asked_and_what_to_do():
+    kernel = Bare()
+    text = (
+        "No configuration for 'Bare'; tried override, overlay, memory, persistent, autotune, forward, heuristic. "
+        "Pass cfg=..., tune the call, give the kernel a heuristic_cfg, or allow it with "
+        "AutotunePolicy(heuristic=True)."
+    )
+    with pytest.raises(NoConfigError) as error:
+        ConfigSelectorChain().resolve(Invocation(kernel=kernel, args=(X,)), kernel)
+    assert str(error.value) == text
+
+
+def test_without_the_heuristic_a_miss_is_an_error(inv, kernel):
+    with pytest.raises(NoConfigError):
+        ConfigSelectorChain(policy=AutotunePolicy(heuristic=False)).resolve(inv, kernel)
+
+
+def test_without_the_heuristic_a_hit_is_an_answer(inv):
+    chain = ConfigSelectorChain(policy=AutotunePolicy(heuristic=False))
+    chain.cache.put(inv.key, 1)
+    assert resolved(chain, inv) == (1, "memory")
+
+
+def test_autotune_is_short_for_a_policy():
+    chain = ConfigSelectorChain(autotune=True, policy=AutotunePolicy(budget_s=1.0))
+    assert chain.policy == AutotunePolicy(autotune=True, budget_s=1.0)
+
+
+@pytest.mark.parametrize("tier", ["override", "overlay", "memory", "persistent"])
+def test_nothing_is_tuned_where_an_earlier_tier_answers(kernel, tuner, tier):
+    inv = Invocation(kernel=kernel, args=(X,), override_cfg=1 if tier == "override" else None)
+    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner)
+    if tier == "memory":
+        chain.cache.put(inv.key, 1)
+    if tier == "persistent":
+        chain.persistent.put(inv.key, 1)
+    with overlay_cache({inv.key: 1} if tier == "overlay" else {}):
+        chain.resolve(inv, kernel)
+    assert tuner.calls == []
+
+
+# --- memory ---
+
+
+def test_a_remembered_answer_keeps_its_source(inv, tuner):
+    chain = ConfigSelectorChain(autotune=True, tuner=tuner)
+    assert [resolved(chain, inv)[1], resolved(chain, inv)[1]] == ["autotune", "autotune"]
+
+
+def test_a_call_is_tuned_once(inv, tuner):
+    chain = ConfigSelectorChain(autotune=True, tuner=tuner)
+    for _ in range(3):
+        resolved(chain, inv)
+    assert tuner.calls == [inv.key]
+
+
+def test_what_was_on_disk_is_read_once(inv):
+    chain = ConfigSelectorChain(persistent=FakeDisk())
+    chain.persistent.put(inv.key, 1)
+    first = resolved(chain, inv)
+    chain.persistent.clear()
+    assert [first, resolved(chain, inv)] == [(1, "persistent")] * 2
+
+
+def test_a_remembered_heuristic_is_shown_by_the_cache(inv):
+    chain = ConfigSelectorChain()
+    resolved(chain, inv)
+    assert (chain.cache.get(inv.key), chain.cache.remembered(inv.key).source) == (ANSWERS["heuristic"], "heuristic")
+
+
+def test_a_remembered_heuristic_does_not_pre_empt_what_comes_to_disk(inv):
+    chain = ConfigSelectorChain(persistent=FakeDisk())
+    before = resolved(chain, inv)
+    chain.persistent.put(inv.key, 1)
+    assert (before[1], resolved(chain, inv)) == ("heuristic", (1, "persistent"))
+
+
+def test_a_remembered_heuristic_does_not_pre_empt_tuning(inv, tuner):
+    chain = ConfigSelectorChain(tuner=tuner)
+    before = resolved(chain, inv)
+    with policy_override(autotune=True):
+        after = resolved(chain, inv)
+    assert (before[1], after[1]) == ("heuristic", "autotune")
+
+
+@pytest.mark.parametrize("source", ["heuristic", "override", "overlay"])
+def test_what_nobody_measured_never_goes_to_disk(kernel, source):
+    inv = Invocation(kernel=kernel, args=(X,), override_cfg=1 if source == "override" else None)
+    chain = ConfigSelectorChain(persistent=FakeDisk())
+    with overlay_cache({inv.key: 1} if source == "overlay" else {}):
+        assert resolved(chain, inv)[1] == source
+    assert dict(chain.persistent) == {}
+
+
+@pytest.mark.parametrize("source", ["override", "overlay"])
+def test_what_holds_for_a_while_is_not_remembered(kernel, source):
+    inv = Invocation(kernel=kernel, args=(X,), override_cfg=1 if source == "override" else None)
+    chain = ConfigSelectorChain()
+    with overlay_cache({inv.key: 1} if source == "overlay" else {}):
+        chain.resolve(inv, kernel)
+    assert chain.cache.items() == []
+
+
+# --- tuning on a miss ---
+
+
+def test_what_was_tuned_goes_to_disk_with_its_evidence(inv, kernel, tmp_path, tuner):
+    persistent = PersistentCache(tmp_path, shipped=False)
+    ConfigSelectorChain(persistent=persistent, autotune=True, tuner=tuner).resolve(inv, kernel)
+    entry = persistent.load(inv.key)
+    assert (entry.config, entry.call, entry.measured) == (ANSWERS["autotune"], inv.description, {"candidates": 1})
+
+
+def test_what_was_tuned_stays_in_memory_if_it_is_not_to_persist(inv, tuner):
+    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner, persist_autotune=False)
+    resolved(chain, inv)
+    assert (dict(chain.persistent), chain.cache.items()) == ({}, [(inv.key, ANSWERS["autotune"])])
+
+
+def test_a_search_that_finds_nothing_is_a_warning_and_the_heuristic(inv):
+    chain = ConfigSelectorChain(autotune=True, tuner=FakeTuner(error=TuningError("nothing compiles")))
+    with pytest.warns(TuningWarning, match="Double: tuning found no configuration, the heuristic is used: nothing com"):
+        assert resolved(chain, inv) == (ANSWERS["heuristic"], "heuristic")
+
+
+def test_an_error_of_the_tuner_itself_is_not_hidden(inv, kernel):
+    chain = ConfigSelectorChain(autotune=True, tuner=FakeTuner(error=ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        chain.resolve(inv, kernel)
+
+
+def test_the_policy_in_force_reaches_the_tuner(inv, kernel):
+    seen = []
+    tuner = FakeTuner()
+    tune = tuner.tune
+    tuner.tune = lambda inv, kernel, *, policy: seen.append(policy) or tune(inv, kernel, policy=policy)
+    with policy_override(validate=False):
+        ConfigSelectorChain(autotune=True, tuner=tuner).resolve(inv, kernel)
+    assert seen == [AutotunePolicy(autotune=True, validate=False)]
+
+
+def test_a_chain_makes_its_tuner_when_it_is_first_asked_for():
+    chain = ConfigSelectorChain()
+    assert chain.tuner is chain.tuner
+
+
+def test_a_chains_tuner_can_be_replaced(tuner):
+    chain = ConfigSelectorChain()
+    chain.tuner = tuner
+    assert chain.tuner is tuner
+
+
+def test_two_threads_tune_one_call_once(inv, kernel):
+    tuner, both_asked = FakeTuner(), threading.Barrier(2, timeout=10)
+    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner)
+    miss = chain.persistent.get
+
+    def missed_by_both(key, cfg_type=None):
+        found = miss(key, cfg_type)
+        both_asked.wait()  # neither thread may have tuned before both have missed
+        return found
+
+    chain.persistent.get = missed_by_both
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(resolved(chain, inv))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tuner.calls, found) == ([inv.key], [(ANSWERS["autotune"], "autotune")] * 2)
+
+
+def test_a_tuner_may_resolve_the_call_that_it_tunes(inv, kernel):
+    class Nested(FakeTuner):
+        def tune(self, inv, kernel, *, policy, progress=None):
+            with policy_override(autotune=False):
+                assert resolved(chain, inv)[1] == "heuristic"
+            return super().tune(inv, kernel, policy=policy)
+
+    chain = ConfigSelectorChain(autotune=True, tuner=Nested())
+    assert resolved(chain, inv)[1] == "autotune"
+
+
+# --- consulting ---
+
+
+def test_consulting_names_every_tier_down_to_the_one_that_answers(inv, kernel):
+    chain = ConfigSelectorChain(persistent=FakeDisk())
+    chain.persistent.put(inv.key, 1)
+    notes = [(consulted.tier, consulted.note) for consulted in chain.consult(inv, kernel)]
+    assert notes == [
+        ("override", "no cfg= was given"),
+        ("overlay", "none in force"),
+        ("memory", "nothing remembered"),
+        ("persistent", ""),
+    ]
+
+
+def test_consulting_measures_and_remembers_nothing(inv, kernel, tuner):
+    chain = ConfigSelectorChain(autotune=True, tuner=tuner)
+    notes = {consulted.tier: consulted.note for consulted in chain.consult(inv, kernel)}
+    assert (tuner.calls, chain.cache.items()) == ([], [])
+    assert notes["autotune"] == "would measure the candidates"
+
+
+def test_consulting_says_that_a_heuristic_is_remembered(inv, kernel):
+    chain = ConfigSelectorChain()
+    chain.resolve(inv, kernel)
+    notes = {consulted.tier: consulted.note for consulted in chain.consult(inv, kernel)}
+    assert notes["memory"] == "remembered only what the heuristic tier said"
+
+
+def test_consulting_says_how_many_overlays_were_asked(inv, kernel):
+    with overlay_cache({}), overlay_cache({inv.key._replace(call="0" * 16): 1}):
+        notes = {consulted.tier: consulted.note for consulted in ConfigSelectorChain().consult(inv, kernel)}
+    assert notes["overlay"] == "not among the entries of 2 overlay(s)"
+
+
+# --- calls without a key ---
+
+
+@pytest.fixture
+def unstable(kernel):
+    return Invocation(kernel=kernel, args=(X,), kwargs={"note": lambda: 0})
+
+
+def test_a_call_without_a_key_runs_with_the_heuristic_and_one_warning(unstable, tuner):
+    chain = ConfigSelectorChain(persistent=FakeDisk(), autotune=True, tuner=tuner)
+    with pytest.warns(UnstableKeyWarning, match="Double: the call cannot be remembered or tuned") as caught:
+        found = [chain.resolve(unstable, unstable.kernel) for _ in range(3)]
+    assert [(f.config, f.source, f.key) for f in found] == [(ANSWERS["heuristic"], "heuristic", None)] * 3
+    assert (len(caught), tuner.calls, chain.cache.items()) == (1, [], [])
+
+
+def test_a_call_without_a_key_takes_an_override_silently(kernel):
+    inv = Invocation(kernel=kernel, args=(X,), kwargs={"note": lambda: 0}, override_cfg=1)
+    assert resolved(ConfigSelectorChain(), inv) == (1, "override")
+
+
+def test_a_call_without_a_key_is_warned_of_once_a_program(kernel):
+    executor = Executor(ConfigSelectorChain())
+    function = lambda x: executor(kernel, x, note=lambda: 0)  # noqa: E731
+    with pytest.warns(UnstableKeyWarning) as caught:
+        jax.jit(jax.value_and_grad(lambda x: function(x).sum()))(X)
+    assert [str(warning.message).partition(":")[0] for warning in caught] == ["Double", "Double.bwd"]
+
+
+def test_a_call_without_a_key_sees_no_overlay(unstable):
+    with warnings.catch_warnings(), overlay_cache({}):
+        warnings.simplefilter("ignore", UnstableKeyWarning)
+        assert resolved(ConfigSelectorChain(), unstable)[1] == "heuristic"
+
+
+# --- derived calls ---
+
+
+@pytest.fixture
+def backward(kernel):
+    with recording() as seen:
+        jax.jit(jax.grad(lambda x: kernel(x).sum())).lower(X)
+    return seen[-1]
+
+
+def test_a_backward_without_a_configuration_takes_the_measured_one_of_its_forward(kernel, inv, backward):
+    chain = ConfigSelectorChain()
+    chain.cache.put(inv.key, 7)
+    assert resolved(chain, backward) == (7, "forward")
+
+
+def test_a_backward_takes_an_overlay_of_its_forward(kernel, inv, backward):
+    with overlay_cache({inv.key: 7}):
+        assert resolved(ConfigSelectorChain(), backward) == (7, "forward")
+
+
+def test_a_backward_does_not_take_its_forwards_heuristic(inv, backward):
+    chain = ConfigSelectorChain()
+    resolved(chain, inv)
+    assert resolved(chain, backward) == (ANSWERS["heuristic"], "heuristic")
+
+
+def test_a_backward_keeps_its_own_configuration(inv, backward):
+    chain = ConfigSelectorChain()
+    chain.cache.put(inv.key, 7)
+    chain.cache.put(backward.key, 8)
+    assert resolved(chain, backward) == (8, "memory")
+
+
+def test_what_came_from_a_forward_does_not_pre_empt_tuning(inv, backward, tuner):
+    chain = ConfigSelectorChain(tuner=tuner)
+    chain.cache.put(inv.key, 7)
+    before = resolved(chain, backward)
+    with policy_override(autotune=True):
+        assert (before[1], resolved(chain, backward)[1]) == ("forward", "autotune")
+
+
+def test_asking_for_a_forwards_configuration_tunes_nothing(inv, backward, tuner):
+    chain = ConfigSelectorChain(autotune=True, tuner=tuner)
+    chain.consult(backward, backward.kernel)
+    assert tuner.calls == []
+
+
+# --- choosers of one's own ---
+
+
+def test_a_bare_chooser_is_the_source(kernel, inv):
+    class Always:
+        def choose(self, inv, kernel):
+            return 3
+
+    found = Executor(Always()).resolve(inv)
+    assert (found.config, found.source, found.key) == (3, "chooser", inv.key)
+
+
+def test_a_bare_chooser_is_not_asked_when_there_is_an_override(kernel):
+    class Never:
+        def choose(self, inv, kernel):
+            raise AssertionError
+
+    inv = Invocation(kernel=kernel, args=(X,), override_cfg=4)
+    assert Executor(Never()).resolve(inv).source == "override"
+
+
+def test_a_chooser_must_choose():
+    with pytest.raises(ConfigError, match=r"chooser must have choose\(inv, kernel\), got <.*; use ConfigSelectorChain"):
+        Executor(ConfigCache())

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches: the fate of every candidate, who wins, budgets - with made-up times, so that nothing depends on a clock."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import TuningError
+from ejkernel.ops.execution import tuning
+from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.execution.tuning import Autotuner
+
+X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
+ROUNDS = 4
+
+
+class Double(Kernel[int, jax.Array]):
+    """`x + x` with the heuristic 1; `faults` maps a configuration to what it does instead."""
+
+    def __init__(self, space=(1, 2, 3), faults=None):
+        super().__init__("Double")
+        self.space, self.faults = space, faults or {}
+
+    def run(self, x, *, cfg):
+        return self.faults.get(cfg, lambda x: x + x)(x)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return list(self.space)
+
+
+@pytest.fixture
+def race(monkeypatch):
+    """`race({config: seconds, ...})` makes up the times of the candidates that reach the race, in their order."""
+
+    def setup(costs):
+        def interleaved(functions, *, rounds, warmup, keep, deadline):
+            for function in functions:
+                jax.block_until_ready(function())
+            times = [seconds if isinstance(seconds, tuple) else (seconds,) * ROUNDS for seconds in costs.values()]
+            return [Measurement(samples=samples) for _, samples in zip(functions, times, strict=True)]
+
+        monkeypatch.setattr(tuning, "interleaved", interleaved)
+
+    return setup
+
+
+def tune(kernel, *args, policy=None, **options):
+    return Autotuner().tune(Invocation(kernel=kernel, args=args or (X,)), kernel, policy=policy, **options)
+
+
+def keys_in(chain):
+    return [entry[0] for entry in chain.cache.items()]
+
+
+def fates(tuned):
+    return {outcome.config: (outcome.status, outcome.reason) for outcome in tuned.outcomes}
+
+
+# --- winners ---
+
+
+@pytest.mark.parametrize(
+    ("costs", "winner"),
+    [
+        ({1: 2.0, 2: 1.0, 3: 3.0}, 2),
+        ({1: 2.0, 2: 1.5, 3: 1.0}, 3),
+        ({1: 1.0, 2: 2.0, 3: 3.0}, 1),
+        ({1: 1.0, 2: 0.99, 3: 1.0}, 1),  # nearer than noise: the heuristic stays
+        ({1: 1.0, 2: 0.97, 3: 1.0}, 2),
+        ({1: 2.0, 2: 1.0, 3: 1.0}, 2),  # a tie of others: the first
+        ({1: (1.0, 1.0, 1.0, 1.0), 2: (0.1, 0.1, 1.7, 1.7), 3: 2.0}, 1),  # faster in the median, not in most rounds
+        ({1: 1.0, 2: (0.1,), 3: 1.5}, 1),  # dropped from the race: its few samples are not compared
+    ],
+)
+def test_the_winner_beats_the_heuristic(race, costs, winner):
+    race(costs)
+    assert tune(Double()).config == winner
+
+
+def test_a_search_says_what_it_measured(race):
+    race({1: 2.0, 2: 1.0, 3: 4.0})
+    tuned = tune(Double())
+    assert (tuned.speedup, tuned.winner.config, tuned.heuristic.config) == (2.0, 2, 1)
+    assert [outcome.status for outcome in tuned.outcomes] == ["measured"] * 3
+
+
+def test_a_summary_is_plain_data_with_the_failures(race):
+    def broken(x):
+        raise ValueError("does not fit")
+
+    race({1: 2.0, 2: 1.0})
+    summary = tune(Double(faults={3: broken})).summary_data()
+    assert summary["winner"] == {"median_us": 1e6, "spread": 0.0, "samples": ROUNDS, "method": "wall"}
+    assert (summary["speedup"], summary["candidates"]) == (2.0, 3)
+    assert summary["failures"] == [{"config": 3, "status": "failed", "reason": "ValueError: does not fit"}]
+
+
+def test_candidates_are_measured_once_each_and_the_heuristic_first(race):
+    race({1: 1.0, 3: 1.0, 2: 1.0})
+    assert [outcome.config for outcome in tune(Double(space=(3, 1, 3, 2, 2))).outcomes] == [1, 3, 2]
+
+
+def test_given_candidates_replace_the_config_space(race):
+    race({1: 2.0, 7: 1.0})
+    assert tune(Double(), candidates=[7]).config == 7
+
+
+def test_the_heuristic_is_measured_even_where_the_space_does_not_hold_it(race):
+    race({1: 1.0, 2: 2.0})
+    assert tune(Double(space=(2,))).config == 1
+
+
+def test_a_kernel_without_a_heuristic_is_tuned(race):
+    class Spaceless(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return x + x
+
+    race({5: 2.0, 6: 1.0})
+    assert tune(Spaceless(), candidates=[5, 6]).config == 6
+
+
+def test_nothing_to_measure_is_an_error():
+    class Empty(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return x
+
+        def config_space(self, inv):
+            return []
+
+    with pytest.raises(TuningError, match=r"Empty: there is nothing to measure; config_space\(inv\) returned no conf"):
+        tune(Empty())
+
+
+def test_configurations_that_are_not_data_are_an_error():
+    with pytest.raises(TuningError, match="configurations must be plain data, got <object"):
+        tune(Double(space=(object(),)))
+
+
+def test_configurations_may_be_dictionaries(race):
+    class Dictionaries(Kernel[dict, jax.Array]):
+        def run(self, x, *, cfg):
+            return x + x
+
+        def config_space(self, inv):
+            return [{"block": 1}, {"block": 2}]
+
+    race({1: 2.0, 2: 1.0})
+    assert tune(Dictionaries()).config == {"block": 2}
+
+
+# --- candidates that fail ---
+
+
+def fails_at_lowering(x):
+    raise NotImplementedError("no such tile")
+
+
+def fails_at_run(x):
+    def callback(x):
+        raise ValueError("crashed on the device")
+
+    return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+FAULTS = {
+    "lowering": (fails_at_lowering, "failed", "NotImplementedError: no such tile"),
+    "run": (fails_at_run, "failed", "crashed on the device"),
+    "nan": (lambda x: x / 0 * 0, "wrong", "result 0 has NaN or infinity where the reference has not"),
+    "values": (lambda x: x + x * 1.001, "wrong", "result 0 differs from the reference"),
+    "shape": (lambda x: (x + x)[1:], "wrong", r"result 0 has shape (15,), the reference (16,)"),
+    "number": (lambda x: (x + x, x), "wrong", "returns 2 arrays, the reference 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_candidate_that_fails_is_an_outcome_with_its_reason(race, fault):
+    function, status, reason = FAULTS[fault]
+    race({1: 2.0, 3: 1.0})
+    tuned = tune(Double(faults={2: function}))
+    assert tuned.config == 3
+    assert fates(tuned)[2][0] == status
+    assert reason in fates(tuned)[2][1]
+
+
+def test_a_candidate_that_does_not_compile_is_an_outcome(race, monkeypatch):
+    race({1: 2.0, 3: 1.0})
+    compile_ = jax.stages.Lowered.compile
+
+    def refuse(lowered, *args, **kwargs):
+        if "stablehlo.cosine" in lowered.as_text():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: shared memory")
+        return compile_(lowered, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    tuned = tune(Double(faults={2: jnp.cos}))
+    assert fates(tuned)[2] == ("failed", "JaxRuntimeError: RESOURCE_EXHAUSTED: shared memory")
+
+
+def test_the_heuristic_may_fail(race):
+    class Referenced(Double):
+        def reference(self, x):
+            return x + x
+
+    race({2: 2.0, 3: 1.0})
+    tuned = tune(Referenced(faults={1: fails_at_lowering}))
+    assert (tuned.config, tuned.speedup, tuned.heuristic.status) == (3, None, "failed")
+
+
+def test_a_heuristic_that_stands_for_a_reference_must_work():
+    with pytest.raises(TuningError, match="the heuristic, which stands for a reference, failed: NotImplementedError"):
+        tune(Double(faults={1: fails_at_lowering}))
+
+
+def test_a_reference_must_work():
+    class Referenced(Double):
+        def reference(self, x):
+            raise ValueError("no truth")
+
+    with pytest.raises(TuningError, match="Double: example inputs or the reference failed: ValueError: no truth"):
+        tune(Referenced())
+
+
+def test_a_search_without_survivors_is_an_error_with_all_reasons():
+    class Referenced(Double):
+        def reference(self, x):
+            return x * 7
+
+    with pytest.raises(
+        TuningError, match=r"none of 3 candidates could be measured: 1: result 0 differs .*; 2: .*; 3: "
+    ):
+        tune(Referenced())
+
+
+def test_wrong_results_are_not_looked_for_where_the_policy_says_so(race):
+    race({1: 2.0, 2: 1.0, 3: 3.0})
+    tuned = tune(Double(faults={2: lambda x: x * 9}), policy=AutotunePolicy(validate=False))
+    assert tuned.config == 2
+
+
+def test_a_failed_candidate_keeps_no_traceback_and_no_array(race):
+    alive = []
+
+    def fails_with_an_array(x):
+        class Held:
+            pass
+
+        held = Held()
+        alive.append(weakref.ref(held))
+        raise ValueError(str(held.__class__.__name__))
+
+    race({1: 1.0, 3: 1.0})
+    tuned = tune(Double(faults={2: fails_with_an_array}))
+    gc.collect()
+    assert (tuned.outcomes[1].status, [reference() for reference in alive]) == ("failed", [None])
+
+
+def test_an_error_without_a_text_has_a_reason(race):
+    def silent(x):
+        raise KeyError
+
+    race({1: 1.0, 3: 1.0})
+    assert fates(tune(Double(faults={2: silent})))[2][1] == "KeyError: no message"
+
+
+def test_a_keyboard_interrupt_ends_the_search(race):
+    def interrupted(x):
+        raise KeyboardInterrupt
+
+    race({})
+    with pytest.raises(KeyboardInterrupt):
+        tune(Double(faults={2: interrupted}))
+
+
+# --- budgets and progress ---
+
+
+def clock_of(*seconds):
+    """A clock that shows the given times, and then stands still."""
+    remaining = list(seconds)
+    return lambda: remaining.pop(0) if len(remaining) > 1 else remaining[0]
+
+
+def test_a_spent_budget_skips_the_candidates_whose_turn_has_not_come(race):
+    race({1: 2.0, 2: 1.0})
+    kernel = Double()
+    tuner = Autotuner(clock=clock_of(0.0, 0.5, 1.5))
+    tuned = tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=AutotunePolicy(budget_s=1.0))
+    assert tuned.config == 2
+    assert fates(tuned)[3] == ("skipped", "the budget was spent before its turn")
+
+
+def test_a_spent_budget_still_measures_the_heuristic(race):
+    race({1: 1.0})
+    kernel = Double()
+    tuner = Autotuner(clock=clock_of(0.0, 99.0))
+    tuned = tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=AutotunePolicy(budget_s=1.0))
+    assert tuned.config == 1
+
+
+def test_a_search_says_how_long_it_took(race):
+    race({1: 2.0, 2: 1.0, 3: 1.0})
+    kernel = Double()
+    tuned = Autotuner(clock=clock_of(10.0, 13.5)).tune(Invocation(kernel=kernel, args=(X,)), kernel)
+    assert tuned.seconds == 3.5
+
+
+def test_progress_counts_candidates(race):
+    race({1: 1.0, 2: 1.0, 3: 1.0})
+    steps = []
+    tune(Double(), progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
