@@ -121,7 +121,8 @@ def logits(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
         x = x + _attention(model, block, rms_norm(x, block["attention_norm"]))
         x = x + jax.nn.gelu(rms_norm(x, block["mlp_norm"]) @ block["up"]) @ block["down"]
     x = rms_norm(x, weights["final_norm"])
-    return jnp.einsum("bsd,vd->bsv", x, weights["embedding"], preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bsd,vd->bsv", x, weights["embedding"], preferred_element_type=jnp.float32)
+    return scores * model.width**-0.5  # else the shared embedding would begin by repeating every byte, for certain
 
 
 def _attention(model: Model, block: Params, x: jax.Array) -> jax.Array:

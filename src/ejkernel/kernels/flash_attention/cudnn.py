@@ -86,11 +86,11 @@ def _arguments_reason(call: AttentionCall) -> str | None:
     head_dim, value_dim = call.query[3], call.value[3]
     if value_dim != head_dim:
         return f"value has head_dim {value_dim} and query {head_dim}, and cuDNN is used for equal ones; use 'xla'."
-    largest = 256 if _HOPPER_OR_LATER.search(call.device_fingerprint) else 128
+    known = call.device_fingerprint  # nothing is held against a GPU that is not known yet
+    largest = 256 if not known or _HOPPER_OR_LATER.search(known) else 128
     if head_dim % 8 or head_dim > largest:
-        where = call.device_fingerprint or "a GPU that is not known yet"
         return (
-            f"query has head_dim {head_dim}, and cuDNN takes multiples of 8 up to {largest} on {where}; "
+            f"query has head_dim {head_dim}, and cuDNN takes multiples of 8 up to {largest} on {known or 'a GPU'}; "
             "pad head_dim with zeros, or use 'xla'."
         )
     return None

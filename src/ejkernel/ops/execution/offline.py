@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import jax
 
+from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -133,7 +134,8 @@ def _tune_one(
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
 ) -> Tuned:
     step = None if progress is None else (lambda done, total: progress(inv, done, total))
-    tuned: Tuned = selector.tuner.tune(inv, inv.kernel, policy=selector.policy, progress=step)
+    policy = effective_policy(selector.policy, selector)
+    tuned: Tuned = selector.tuner.tune(inv, inv.kernel, policy=policy, progress=step)
     return tuned
 
 
@@ -179,7 +181,7 @@ def autotune(
     prepared_args, prepared_kwargs = target.prepare(*args, **kwargs)
     inv = Invocation(kernel=target, args=prepared_args, kwargs=prepared_kwargs)
     tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
-    tuned = tuner.tune(inv, target, candidates=configs, policy=chain.policy)
+    tuned = tuner.tune(inv, target, candidates=configs, policy=effective_policy(chain.policy, chain))
     chain.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
     return tuned.config
 

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `ejkernel` command, as a person types it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ejkernel.cli import main
+
+PROGRAM = '''
+import dataclasses
+import jax
+import jax.numpy as jnp
+from ejkernel.ops import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    repeats: int = 8
+
+
+class Product(Kernel[Config, jax.Array]):
+    """A product that takes longer the more repeats it is told, or is wrong, or fails."""
+
+    def run(self, a, b, *, cfg):
+        if cfg.repeats < 0:
+            raise RuntimeError("this candidate fails")
+        for _ in range(cfg.repeats):
+            b = b + 1e-30 * jnp.sin(b @ b)
+        return a @ b * (2 if cfg.repeats == 0 else 1)
+
+    def heuristic_cfg(self, inv):
+        return Config(8)
+
+    def config_space(self, inv):
+        return [Config(n) for n in (1, 0, -1)]
+
+
+product = Product("product")
+
+
+def step():
+    shape = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    return jax.grad(lambda a, b: jnp.sum(product(a, b) ** 2)), (shape, shape)
+
+
+def nothing():
+    return jnp.sin, (jnp.ones(3),)
+
+
+def forgetful():
+    return jnp.sin
+'''
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A module `program` in the working directory, and nowhere else."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    yield tmp_path
+    sys.modules.pop("program", None)
+
+
+def run(capsys, *arguments):
+    status = main(arguments)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_a_program_is_tuned_forward_and_backward_and_saved(program, capsys):
+    status, out, err = run(capsys, "tune", "program:step", "--cache", "saved")
+    assert status == 0
+    assert "2 distinct calls, 1 forward and 1 derived" in err
+    assert "product.bwd" in out
+    assert "repeats=1" in out
+    assert "1 wrong, 1 failed" in out
+    assert "2 of 2 calls tuned" in err
+    assert len(list((program / "saved").rglob("*.json"))) == 2
+
+
+def test_what_was_tuned_before_is_not_tuned_again_unless_forced(program, capsys):
+    run(capsys, "tune", "program:step", "--cache", "saved")
+    _, out, err = run(capsys, "tune", "program:step", "--cache", "saved")
+    assert "2 of them were tuned before" in err
+    assert "Nothing to tune" in out
+    _, out, _ = run(capsys, "tune", "program:step", "--cache", "saved", "--force")
+    assert "product.bwd" in out
+
+
+def test_the_result_is_json_on_request(program, capsys):
+    _, out, _ = run(capsys, "tune", "program:step", "--json")
+    entries = json.loads(out)["entries"]
+    assert [entry["op"] for entry in entries] == ["product@v0", "product.bwd@v0"]
+    assert all(entry["config"] == {"repeats": 1} for entry in entries)
+    assert {failure["status"] for failure in entries[0]["measured"]["failures"]} == {"wrong", "failed"}
+
+
+def test_verbose_tells_the_fate_of_every_candidate(program, capsys):
+    _, out, _ = run(capsys, "tune", "program:step", "--verbose")
+    assert "RuntimeError: this candidate fails" in out
+    assert "wrong: result 0 differs from the reference" in out
+
+
+def test_a_dry_run_lists_the_calls_and_measures_nothing(program, capsys):
+    status, out, _ = run(capsys, "tune", "program:step", "--dry-run", "--cache", "saved")
+    assert status == 0
+    assert "product.bwd@v0" in out
+    assert "f32[128,128] x2" in out
+    assert not (program / "saved").exists()
+    _, out, _ = run(capsys, "tune", "program:step", "--dry-run", "--json")
+    assert [call["op"] for call in json.loads(out)] == ["product@v0", "product.bwd@v0"]
+
+
+def test_a_program_without_calls_is_no_failure(program, capsys):
+    status, out, err = run(capsys, "tune", "program:nothing")
+    assert status == 0
+    assert "0 distinct calls" in err
+    assert "Nothing to tune" in out
+
+
+def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsys):
+    run(capsys, "tune", "program:step", "--cache", "saved")
+    ask = (
+        "import jax.numpy as jnp, program; from ejkernel.ops import default_executor\n"
+        "why = default_executor().explain(program.product, jnp.ones((128, 128)), jnp.ones((128, 128)))\n"
+        "print(why.source, why.config.repeats)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        env=os.environ | {"EJKERNEL_CACHE_DIR": str(program / "saved"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["persistent", "1"]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("program", "must be MODULE:FUNCTION, got 'program'"),
+        ("absent:step", "there is no module 'absent'"),
+        ("program:absent", "module 'program' has no 'absent'"),
+        ("program:forgetful", "must return (callable, args)"),
+    ],
+)
+def test_a_bad_target_is_a_clear_error(program, capsys, target, message):
+    status, _, err = run(capsys, "tune", target)
+    assert status == 1
+    assert message in err
+
+
+def test_wrong_usage_is_status_2(capsys):
+    status, _, err = run(capsys, "tune")
+    assert status == 2
+    assert "MODULE:FUNCTION" in err
+
+
+def test_show_lists_what_was_saved_with_its_speed_up(program, capsys):
+    run(capsys, "tune", "program:step", "--cache", "saved")
+    status, out, _ = run(capsys, "show", "--cache", "saved")
+    assert status == 0
+    assert "product.bwd@v0" in out
+    assert "repeats=1" in out
+    _, out, _ = run(capsys, "show", "--cache", "saved", "--json")
+    assert {entry["config"]["repeats"] for entry in json.loads(out)} == {1}
+
+
+def test_show_of_an_empty_folder_says_so(tmp_path, capsys):
+    _, out, _ = run(capsys, "show", "--cache", str(tmp_path / "empty"))
+    assert "Nothing is saved" in out

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels: names, hooks and their defaults, and which form of a hook serves which platform."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel import ops
+from ejkernel.ops import ConfigSelectorChain, Executor, Kernel
+from ejkernel.ops.core import kernel as kernel_module
+from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
+
+X = np.arange(8, dtype=np.float32)
+
+
+class Times(Kernel[int, jax.Array]):
+    """`cfg * x`, so that a result tells its configuration."""
+
+    def run(self, x, *, cfg):
+        return cfg * x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    platform: str = "auto"
+
+
+@pytest.fixture
+def chain():
+    return ConfigSelectorChain()
+
+
+@pytest.fixture
+def executor(chain):
+    return Executor(chain)
+
+
+def lowered_for(executor, kernel, platform, **options):
+    return jax.jit(lambda x: executor(kernel, x, **options)).trace(X).lower(lowering_platforms=(platform,)).as_text()
+
+
+# --- which form of run ---
+
+FORMS = ["mosaic_gpu", "triton", "gpu", "cuda", "pallas", "tpu", "cpu", "xla"]
+
+
+def kernel_with(*forms, plain=False):
+    """Return a kernel whose program tells by a constant which of its forms made it: 100 + its index; 100 is plain."""
+
+    def form(number):
+        return lambda self, x, *, cfg: x + number
+
+    hooks = {f"run_{name}": form(101 + FORMS.index(name)) for name in forms}
+    if plain:
+        hooks["run"] = form(100)
+    return type("Forms", (Kernel,), {**hooks, "heuristic_cfg": lambda self, inv: Placed()})()
+
+
+def forms_in(text):
+    """Return the names of the forms that a program was made of."""
+    numbers = {round(float(number)) - 100 for number in re.findall(r"dense<(1\.\d+e\+02)>", text)}
+    return [["plain", *FORMS][number] for number in sorted(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("platform", "forms", "expected"),
+    [
+        ("cuda", ["mosaic_gpu", "triton", "gpu", "xla"], "mosaic_gpu"),
+        ("cuda", ["triton", "gpu", "cuda", "xla"], "triton"),
+        ("cuda", ["gpu", "cuda", "xla"], "gpu"),
+        ("cuda", ["cuda", "xla"], "cuda"),
+        ("cuda", ["xla", "cpu", "pallas"], "xla"),
+        ("cuda", ["pallas", "tpu", "cpu"], "plain"),
+        ("tpu", ["pallas", "tpu", "xla"], "pallas"),
+        ("tpu", ["tpu", "xla", "triton"], "tpu"),
+        ("tpu", ["xla", "triton"], "xla"),
+        ("cpu", ["cpu", "xla", "triton"], "cpu"),
+        ("cpu", ["xla", "triton", "pallas"], "xla"),
+        ("cpu", ["triton", "pallas"], "plain"),
+    ],
+)
+def test_the_first_form_of_the_platform_runs(executor, platform, forms, expected):
+    assert forms_in(lowered_for(executor, kernel_with(*forms, plain=True), platform)) == [expected]
+
+
+@pytest.mark.parametrize(("has_mosaic", "expected"), [(True, "mosaic_gpu"), (False, "triton")])
+def test_mosaic_gpu_runs_where_the_chip_has_it(executor, monkeypatch, has_mosaic, expected):
+    monkeypatch.setattr(kernel_module, "has_mosaic_gpu", lambda: has_mosaic)
+    assert forms_in(lowered_for(executor, kernel_with("mosaic_gpu", "triton"), "cuda")) == [expected]
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("cpu", "cpu"), ("xla", "xla"), ("auto", "cpu")])
+def test_a_configuration_may_name_the_form(executor, asked, expected):
+    kernel = kernel_with("cpu", "xla", plain=True)
+    assert forms_in(lowered_for(executor, kernel, "cpu", cfg=Placed(asked))) == [expected]
+
+
+def test_a_form_that_is_asked_for_and_missing_is_served_by_the_plain_one(executor):
+    assert forms_in(lowered_for(executor, kernel_with("cpu", plain=True), "cpu", cfg=Placed("xla"))) == ["plain"]
+
+
+@pytest.mark.parametrize("asked", ["triton", "pallas", "mosaic_gpu", "cuda"])
+def test_a_form_that_the_device_does_not_have_is_an_error(executor, asked):
+    kernel = kernel_with("triton", "pallas", "mosaic_gpu", "cpu", plain=True)
+    with pytest.raises(UnsupportedError, match=f"cfg.platform='{asked}' does not run on 'cpu'; use one of cpu, xla"):
+        executor(kernel, X, cfg=Placed(asked))
+
+
+def test_a_form_that_nothing_can_serve_is_an_error(executor):
+    with pytest.raises(UnsupportedError, match=r"cfg.platform='xla', but Forms has no run_xla and no run"):
+        executor(kernel_with("cpu"), X, cfg=Placed("xla"))
+
+
+def test_a_kernel_without_run_is_an_error(executor):
+    with pytest.raises(KernelError, match=r"Forms has no run; define run\(self, ..., \*, cfg\) or run_<platform>"):
+        executor(kernel_with(), X)
+
+
+def test_a_kernel_for_other_platforms_is_an_error_that_names_its_forms(executor):
+    with pytest.raises(UnsupportedError, match="Forms does not run on 'cpu': it has run_triton and no plain run"):
+        executor(kernel_with("triton"), X)
+
+
+def test_a_kernel_for_another_platform_can_be_lowered_for_it(executor):
+    assert forms_in(lowered_for(executor, kernel_with("triton"), "cuda")) == ["triton"]
+
+
+def test_a_program_for_two_platforms_has_the_form_of_each(executor):
+    kernel = kernel_with("triton", "cpu")
+    traced = jax.jit(lambda x: executor(kernel, x)).trace(X)
+    text = traced.lower(lowering_platforms=("cpu", "cuda")).as_text()
+    assert forms_in(text) == ["triton", "cpu"]
+
+
+def test_other_hooks_have_platform_forms_too(executor):
+    class Tuned(Times):
+        def heuristic_cfg_cpu(self, inv):
+            return 7
+
+    assert executor(Tuned(), X)[1] == 7
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("name", ["", "a b", "matmul@v1", "1st", "a#b", "a:b"])
+def test_a_name_that_would_break_labels_is_an_error(name):
+    with pytest.raises(KernelError, match=r"name must be letters, digits, '_', '-' or '.', got"):
+        Times(name=name)
+
+
+def test_an_executor_takes_a_kernel_without_a_name_of_its_own(executor):
+    class Nameless(Times):
+        def __init__(self):
+            pass
+
+    assert (Nameless().op_id, int(executor(Nameless(), X)[1])) == ("Nameless", 1)
+
+
+# --- configurations ---
+
+
+def test_without_any_configuration_a_call_is_an_error(executor):
+    class Bare(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return x
+
+    with pytest.raises(NoConfigError, match="No configuration for 'Bare'"):
+        executor(Bare(), X)
+
+
+def test_a_kernel_without_a_heuristic_runs_with_what_is_known(executor, chain):
+    class Bare(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return cfg * x
+
+    kernel = Bare()
+    chain.cache.put(ops.Invocation(kernel=kernel, args=(X,)).key, 5)
+    assert executor(kernel, X)[1] == 5
+
+
+def test_an_empty_config_space_and_no_heuristic_is_an_error(executor):
+    class Empty(Times):
+        heuristic_cfg = Kernel.heuristic_cfg
+
+        def config_space(self, inv):
+            return []
+
+    with pytest.raises(NoConfigError):
+        executor(Empty(), X)
+
+
+def test_candidates_may_be_declared_under_their_other_name(executor):
+    class Candidates(Times):
+        heuristic_cfg = Kernel.heuristic_cfg
+
+        def candidate_cfgs(self, inv):
+            return [4, 5]
+
+    assert executor(Candidates(), X)[1] == 4
+
+
+def test_both_names_of_the_candidates_give_them():
+    kernel, inv = Times(), ops.Invocation(kernel=Times(), args=(X,))
+    assert kernel.candidate_cfgs(inv) == kernel.config_space(inv) == [1]

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of tuning: applied, written, read, merged and saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel.ops import (
+    AutotuningResult,
+    ConfigCache,
+    ConfigSelectorChain,
+    Entry,
+    Executor,
+    Invocation,
+    Kernel,
+    PersistentCache,
+)
+from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.utils.datacarrier import FwdParams
+
+X = np.ones(4, np.float32)
+
+
+class Pair(NamedTuple):
+    rows: int
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    rows: int = 64
+
+
+class Times(Kernel[int, jax.Array]):
+    """`cfg * x`, so that a result tells its configuration."""
+
+    def run(self, x, *, cfg):
+        return cfg * x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+def entry(number, cfg):
+    return Entry("matmul@v0", f"{number:016x}", cfg)
+
+
+def result_of(*entries, device="cpu:some"):
+    return AutotuningResult(device, entries)
+
+
+@pytest.fixture
+def kernel():
+    return Times()
+
+
+@pytest.fixture
+def result(kernel):
+    inv = Invocation(kernel=kernel, args=(X,))
+    return AutotuningResult(inv.device_fingerprint, (Entry(inv.op_id_v, inv.call_key, 5),))
+
+
+@pytest.fixture
+def run(kernel):
+    executor = Executor(ConfigSelectorChain())
+    compiled = jax.jit(lambda x: executor(kernel, x))
+    return lambda: int(compiled(X)[0])
+
+
+# --- applying ---
+
+
+def test_a_result_applies_to_a_function_that_is_already_compiled(result, run):
+    before = run()
+    with result:
+        inside = run()
+    assert (before, inside, run()) == (1, 5, 1)
+
+
+def test_entering_gives_the_result(result):
+    with result as entered:
+        assert entered is result
+
+
+def test_a_result_may_be_entered_again_inside_itself(result, run):
+    with result:
+        with result:
+            inner = run()
+        assert (inner, run()) == (5, 5)
+    assert (run(), current_scope().layers) == (1, ())
+
+
+def test_the_innermost_result_wins(result, run):
+    other = dataclasses.replace(result, entries=(dataclasses.replace(result.entries[0], cfg=7),))
+    with result, other:
+        assert run() == 7
+
+
+def test_a_result_of_another_device_changes_nothing(result, run):
+    with dataclasses.replace(result, device="gpu:other"):
+        assert run() == 1
+
+
+def test_a_result_ends_with_an_error(result, run):
+    with pytest.raises(ZeroDivisionError), result:
+        1 / 0  # noqa: B018
+    assert run() == 1
+
+
+def test_a_result_holds_in_its_thread_alone(result, run):
+    seen = []
+    with result:
+        thread = threading.Thread(target=lambda: seen.append(run()))
+        thread.start()
+        thread.join()
+    assert seen == [1]
+
+
+def test_two_threads_may_be_inside_one_result(result, run):
+    seen, both = [], threading.Barrier(2, timeout=30)
+
+    def work():
+        with result:
+            both.wait()
+            seen.append(run())
+            both.wait()
+        seen.append(run())
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [1, 1, 5, 5]
+
+
+def test_an_empty_result_applies(run):
+    with result_of():
+        assert run() == 1
+
+
+# --- values ---
+
+
+def test_results_of_equal_content_are_equal():
+    assert result_of(entry(1, {"a": 1})) == result_of(entry(1, {"a": 1}))
+
+
+def test_searches_are_not_part_of_the_value():
+    assert AutotuningResult("cpu:some", (), ("anything",)) == AutotuningResult("cpu:some", ())
+
+
+@pytest.mark.parametrize(
+    "other", [entry(2, 1), entry(1, 2), entry(1, 1.0), entry(1, True), Entry("other@v0", f"{1:016x}", 1)]
+)
+def test_entries_of_different_content_are_different(other):
+    assert entry(1, 1) != other
+
+
+def test_equal_entries_have_equal_hashes():
+    assert hash(entry(1, {"a": 1})) == hash(entry(1, {"a": 1}))
+
+
+def test_a_result_has_a_length():
+    assert len(result_of(entry(1, 1), entry(2, 2))) == 2
+
+
+def test_entries_may_be_given_as_a_list():
+    assert AutotuningResult("cpu:some", [entry(1, 1)]).entries == (entry(1, 1),)
+
+
+# --- merging ---
+
+
+def test_the_second_result_wins_where_both_have_an_entry():
+    merged = result_of(entry(1, 1), entry(2, 2)) | result_of(entry(2, 20), entry(3, 30))
+    assert merged == result_of(entry(1, 1), entry(2, 20), entry(3, 30))
+
+
+def test_results_of_different_devices_cannot_be_merged():
+    with pytest.raises(ConfigError, match="results of different devices cannot be merged: 'cpu:some' and 'gpu:other'"):
+        _ = result_of() | result_of(device="gpu:other")
+
+
+def test_a_result_is_merged_with_results_alone():
+    with pytest.raises(TypeError):
+        _ = result_of() | {}
+
+
+# --- writing and reading ---
+
+
+@pytest.mark.parametrize(
+    "cfg", [1, 1.5, True, "fast", {"a": [1, 2]}, Tile(8), Pair(1, 2), FwdParams(q_blocksize=8)], ids=repr
+)
+def test_what_is_written_is_read(cfg):
+    result = result_of(entry(1, cfg))
+    again = AutotuningResult.loads(result.dumps())
+    assert (again, type(again.entries[0].cfg)) == (result, type(cfg))
+
+
+def test_the_text_names_the_schema_and_the_type():
+    data = json.loads(result_of(entry(1, Tile(8))).dumps())
+    assert data["schema"] == 1
+    assert data["entries"] == [
+        {"op": "matmul@v0", "call": f"{1:016x}", "config_type": f"{__name__}.Tile", "config": {"rows": 8}}
+    ]
+
+
+def edited(result, **changes):
+    return json.dumps({**json.loads(result.dumps()), **changes})
+
+
+def test_another_schema_is_an_error():
+    with pytest.raises(ConfigError, match="schema must be 1, got 2; the text is of another version"):
+        AutotuningResult.loads(edited(result_of(), schema=2))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 1}'])
+def test_a_text_that_is_no_result_is_an_error(text):
+    with pytest.raises(SerializationError):
+        AutotuningResult.loads(text)
+
+
+def test_an_unknown_field_is_an_error():
+    with pytest.raises(SerializationError, match="surprise"):
+        AutotuningResult.loads(edited(result_of(), surprise=1))
+
+
+@pytest.mark.parametrize("name", ["os.system", "nowhere.Tile", "builtins.dict", "subprocess.Popen", "json"])
+def test_a_type_that_is_no_loaded_record_is_never_imported_or_called(name):
+    text = result_of(entry(1, Tile(8))).dumps().replace(f"{__name__}.Tile", name)
+    if name == "json":  # plain data
+        assert AutotuningResult.loads(text).entries[0].cfg == {"rows": 8}
+    else:
+        with pytest.raises(ConfigError, match=name):
+            AutotuningResult.loads(text)
+
+
+def test_values_that_do_not_fit_their_type_are_an_error():
+    text = result_of(entry(1, Tile(8))).dumps().replace("8\n", '"eight"\n')
+    with pytest.raises(SerializationError, match="rows"):
+        AutotuningResult.loads(text)
+
+
+# --- saving ---
+
+
+def test_a_result_is_saved_to_memory(result, kernel):
+    cache = ConfigCache()
+    result.save(cache)
+    assert cache.get(Invocation(kernel=kernel, args=(X,)).key) == 5
+
+
+def test_a_result_is_saved_to_disk(result, kernel, tmp_path):
+    result.save(PersistentCache(tmp_path))
+    chain = ConfigSelectorChain(persistent=PersistentCache(tmp_path))
+    found = chain.resolve(Invocation(kernel=kernel, args=(X,)), kernel)
+    assert (found.config, found.source) == (5, "persistent")
