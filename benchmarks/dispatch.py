@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from benchmarks.sample import Layer, LayerConfig, executor_that_knows, layer
 from benchmarks.timing import Timing, interleave, per_call
 
-BAR = 1.6  # of `executor(kernel, ...)` to `jax.jit`, a call of 16 x 16
 BASE = "jax.jit(function)(a, b, scale=2.0)"
 MAIN = "executor(kernel, a, b, scale=2.0)"
 
@@ -33,14 +32,24 @@ def eager_calls(rounds: int) -> dict[str, Timing]:
     return interleave({name: per_call(call) for name, call in calls.items()}, rounds)
 
 
-def module_calls(rounds: int) -> dict[str, Timing]:
-    """Compare an eager call of a module with the same module under `jax.jit`."""
-    from ejkernel.modules import flash_attention
+def module_calls(rounds: int) -> dict[str, dict[str, Timing]]:
+    """Compare eager calls of modules with the same modules under `jax.jit`."""
+    from ejkernel.modules import flash_attention, rms_norm
 
-    q = jnp.ones((1, 16, 2, 16), jnp.float32)
-    jitted: Any = jax.jit(functools.partial(flash_attention, causal=True))
-    calls = {
-        "jax.jit(flash_attention)(q, k, v)": lambda: jitted(q, q, q),
-        "flash_attention(q, k, v, causal=True)": lambda: flash_attention(q, q, q, causal=True),
+    x, weight, q = (jnp.ones(shape, jnp.float32) for shape in ((16, 16), (16,), (1, 16, 2, 16)))
+    norm: Any = jax.jit(rms_norm)
+    attention: Any = jax.jit(functools.partial(flash_attention, causal=True))
+    modules = {
+        "rms_norm": {
+            "jax.jit(rms_norm)(x, weight)": lambda: norm(x, weight),
+            "rms_norm(x, weight)": lambda: rms_norm(x, weight),
+        },
+        "flash_attention": {
+            "jax.jit(flash_attention)(q, k, v)": lambda: attention(q, q, q),
+            "flash_attention(q, k, v, causal=True)": lambda: flash_attention(q, q, q, causal=True),
+        },
     }
-    return interleave({name: per_call(call) for name, call in calls.items()}, rounds)
+    return {
+        module: interleave({name: per_call(call) for name, call in calls.items()}, rounds)
+        for module, calls in modules.items()
+    }

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
-from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
 make_user_context: Any = jax.make_user_context
+# `jax.extend.core` names this class, but it imports Pallas: a third of the time that `import ejkernel.ops` took.
+Primitive: Any = type(jax.lax.add_p)
 dtypes: Any = jax.dtypes
 finfo: Any = jnp.finfo
 
@@ -146,6 +147,25 @@ def distributed_client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def cupti_seconds(work: Callable[[], Any]) -> float | None:
+    """Run `work`, and return how long the GPU's kernels took, added up; `None` if that cannot be known.
+
+    That is where there is no CUPTI (no NVIDIA GPU, or another profiler is attached), or where no kernel ran.
+    """
+    try:
+        from jax._src.lib import mosaic_gpu
+
+        extension = mosaic_gpu._mosaic_gpu_ext
+        extension._cupti_init()
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+    try:
+        jax.block_until_ready(work())
+    finally:
+        timings = extension._cupti_get_timings(True)  # milliseconds by kernel; True detaches CUPTI again
+    return sum(milliseconds for _, milliseconds in timings) * 1e-3 if timings else None
 
 
 def cudnn_attention_forward(

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from ejkernel.cli import main
+from ejkernel.ops.execution import tuning
+from ejkernel.ops.execution.measuring import Measurement
 
 PROGRAM = '''
 import dataclasses
@@ -56,12 +58,18 @@ def forgetful():
 '''
 
 
+def later_is_faster(functions, **_):
+    """Stand in for a clock: the first candidate, which is the heuristic, is the slowest."""
+    return [Measurement(samples=(1.0 / (1 + index),) * 8) for index, _ in enumerate(functions)]
+
+
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     """A module `program` in the working directory, and nowhere else."""
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.setattr(tuning, "interleaved", later_is_faster)
     yield tmp_path
     sys.modules.pop("program", None)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small operation as kernels of each gradient form, and a chooser that remembers what it was asked."""
+"""One small operation as kernels of each gradient form, a chooser that keeps what it was asked, and comparisons."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.ops import Executor, Kernel
 
@@ -86,3 +87,17 @@ def logged(kernel):
 def squared(f):
     """Return a scalar function that has a gradient."""
     return lambda *arrays: (f(*arrays) ** 2).sum()
+
+
+@functools.cache
+def result_of(program, f):
+    """Return what a program makes of a plain function; tests of several kernels share it."""
+    return jax.jit(program, static_argnums=0)(f)
+
+
+def assert_trees_close(actual, expected, tolerance=1e-4):
+    assert jax.tree.structure(expected) == jax.tree.structure(actual)
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (want.dtype, want.shape) == (got.dtype, got.shape)
+        as_float = [np.asarray(value, np.float32) for value in (got, want)]
+        np.testing.assert_allclose(*as_float, rtol=tolerance, atol=tolerance)

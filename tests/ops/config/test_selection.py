@@ -382,9 +382,11 @@ def test_a_backward_without_a_configuration_takes_the_measured_one_of_its_forwar
     assert resolved(chain, backward) == (7, "forward")
 
 
-def test_a_backward_takes_an_overlay_of_its_forward(kernel, inv, backward):
+def test_a_backward_takes_an_overlay_of_its_forward_and_does_not_remember_it(inv, backward):
+    chain = ConfigSelectorChain()
     with overlay_cache({inv.key: 7}):
-        assert resolved(ConfigSelectorChain(), backward) == (7, "forward")
+        inside = resolved(chain, backward)
+    assert (inside, chain.cache.items()) == ((7, "overlay"), [])
 
 
 def test_a_backward_does_not_take_its_forwards_heuristic(inv, backward):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 
 import jax
 import numpy as np
@@ -211,3 +212,48 @@ def test_candidates_may_be_declared_under_their_other_name(executor):
 def test_both_names_of_the_candidates_give_them():
     kernel, inv = Times(), ops.Invocation(kernel=Times(), args=(X,))
     assert kernel.candidate_cfgs(inv) == kernel.config_space(inv) == [1]
+
+
+# --- hooks that are not there ---
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("custom_vjp", ((), None, {}, ())), ("fwd_with_residuals", ()), ("vjp", ((), None, ()))]
+)
+def test_a_gradient_rule_that_is_not_there_says_so(name, arguments):
+    options = {} if name == "custom_vjp" else {"cfg": 1}
+    with pytest.raises(KernelError, match=f"Times has no {name}"):
+        getattr(Times(), name)(*arguments, **options)
+
+
+def test_a_reference_that_is_not_there_says_so():
+    with pytest.raises(KernelError, match="Times has no reference"):
+        Times().reference(X)
+
+
+def test_a_run_that_is_not_there_says_so():
+    with pytest.raises(KernelError, match="Forms has no run"):
+        kernel_with().run(X, cfg=1)
+
+
+@pytest.mark.parametrize(("there", "missing"), [("fwd_with_residuals", "vjp"), ("vjp", "fwd_with_residuals")])
+def test_half_a_residual_form_is_an_error(executor, there, missing):
+    kernel = type("Half", (Times,), {there: lambda self, *args, cfg: None})()
+    with pytest.raises(KernelError, match=f"Half has {there} but no {missing}; define both, or custom_vjp"):
+        jax.grad(lambda x: executor(kernel, x).sum())(X)
+
+
+# --- types of configurations ---
+
+
+@pytest.mark.parametrize(("base", "expected"), [(Kernel[Placed, jax.Array], Placed), (Times, int), (Kernel, None)])
+def test_the_type_of_a_configuration_is_the_one_that_the_class_names(base, expected):
+    assert types.new_class("Some", (base,))().config_type is expected
+
+
+def test_a_type_that_is_no_class_is_no_type_of_configurations():
+    assert types.new_class("Some", (Kernel[int | None, jax.Array],))().config_type is None
+
+
+def test_a_kernel_shows_its_name_and_version():
+    assert repr(Times()) == "Times('Times@v0')"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of kernels: every kind of argument and output, both forms of rule, and rules that are wrong."""
+"""Gradients of kernels: every kind of argument and output, on meshes, in loops, with callbacks and effects."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.ops.sample_kernels import Plain, ShowsConfig, WithResiduals, WithRule, logged, squared, tanh_matmul
+from tests.ops.sample_kernels import (
+    Plain,
+    WithResiduals,
+    WithRule,
+    assert_trees_close,
+    logged,
+    result_of,
+    squared,
+    tanh_matmul,
+)
 
 from ejkernel.ops import (
-    ConfigCache,
     ConfigSelectorChain,
     Executor,
     GradientError,
     Kernel,
-    KernelError,
-    find_labels_in_lowered,
-    overlay_cache,
 )
 
 _rng = np.random.default_rng(1)
@@ -34,14 +39,6 @@ def _random(*shape):
 x, w, bias, extra = _random(4, 5), _random(5, 3), _random(3), _random(2)
 X = _random(6, 4, 5)
 rows = np.array([0, 2, 3])
-
-
-def assert_trees_close(actual, expected, tolerance=1e-4):
-    assert jax.tree.structure(expected) == jax.tree.structure(actual)
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (want.dtype, want.shape) == (got.dtype, got.shape)
-        as_float = [np.asarray(value, np.float32) for value in (got, want)]
-        np.testing.assert_allclose(*as_float, rtol=tolerance, atol=tolerance)
 
 
 # Every kind of argument and output: a tree with a None, an integer array, an optional array, static keywords
@@ -100,6 +97,10 @@ def gradients(f, *arguments, **static):
     return jax.grad(loss(f, **static), present)(*arguments)
 
 
+def plain_gradients(*arguments, **static):
+    return jax.jit(lambda *arguments: gradients(project, *arguments, **static))(*arguments)
+
+
 @each_project
 @pytest.mark.parametrize(
     "arguments",
@@ -108,7 +109,7 @@ def gradients(f, *arguments, **static):
 )
 def test_absent_arrays_have_no_gradient(kernel, arguments):
     f, _ = logged(kernel)
-    assert_trees_close(gradients(f, *arguments), gradients(project, *arguments))
+    assert_trees_close(gradients(f, *arguments), plain_gradients(*arguments))
 
 
 @each_project
@@ -117,7 +118,7 @@ def test_absent_arrays_have_no_gradient(kernel, arguments):
 )
 def test_static_keywords_reach_the_gradient(kernel, static):
     f, _ = logged(kernel)
-    assert_trees_close(gradients(f, x, w, bias, extra, **static), gradients(project, x, w, bias, extra, **static))
+    assert_trees_close(gradients(f, x, w, bias, extra, **static), plain_gradients(x, w, bias, extra, **static))
 
 
 ALL = (0, 1, 2, 3)
@@ -137,14 +138,14 @@ TRANSFORMED = {
 @pytest.mark.parametrize("program", TRANSFORMED)
 def test_trees_and_integers_survive_transformations(kernel, program):
     f, _ = logged(kernel)
-    assert_trees_close(TRANSFORMED[program](f), TRANSFORMED[program](project))
+    assert_trees_close(TRANSFORMED[program](f), result_of(TRANSFORMED[program], project))
 
 
 @each_project
 def test_gradients_have_the_dtype_of_their_arguments(kernel):
     f, _ = logged(kernel)
     halves = [jnp.asarray(value, jnp.bfloat16) for value in (x, w, bias, extra)]
-    assert_trees_close(gradients(f, *halves), gradients(project, *halves), tolerance=5e-2)
+    assert_trees_close(gradients(f, *halves), plain_gradients(*halves), tolerance=5e-2)
 
 
 @each_project
@@ -177,6 +178,25 @@ def test_a_keyword_after_a_positional_that_is_left_out_has_a_gradient(kernel):
     f, _ = logged(Shifted())
     actual = jax.grad(lambda shift: f({"x": x, "extra": None}, rows, w, shift=shift)["total"])(extra)
     np.testing.assert_allclose(actual, 2 * extra, rtol=1e-6)
+
+
+def test_an_array_for_a_whole_tree_is_a_wrong_answer():
+    class OneForAll(Project):
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            return primals[0]["x"], None, None
+
+    f, _ = logged(OneForAll())
+    with pytest.raises(GradientError, match="gradient of positional argument 0 must have the argument's structure"):
+        gradients(f, x, w, None, None)
+
+
+def test_none_stands_for_the_zero_gradient_of_an_array_or_of_a_whole_tree():
+    class Nothing(Project):
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            return None, None, None
+
+    f, _ = logged(Nothing())
+    assert_trees_close(gradients(f, x, w, None, extra), jax.tree.map(jnp.zeros_like, (x, w, extra)))
 
 
 # Integer results beside floating-point ones
@@ -239,136 +259,7 @@ BEST = {
 @pytest.mark.parametrize("program", BEST)
 def test_integer_results_do_not_disturb_gradients(kernel, program):
     f, _ = logged(kernel)
-    assert_trees_close(BEST[program](f), BEST[program](best))
-
-
-# What a rule is given, and what it may return
-
-
-class Recorder(Plain):
-    """Notes what its rule is given, and returns `answer`."""
-
-    def __init__(self, output, answer=None):
-        super().__init__()
-        self.output, self.answer, self.given = output, answer, None
-
-    def run(self, x, w, *, cfg, flag=False):
-        return self.output(x, w)
-
-    def custom_vjp(self, primals, cfg, kwargs, cotangents):
-        self.given = (primals, cfg, kwargs, cotangents)
-        return (jnp.zeros_like(x), jnp.zeros_like(w)) if self.answer is None else self.answer
-
-
-@pytest.mark.parametrize(
-    ("output", "shapes"),
-    [
-        (lambda x, w: x @ w, "((4, 3),)"),
-        (lambda x, w: (x @ w,), "((4, 3),)"),
-        (lambda x, w: (x @ w, x.sum()), "((4, 3), ())"),
-        (lambda x, w: [x @ w, {"s": x.sum()}], "((4, 3), {'s': ()})"),
-        (lambda x, w: {"y": x @ w, "s": x.sum()}, "({'s': (), 'y': (4, 3)},)"),
-    ],
-    ids=["one", "tuple of one", "tuple", "list", "dict"],
-)
-def test_cotangents_are_a_tuple_with_one_entry_for_each_output(output, shapes):
-    kernel = Recorder(output)
-    f, _ = logged(kernel)
-    jax.grad(lambda x: sum(leaf.sum() for leaf in jax.tree.leaves(f(x, w))))(x)
-    cotangents = kernel.given[3]
-    assert shapes == str(jax.tree.map(np.shape, cotangents))
-
-
-def test_a_rule_gets_positional_arguments_configuration_and_keywords():
-    kernel = Recorder(jnp.matmul)
-    f, _ = logged(kernel)
-    jax.grad(lambda x: f(x, w=w, flag=True).sum())(x)
-    primals, cfg, kwargs, _ = kernel.given
-    assert ([primal.shape for primal in primals], cfg, kwargs) == ([(4, 5), (5, 3)], 0, {"flag": True})
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((x,), r"must return a tuple of 2 gradients.*None where there is none.*got 1 gradients"),
-        ((x, w, None), r"must return a tuple of 2 gradients.*got 3 gradients"),
-        (w, r"must return a tuple of 2 gradients.*got ndarray"),
-        ((x, {"w": w}), r"gradient of positional argument 1 must have the argument's structure"),
-        ((x, [w, w]), r"gradient of positional argument 1 must have the argument's structure"),
-        ((x, w.T), r"gradient of array 1 must have the array's shape \(5, 3\), got \(3, 5\)"),
-    ],
-    ids=["too few", "too many", "not a tuple", "a dict for an array", "a list for an array", "transposed"],
-)
-def test_a_wrong_answer_of_a_rule_says_what_was_wrong(answer, message):
-    f, _ = logged(Recorder(jnp.matmul, answer))
-    with pytest.raises(GradientError, match=f"(?s)Recorder: .*{message}"):
-        jax.grad(squared(f), (0, 1))(x, w)
-
-
-def test_an_array_for_a_whole_tree_is_a_wrong_answer():
-    class OneForAll(Project):
-        def custom_vjp(self, primals, cfg, kwargs, cotangents):
-            return primals[0]["x"], None, None
-
-    f, _ = logged(OneForAll())
-    with pytest.raises(GradientError, match="gradient of positional argument 0 must have the argument's structure"):
-        gradients(f, x, w, None, None)
-
-
-def test_none_stands_for_the_zero_gradient_of_an_array_or_of_a_whole_tree():
-    class Nothing(Project):
-        def custom_vjp(self, primals, cfg, kwargs, cotangents):
-            return None, None, None
-
-    f, _ = logged(Nothing())
-    assert_trees_close(gradients(f, x, w, None, extra), jax.tree.map(jnp.zeros_like, (x, w, extra)))
-
-
-class Scaled(Plain):
-    def run(self, x, *, cfg, factor):
-        return x * factor
-
-
-class ScaledWithRule(Scaled):
-    def custom_vjp(self, primals, cfg, kwargs, cotangents):
-        return (cotangents[0] * kwargs["factor"],)
-
-
-def test_a_keyword_only_array_has_a_gradient_without_a_rule():
-    f, _ = logged(Scaled())
-    np.testing.assert_allclose(jax.grad(lambda s: f(x, factor=s).sum())(np.float32(2)), x.sum(), rtol=1e-5)
-
-
-def test_a_keyword_only_array_has_no_gradient_in_a_rule():
-    f, _ = logged(ScaledWithRule())
-    with pytest.raises(GradientError, match=r"array passed by keyword.*make it a positional parameter"):
-        jax.grad(lambda s: f(x, factor=s).sum())(np.float32(2))
-
-
-def test_a_keyword_only_array_that_is_not_differentiated_is_no_error():
-    f, _ = logged(ScaledWithRule())
-    np.testing.assert_allclose(jax.grad(lambda x: f(x, factor=np.float32(2)).sum())(x), np.full_like(x, 2))
-
-
-@pytest.mark.parametrize(
-    ("hooks", "missing"),
-    [({"vjp": lambda *_: None}, "fwd_with_residuals"), ({"fwd_with_residuals": lambda *_: None}, "vjp")],
-    ids=["vjp alone", "fwd_with_residuals alone"],
-)
-def test_half_of_the_residual_form_is_an_error(hooks, missing):
-    f, _ = logged(type("Half", (Plain,), hooks)())
-    with pytest.raises(KernelError, match=f"Half has .* but no {missing}; define both, or custom_vjp"):
-        jax.grad(squared(f))(x, w)
-
-
-def test_residuals_that_are_missing_are_an_error():
-    class OutAlone(WithResiduals):
-        def fwd_with_residuals(self, x, w, *, cfg):
-            return tanh_matmul(x, w)
-
-    f, _ = logged(OutAlone())
-    with pytest.raises(GradientError, match=r"fwd_with_residuals must return \(out, residuals\)"):
-        jax.grad(squared(f))(x, w)
+    assert_trees_close(BEST[program](f), result_of(BEST[program], best))
 
 
 @pytest.mark.parametrize("kernel", [Plain("plain"), WithRule("rule"), WithResiduals("residuals")], ids=str)
@@ -389,44 +280,7 @@ def test_tangents_that_are_constant_zeros_do_not_disturb_gradients(kernel):
     assert_trees_close(jax.jit(total(f))(x, w), expected)
 
 
-# Rules and other kernels, meshes, loops, callbacks, effects
-
-
-def labels_of(f, *arrays):
-    return [label.partition("#")[2].partition("@")[0] for label in find_labels_in_lowered(jax.jit(f).lower(*arrays))]
-
-
-class RuleWithInnerKernel(WithResiduals):
-    def __init__(self, name, inner):
-        super().__init__(name)
-        self.inner = inner
-
-    def vjp(self, residuals, out, cotangents, x, w, *, cfg):
-        d = cotangents[0] * (1 - residuals["y"] ** 2)
-        return self.inner(d, w.T), self.inner(x.T, d)
-
-
-class Product(Plain):
-    def run(self, x, w, *, cfg):
-        return x @ w
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f: (jax.grad(squared(f), (0, 1)), x),
-        lambda f: (jax.vmap(jax.grad(squared(f), (0, 1)), (0, None)), X),
-        lambda f: (jax.grad(squared(jax.vmap(f, (0, None))), (0, 1)), X),
-    ],
-    ids=["grad", "vmap(grad)", "grad(vmap)"],
-)
-def test_a_rule_may_call_another_kernel(transform):
-    inner, inner_chooser = logged(Product("inner"))
-    f, _ = logged(RuleWithInnerKernel("outer", inner))
-    (actual, first), (expected, _) = transform(f), transform(tanh_matmul)
-    assert_trees_close(actual(first, w), expected(first, w))
-    assert {"outer", "outer.bwd", "inner"} == set(labels_of(actual, first, w))
-    assert {(6,) * (first is X)} == {inv.batch_sizes for inv in inner_chooser.asked}
+# Meshes, loops, callbacks, effects
 
 
 @pytest.mark.parametrize("kernel", [Plain("plain"), WithRule("rule"), WithResiduals("residuals")], ids=str)
@@ -501,7 +355,7 @@ class OnHostWithResiduals(OnHost):
 )
 def test_a_kernel_that_jax_cannot_differentiate_needs_only_its_rule(kernel, program):
     f, _ = logged(kernel)
-    assert_trees_close(program(f), program(tanh_matmul))
+    assert_trees_close(program(f), result_of(program, tanh_matmul))
 
 
 class Printing(Plain):
@@ -520,83 +374,6 @@ class Printing(Plain):
 )
 def test_ordered_effects_inside_a_kernel_happen(kernel, program, capsys):
     f, _ = logged(kernel)
-    assert_trees_close(program(f), program(tanh_matmul))
+    assert_trees_close(program(f), result_of(program, tanh_matmul))
     jax.effects_barrier()
     assert "rows 4" in capsys.readouterr().out
-
-
-# Configurations of gradients
-
-
-@pytest.fixture
-def shown():
-    """A kernel whose gradient is 100 more than its configuration, its chain, and the keys of both directions."""
-    f, chooser = logged(ShowsConfig())
-    jax.grad(f)(x)
-    forward, backward = [inv.key for inv in chooser.asked]
-    return f.args[0], ConfigSelectorChain(ConfigCache()), forward, backward
-
-
-def test_a_backward_call_runs_with_the_forwards_configuration(shown):
-    kernel, chain, forward, _ = shown
-    chain.cache.put(forward, 7)
-    np.testing.assert_array_equal(jax.grad(functools.partial(Executor(chain), kernel))(x), np.full_like(x, 107))
-
-
-def test_a_backward_call_prefers_a_configuration_of_its_own(shown):
-    kernel, chain, forward, backward = shown
-    chain.cache.put(forward, 7)
-    chain.cache.put(backward, 8)
-    np.testing.assert_array_equal(jax.grad(functools.partial(Executor(chain), kernel))(x), np.full_like(x, 108))
-
-
-def test_a_backward_call_falls_back_to_an_overlay_of_the_forward(shown):
-    kernel, chain, forward, _ = shown
-    call = jax.jit(jax.grad(functools.partial(Executor(chain), kernel)))
-    with overlay_cache({forward: 9}):
-        inside = call(x)
-    np.testing.assert_array_equal(inside, np.full_like(x, 109))
-    np.testing.assert_array_equal(call(x), np.full_like(x, 100))
-
-
-def test_an_explicit_configuration_holds_for_the_gradient_too(shown):
-    kernel, chain, _, _ = shown
-    actual = jax.grad(lambda x: Executor(chain)(kernel, x, cfg=5))(x)
-    np.testing.assert_array_equal(actual, np.full_like(x, 105))
-
-
-class Sized(Kernel[int, jax.Array]):
-    """Broken: the shape of its result is its configuration."""
-
-    def run(self, x, *, cfg):
-        return x[:cfg]
-
-    def heuristic_cfg(self, inv):
-        return 2
-
-
-def test_results_that_depend_on_the_configuration_are_an_error():
-    kernel, chain = Sized(), ConfigSelectorChain()
-    f = functools.partial(Executor(chain), kernel)
-    with overlay_cache({chain_key(kernel, x): 3}), pytest.raises(KernelError, match=r"Sized: results must have.*") as e:
-        jax.jit(f)(x)
-    assert all(part in str(e.value) for part in ("3 (from overlay)", "float32[3, 5]", "float32[2, 5]"))
-
-
-class SizedResiduals(WithResiduals):
-    def fwd_with_residuals(self, x, w, *, cfg):
-        y = tanh_matmul(x, w)
-        return y, {"y": y, "sized": jnp.zeros(cfg + 1)}
-
-
-def test_residuals_that_depend_on_the_configuration_are_an_error():
-    kernel = SizedResiduals()
-    f = functools.partial(Executor(ConfigSelectorChain()), kernel)
-    with overlay_cache({chain_key(kernel, x, w): 3}), pytest.raises(KernelError, match="under every configuration"):
-        jax.grad(squared(f))(x, w)
-
-
-def chain_key(kernel, *arrays):
-    f, chooser = logged(kernel)
-    f(*arrays)
-    return chooser.asked[0].key

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.ops.sample_kernels import Plain, ShowsConfig, WithResiduals, WithRule, logged, squared, tanh_matmul
+from tests.ops.sample_kernels import (
+    Plain,
+    ShowsConfig,
+    WithResiduals,
+    WithRule,
+    assert_trees_close,
+    logged,
+    squared,
+    tanh_matmul,
+)
 
 from ejkernel.ops import ConfigKey, ConfigSelectorChain, Executor, Invocation, Kernel, overlay_cache
 
@@ -145,15 +154,18 @@ def expected_of(program):
     return PROGRAMS[program](tanh_matmul)
 
 
+@functools.cache
+def outcome_of(program, kernel):
+    """Return the result of a program, and the calls that it resolved."""
+    f, chooser = logged(kernel)
+    return PROGRAMS[program](f), chooser.calls
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_transformed_kernel_gives_what_the_plain_function_gives(program, kernel):
-    f, _ = logged(kernel)
-    expected, actual = expected_of(program), PROGRAMS[program](f)
-    assert jax.tree.structure(expected) == jax.tree.structure(actual)
-    for want, got in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
-        assert (want.dtype, want.shape) == (got.dtype, got.shape)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    expected, (actual, _) = expected_of(program), outcome_of(program, kernel)
+    assert_trees_close(actual, expected)
 
 
 # What each program resolves, in any order: the suffix of the operation, and the batch sizes from the outermost in.
@@ -188,9 +200,8 @@ RESOLVED = {
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", RESOLVED)
 def test_only_what_runs_is_resolved_once_and_with_every_batch_size(program, kernel):
-    f, chooser = logged(kernel)
-    PROGRAMS[program](f)
-    assert [(kernel.name + suffix, sizes) for suffix, sizes in RESOLVED[program]] == chooser.calls
+    _, calls = outcome_of(program, kernel)
+    assert calls == [(kernel.name + suffix, sizes) for suffix, sizes in RESOLVED[program]]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -302,7 +313,7 @@ def test_an_exported_program_survives_serialisation():
     f, _ = logged(KERNELS[2])
     blob = jax.export.export(jax.jit(grads(f)))(x, w).serialize()
     expected, actual = grads(tanh_matmul)(x, w), jax.export.deserialize(blob).call(x, w)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, expected)
+    assert_trees_close(actual, expected)
 
 
 def test_a_program_with_a_symbolic_batch_is_exported():
@@ -332,7 +343,7 @@ def test_disable_jit_runs_the_kernel_operation_by_operation(kernel, transform):
     f, _ = logged(kernel)
     with jax.disable_jit():
         actual = transform(f)(x, w)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, transform(tanh_matmul)(x, w))
+    assert_trees_close(actual, transform(tanh_matmul)(x, w))
 
 
 def test_an_error_while_lowering_names_the_line_of_the_call():
@@ -343,8 +354,12 @@ def test_an_error_while_lowering_names_the_line_of_the_call():
             return 0
 
     f, _ = logged(Broken())
+
+    def model(X, w):
+        return jax.vmap(f, ROWS)(X, w)
+
     with pytest.raises(RuntimeError, match="no configuration for a batch") as caught:
-        jax.jit(lambda X, w: jax.vmap(f, ROWS)(X, w))(X, w)
+        jax.jit(model)(X, w)
     frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
     assert __file__ in [frame.filename for frame in frames]
 

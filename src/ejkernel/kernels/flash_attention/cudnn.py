@@ -149,7 +149,10 @@ def _forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
         bias = _fold_bias(arrays[3], size, batched[3], arrays[0].shape[-4])
         return tuple(_unfold(x, size) for x in attend(*folded, bias)), (True, True)
 
-    out, lse = attend(*operands[:3], _total_bias(operands.bias, operands))
+    total = _total_bias(operands.bias, operands)
+    out, lse = attend(*operands[:3], total)
+    if total is None:  # then every query sees a key
+        return out, lse
     empty = lse < _HIDDEN[str(out.dtype)] / 2
     out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
     return out, jnp.where(empty, EMPTY_ROW_LSE, lse)

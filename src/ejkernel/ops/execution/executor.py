@@ -40,6 +40,10 @@ _BY_VALUE = (bool, int, float, str, bytes, type, np.dtype)
 _METHODS = ("shard_map",)
 
 
+class _SignedZero(Exception):
+    """A call with 0.0 or -0.0 met a plan that does not look at signs: `jit` takes one for the other."""
+
+
 class ConfigChooser(Protocol[Cfg, Out]):
     """Whoever can say which configuration a call is to run with; `ConfigSelectorChain` is one."""
 
@@ -64,7 +68,7 @@ class Executor(Generic[Cfg, Out]):
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
         # One compiled function for each kernel and tuple of argument types; shapes are left to jit's own C++ cache.
-        self._plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._plans: dict[tuple[Any, ...], Callable[..., Out]] = {}
         self._generation = 0
         subscribe = getattr(chooser, "subscribe", None)
         if subscribe is not None:
@@ -83,7 +87,10 @@ class Executor(Generic[Cfg, Out]):
         if cfg is None:
             plan = self._plans.get((kernel, *map(type, args), *kwargs, *map(type, kwargs.values())))
             if plan is not None:
-                return cast(Out, plan(*args, **kwargs))
+                try:
+                    return plan(*args, **kwargs)
+                except _SignedZero:
+                    return self._first_call(kernel, args, kwargs, None)
         return self._first_call(kernel, args, kwargs, cfg)
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:
@@ -181,38 +188,40 @@ class Executor(Generic[Cfg, Out]):
             return self._through_method(kernel, args, kwargs, cfg)
         values = (*args, *kwargs.values())
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
-        if cfg is not None or traced or compat.jit_disabled() or not all(map(_is_atom, values)):
+        if traced or compat.jit_disabled() or not all(map(_is_atom, values)):
             return self._bind(kernel, args, kwargs, cfg)
-        plans, plan = self._plans, self._plan(kernel, args, kwargs)
+        # Without `cfg` the key must be the one that `__call__` makes.
+        token = () if cfg is None else (_override_token(cfg),)
+        key = (kernel, *token, *map(type, args), *kwargs, *map(type, kwargs.values()))
+        plans = self._plans
+        plan = None if cfg is None else plans.get(key)
+        if plan is not None:
+            return plan(*args, **kwargs)
+        plan = self._plan(kernel, cfg, args, kwargs)
         out = plan(*args, **kwargs)
         # Into the table of before the call: another thread may have put a new one, for which this plan is too old.
-        plans[(kernel, *map(type, args), *kwargs, *map(type, kwargs.values()))] = plan
-        return cast(Out, out)
+        plans[key] = plan
+        return out
 
-    def _plan(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    def _plan(
+        self, kernel: Kernel[Cfg, Out], cfg: Cfg | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Out]:
         """Return a compiled function for calls with arguments of the types of `args` and `kwargs`."""
-        static = {
-            "static_argnums": [index for index, value in enumerate(args) if _is_static(value)],
-            "static_argnames": [name for name, value in kwargs.items() if _is_static(value)],
-        }
-        bind = functools.partial(self._bind_call, kernel)
-        floats = [index for index, value in enumerate(args) if type(value) is float]
-        names = [name for name, value in kwargs.items() if type(value) is float]
-        if not floats and not names:
-            return cast("Callable[..., Any]", jax.jit(bind, **static))
-        variants: dict[tuple[float, ...], Callable[..., Any]] = {}
+        static_positions = [index for index, value in enumerate(args) if _is_static(value)]
+        static_names = [name for name, value in kwargs.items() if _is_static(value)]
+        # Looking at signs costs a microsecond a call, so it waits for a zero; with `cfg` a call is slower anyway.
+        signed = cfg is not None or any(map(_is_zero, (*args, *kwargs.values())))
 
-        def by_signs(*args: Any, **kwargs: Any) -> Any:  # jit takes -0.0 for 0.0
-            values = (*[args[index] for index in floats], *[kwargs[name] for name in names])
-            signs = tuple([math.copysign(1.0, value) for value in values])
-            if signs not in variants:
-                variants[signs] = jax.jit(functools.partial(bind), **static)
-            return variants[signs](*args, **kwargs)
+        def bind(*args: Any, **kwargs: Any) -> Out:
+            if not signed and any(map(_is_zero, (*args, *kwargs.values()))):
+                raise _SignedZero
+            return self._bind(kernel, args, kwargs, cfg)
 
-        return by_signs
+        def compiled() -> Callable[..., Out]:
+            jitted = jax.jit(functools.partial(bind), static_argnums=static_positions, static_argnames=static_names)
+            return cast("Callable[..., Out]", jitted)
 
-    def _bind_call(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Out:
-        return self._bind(kernel, args, kwargs, None)
+        return _by_signs(compiled, args, kwargs) if signed else compiled()
 
     def _bind(
         self,
@@ -262,6 +271,28 @@ class Executor(Generic[Cfg, Out]):
         return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
 
 
+def _by_signs(
+    compiled: Callable[[], Callable[..., Out]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Out]:
+    """Return a function that has one of its own for each combination of signs of the floats among the arguments."""
+    floats = [index for index, value in enumerate(args) if type(value) is float]
+    names = [name for name, value in kwargs.items() if type(value) is float]
+    variants: dict[tuple[float, ...], Callable[..., Out]] = {}
+
+    def by_signs(*args: Any, **kwargs: Any) -> Out:
+        values = (*[args[index] for index in floats], *[kwargs[name] for name in names])
+        signs = tuple([math.copysign(1.0, value) for value in values])
+        if signs not in variants:
+            variants[signs] = compiled()
+        return variants[signs](*args, **kwargs)
+
+    return by_signs
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is float and value == 0.0
+
+
 def _is_static(value: Any) -> bool:
     return not any(is_array(leaf) for leaf in jax.tree.leaves(value)) and value is not None
 
@@ -273,7 +304,8 @@ def _is_atom(value: Any) -> bool:
     """
     if value is None or isinstance(value, (*_ARRAY_TYPES, *_BY_VALUE)):
         return True
-    by_identity = type(value).__eq__ is object.__eq__
+    compare: Any = type(value).__eq__
+    by_identity = compare is object.__eq__ and type(value).__hash__ is not None
     return by_identity and jax.tree_util.treedef_is_leaf(jax.tree.structure(value))
 
 

@@ -6,19 +6,19 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.fingerprint import default_device, platform_kind
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Measurement:
 
     Attributes:
         samples: Seconds a call, one figure a round; each is the mean of calls that run back to back.
-        method: How the time was taken.
+        method: How the time was taken: `cupti`, the GPU's own time of its kernels, or `wall`.
     """
 
     samples: tuple[float, ...]
@@ -43,15 +43,15 @@ class Measurement:
     @property
     def median(self) -> float:
         """The median of the samples, seconds."""
-        return statistics.median(self.samples)
+        return float(np.median(self.samples))
 
     @property
     def spread(self) -> float:
         """Interquartile range of the samples over their median; 0 for fewer than four samples."""
         if len(self.samples) < 4:
             return 0.0
-        low, _, high = statistics.quantiles(self.samples, n=4)
-        return (high - low) / self.median
+        low, high = np.quantile(self.samples, (0.25, 0.75), method="weibull")
+        return float(high - low) / self.median
 
 
 @functools.lru_cache(maxsize=64)
@@ -108,6 +108,24 @@ def sample(function: Callable[[], Any], calls: int) -> float:
     return (_CLOCK() - start) / calls
 
 
+def cupti_sample(function: Callable[[], Any], calls: int) -> float | None:
+    """Return the GPU's own seconds a call, of `calls` calls; `None` where the GPU does not tell."""
+
+    def work() -> Any:
+        return [function() for _ in range(calls)][-1]
+
+    seconds = compat.cupti_seconds(work)
+    return None if seconds is None else seconds / calls
+
+
+def choose_timer(functions: Sequence[Callable[[], Any]]) -> tuple[str, Callable[[Callable[[], Any], int], Any]]:
+    """Return how to time `functions`, all alike: by what the device says of itself, or else by the wall clock."""
+    on_gpu = platform_kind(default_device().platform) == "gpu"
+    if on_gpu and all(cupti_sample(function, 1) is not None for function in functions):
+        return "cupti", cupti_sample
+    return "wall", sample
+
+
 def interleaved(
     functions: Sequence[Callable[[], Any]],
     *,
@@ -126,6 +144,7 @@ def interleaved(
         deadline: `time.perf_counter()` after which no new round begins; each function has one sample at least.
     """
     calls = [calls_per_sample(function, warmup) for function in functions]
+    method, timer = choose_timer(functions)
     samples: list[list[float]] = [[] for _ in functions]
     alive = [True] * len(functions)
     for index in range(rounds):
@@ -133,10 +152,10 @@ def interleaved(
             break
         for position, function in enumerate(functions):
             if alive[position]:
-                samples[position].append(sample(function, calls[position]))
+                samples[position].append(timer(function, calls[position]))
         if keep is not None:
             alive = [was and now for was, now in zip(alive, keep(samples), strict=True)]
-    return [Measurement(samples=tuple(values)) for values in samples]
+    return [Measurement(samples=tuple(values), method=method) for values in samples]
 
 
 def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warmup: int = 3, **kwargs: Any) -> float:
@@ -154,7 +173,7 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warm
         for _ in range(num_warmup):
             jax.block_until_ready(fn(*args, **kwargs))
         times = [sample(lambda: fn(*args, **kwargs), 1) for _ in range(num_iters)]
-        return statistics.median(times) * 1e3
+        return float(np.median(times)) * 1e3
 
     return apart(work)
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results as tables, and where they are kept. Imports JAX and nothing of ours: rivals' environments use it too."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+BARS = {"dispatch": 1.6, "import_ms": 60.0}
+
+
+def platform_name() -> str:
+    """Return the platform that the benchmark runs on, as file names have it."""
+    return jax.default_backend()
+
+
+def environment() -> dict[str, Any]:
+    """Return what the figures depend on."""
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"(?m)^model name\s*:\s*(.+)$", info.read_text()) if info.exists() else None
+    device = jax.devices()[0].device_kind
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    chip = model[1] if model else platform.machine()
+    return {
+        "device": f"{chip}, {cores} cores" if jax.default_backend() == "cpu" else f"{device}; {chip}, {cores} cores",
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def table(timings: Mapping[str, Mapping[str, float]], unit: str) -> str:
+    """Return a Markdown table of timings, in `unit` (`us` or `ms`)."""
+    factor = {"us": 1e6, "ms": 1e3}[unit]
+    lines = [f"| | minimum, {unit} | median, {unit} | ratio of minima | median ratio |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{name}` | {t['minimum'] * factor:.2f} | {t['median'] * factor:.2f} "
+        f"| {t['ratio']:.2f} | {t['median_ratio']:.2f} |"
+        for name, t in timings.items()
+    ]
+    return "\n".join(lines)
+
+
+def heading(run: Mapping[str, Any]) -> str:
+    """Return one line that says what ran where."""
+    env = run["environment"]
+    return f"JAX {env['jax']}, Python {env['python']}; {env['device']}; load {env['load']}; {env['date']}"
+
+
+def run_text(run: Mapping[str, Any]) -> str:
+    """Return one run of all benchmarks as Markdown."""
+    imported = run["import_time"]
+    parts = [
+        f"## {heading(run)}",
+        f"### Eager calls, 16 x 16, microseconds (bar: {BARS['dispatch']} for the second line)",
+        table(run["eager"], "us"),
+        *(table(part, "us") for part in run["modules"].values()),
+        "### Inside a traced program: 24 calls",
+        f"Optimised programs that differ from plain JAX's: {', '.join(run['differing_programs']) or 'none'}.",
+    ]
+    for name, timings in run["build"].items():
+        parts += [f"{name}:", table(timings, "ms")]
+    parts += [
+        f"### `import ejkernel.ops` after `import jax` (bar: {BARS['import_ms']:.0f} ms)",
+        f"Nine processes: minimum {imported['minimum_ms']} ms, median {imported['median_ms']} ms. Initialises no "
+        f"device: {'yes' if imported['initialises_no_device'] else 'NO'}. The slowest modules, themselves (and with "
+        "what they import), under `-X importtime`: "
+        + ", ".join(f"`{m['module']}` {m['own_ms']} ({m['total_ms']})" for m in imported["slowest"])
+        + ".",
+    ]
+    return "\n\n".join(parts)
+
+
+def runs(found: Mapping[str, Any]) -> str:
+    """Return all runs as Markdown."""
+    lead = (
+        "# Dispatch, tracing and import\n\n"
+        "`python -m benchmarks --out benchmarks/results`. Slices of about 2 ms are taken in turn; ratios are to the "
+        "first line of each table. The load is that of the whole machine at the start: on a shared or busy one the "
+        "minima and their ratios mean something, the medians mostly say how busy it was."
+    )
+    return "\n\n".join([lead, *(run_text(run) for run in found.values())]) + "\n"
+
+
+def rivals(found: Mapping[str, Any]) -> str:
+    """Return the rivals' results as Markdown."""
+    parts = [
+        "# Eager calls of comparable libraries",
+        "`python -m benchmarks.rivals --make-envs DIR`: each in an environment of its own with the JAX that it asks "
+        "for, on 16 x 16 arrays. Ratios are to plain `jax.jit` in that environment. `ejkernel` on PyPI is the earlier "
+        "system of this name.",
+    ]
+    for name, run in found.items():
+        parts.append(f"## {name}")
+        parts += [f"failed: {run['failed']}"] if "failed" in run else [heading(run), table(run["calls"], "us")]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(folder: Path, name: str, found: Any, text: str) -> None:
+    """Write a result as JSON, and as text for people."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One axis of a configuration space, and the numbers that a search sees of its values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ejkernel.ops.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+
+_GEOMETRIC = 4.0  # positive values that span at least this factor are compared by ratio, not by difference
+_ALIGNED = 5  # fewer values than this say too little about alignment to spend a column on it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Axis:
+    """One parameter of a configuration.
+
+    Attributes:
+        name: The parameter.
+        values: What it may be, in order; neighbours in this order are neighbours in a search.
+        numeric: Whether the values are numbers (booleans count); else they are categories, all equally far apart.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    numeric: bool
+    _levels: dict[Any, int] = dataclasses.field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[Any]) -> Axis:
+        """Return the axis.
+
+        Raises:
+            ConfigError: there are no values, or one is there twice.
+        """
+        if isinstance(values, str) or not isinstance(name, str):
+            raise ConfigError(f"axes must map a name to a sequence of values, got {name!r}: {values!r}.")
+        values = tuple(values)
+        if not values:
+            raise ConfigError(f"axis {name!r} must have at least one value, got none.")
+        levels: dict[Any, int] = {}
+        for level, value in enumerate(values):
+            if levels.setdefault(_level_key(value), level) != level:
+                raise ConfigError(f"axis {name!r} must name each value once, got {value!r} twice.")
+        return cls(name, values, all(_is_number(value) for value in values), levels)
+
+    def level(self, value: Any) -> int | None:
+        """Return the position of `value`; `None` if the axis does not have it."""
+        return self._levels.get(_level_key(value))
+
+    def nearest_first(self, level: int) -> list[tuple[int, int]]:
+        """Return `(distance, level)` of the other values, adjacent ones first; categories are all adjacent."""
+        others = (other for other in range(len(self.values)) if other != level)
+        return sorted((abs(other - level) if self.numeric else 1, other) for other in others)
+
+    @property
+    def table(self) -> Floats:
+        """The encoding of each value, one row a value."""
+        return self.encode(self.values)
+
+    def encode(self, values: Sequence[Any]) -> Floats:
+        """Return the columns that stand for `values`, one row a value; they need not be values of the axis.
+
+        Numbers take one column, 0 at the least and 1 at the greatest, on a log scale if they are positive and span a
+        factor of four; whole numbers that are not all powers of two take a second one, by how many times two divides
+        them: what fits a warp, a vector load or a memory line differs from its neighbours. Categories take a column
+        each; the distance between two of them is 1, and a value that is not on the axis is equally far from all.
+        """
+        if len(self.values) == 1:
+            return np.zeros((len(values), 0))
+        if not self.numeric or not all(_is_number(value) for value in values):
+            return self._one_hot(values)
+        numbers, own = np.asarray(values, np.float64), np.asarray(self.values, np.float64)
+        columns = [_scaled(numbers, own, geometric=own.min() > 0 and own.max() >= _GEOMETRIC * own.min())]
+        if self._has_alignment():
+            columns.append(_scaled(_twos(numbers), _twos(own), geometric=False))
+        return np.stack(columns, axis=1)
+
+    def _one_hot(self, values: Sequence[Any]) -> Floats:
+        encoded = np.zeros((len(values), self.table.shape[1] if self.numeric else len(self.values)))
+        for row, value in enumerate(values):
+            level = self.level(value)
+            if level is not None and not self.numeric:
+                encoded[row, level] = math.sqrt(0.5)
+        return encoded
+
+    def _has_alignment(self) -> bool:
+        if len(self.values) < _ALIGNED or not all(isinstance(value, int) and value > 0 for value in self.values):
+            return False
+        powers_of_two = all(value & (value - 1) == 0 for value in self.values)
+        return not powers_of_two and len({value & -value for value in self.values}) > 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and math.isfinite(value)
+
+
+def _level_key(value: Any) -> Any:
+    """Tell `1`, `1.0` and `True` apart, and compare what cannot be hashed by its text."""
+    try:
+        hash(value)
+    except TypeError:
+        value = repr(value)
+    return type(value).__name__, value
+
+
+def _scaled(numbers: Floats, own: Floats, *, geometric: bool) -> Floats:
+    if geometric:
+        numbers, own = np.log2(np.maximum(numbers, own.min() / 2)), np.log2(own)
+    span: Floats = (numbers - own.min()) / (own.max() - own.min())
+    return span
+
+
+def _twos(numbers: Floats) -> Floats:
+    """Return how many times two divides each number; other than positive whole numbers count as odd."""
+    whole = np.where((numbers > 0) & (numbers == np.floor(numbers)), numbers, 1).astype(np.int64)
+    twos: Floats = np.log2(whole & -whole)
+    return twos

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cuDNN is asked for, and what it is asked: decided and lowered here, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.kernels.attention_cases import CASES, CAUSAL
+
+from ejkernel.kernels.flash_attention import cudnn, xla
+from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
+from ejkernel.ops import BwdParams, FwdParams
+
+FINE = AttentionCall(
+    query=(2, 64, 4, 64),
+    key=(2, 64, 2, 64),
+    value=(2, 64, 2, 64),
+    dtype="bfloat16",
+    rules=CAUSAL,
+    platform="gpu",
+    device_fingerprint="gpu:nvidia_h200",
+)
+
+
+def rules(**changes):
+    return {"rules": Rules(scale=0.3, **changes)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "float16"},
+        {"rules": Rules(scale=1.0)},
+        {"rules": Rules(scale=1.0, left=8, right=0)},
+        {"query": (2, 64, 4, 256), "key": (2, 64, 4, 256), "value": (2, 64, 4, 256)},
+        {"query": (2, 1, 4, 64)},
+        {"attention_mask": (2, 1, 1, 64), "bias": (1, 4, 64, 64), "backward": True},
+        {"platform": None, "device_fingerprint": ""},
+    ],
+)
+def test_runs_what_it_can(changes):
+    assert cudnn.unsupported_reason(dataclasses.replace(FINE, **changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"platform": "cpu", "device_fingerprint": "cpu:x"}, "needs an NVIDIA GPU, .* for cpu:x"),
+        ({"device_fingerprint": "gpu:amd_instinct_mi300x"}, "needs an NVIDIA GPU"),
+        ({"device_fingerprint": "gpu:tesla_v100_sxm2_16gb"}, "needs an Ampere GPU"),
+        ({"partitioned": True}, "jax.shard_map"),
+        ({"dtype": "float32"}, "dtype float32, .* bfloat16 and float16"),
+        ({"value": (2, 64, 2, 32)}, "value has head_dim 32"),
+        ({"query": (2, 64, 4, 60), "value": (2, 64, 2, 60)}, "head_dim 60, .* multiples of 8"),
+        (
+            {"query": (2, 64, 4, 256), "value": (2, 64, 2, 256), "device_fingerprint": "gpu:nvidia_a100_sxm4_80gb"},
+            "up to 128 on gpu:nvidia_a100",
+        ),
+        ({"segments": True}, "segment_ids"),
+        (rules(soft_cap=3.0), "logits_soft_cap"),
+        (rules(left=3, right=3), "sliding_window .* \\(left, 0\\)"),
+        (rules(left=3), "sliding_window"),
+        (rules(left=3, right=0) | {"bias": (1, 1, 64, 64)}, "sliding_window .* beside bias"),
+        ({"query": (2, 32, 4, 64)}, "length 32 and key 64"),
+        ({"query": (2, 63, 4, 64), "key": (2, 63, 2, 64), "backward": True}, "even .* gradient, got 63"),
+        ({"query": (2, 63, 4, 64), "key": (2, 63, 2, 64), "bias": (1, 1, 63, 63)}, "even .* bias"),
+    ],
+)
+def test_refusal_names_the_argument_and_the_way_out(changes, words):
+    reason = cudnn.unsupported_reason(dataclasses.replace(FINE, **changes))
+    assert re.search(words, reason), reason
+    assert "'xla'" in reason
+
+
+def lowered(function, *args):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def backend_config(text, call):
+    """Return the configuration of the one custom call of that name."""
+    (found,) = re.findall(rf'@{re.escape(call)}\(.*?backend_config = "(.*?)", ', text)
+    return json.loads(found.replace(r"\22", '"'))["cudnn_fmha_backend_config"]
+
+
+def arguments(name):
+    operands = CASES[name].operands("bfloat16")
+    return operands, CASES[name].rules
+
+
+def test_forward_asks_for_a_causal_kernel():
+    operands, causal = arguments("causal")
+    config = backend_config(lowered(lambda x: cudnn.forward(x, causal, FwdParams()), operands), "__cudnn$fmhaSoftmax")
+    assert (config["mask_type"], config["fmha_scale"], config["sliding_window_length"]) == ("CAUSAL", 0.3, 0)
+
+
+def test_a_window_counts_the_query_itself():
+    operands, window = arguments("causal window")
+    config = backend_config(lowered(lambda x: cudnn.forward(x, window, FwdParams()), operands), "__cudnn$fmhaSoftmax")
+    assert config["sliding_window_length"] == 8
+
+
+def test_backward_takes_the_residuals_of_any_forward():
+    operands, causal = arguments("bias per head")
+
+    def gradients(operands):
+        residuals = xla.forward(operands, causal, FwdParams())
+        return cudnn.backward(operands, residuals, residuals[0], causal, BwdParams())
+
+    text = lowered(gradients, operands)
+    assert backend_config(text, "__cudnn$fmhaScaleBiasSoftmaxBackward")["mask_type"] == "CAUSAL"
+    assert "fmhaSoftmax(" not in text
+
+
+def test_a_mask_alone_has_no_gradient():
+    operands, plain = arguments("key padding")
+    residuals = xla.forward(operands, plain, FwdParams())
+    text = lowered(lambda x: cudnn.backward(x, residuals, residuals[0], plain, BwdParams())[:3], operands)
+    results = re.search(r"fmhaScaleBiasSoftmaxBackward.*-> \((.*)\)", text).group(1)
+    assert results.count("tensor<") == 4  # three gradients and the workspace
+
+
+def test_types_are_those_of_xla():
+    operands, plain = arguments("causal mask and bias")
+
+    def types(module):
+        residuals = jax.eval_shape(lambda x: module.forward(x, plain, FwdParams()), operands)
+        found = jax.eval_shape(lambda x, r: module.backward(x, r, r[0], plain, BwdParams()), operands, residuals)
+        return jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype)), (residuals, found))
+
+    assert types(xla) == types(cudnn)

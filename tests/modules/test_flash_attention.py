@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`flash_attention` as a user meets it: transformations, choices, refusals and memory."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+from ejkernel.kernels.flash_attention.common import Operands, Rules
+from ejkernel.kernels.flash_attention.reference import attention
+from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
+from ejkernel.ops import (
+    ArgumentError,
+    Autotuner,
+    BwdParams,
+    ConfigError,
+    FwdParams,
+    Invocation,
+    UnsupportedError,
+    default_executor,
+    extract_labels_from_hlo_text,
+)
+
+KERNEL = FlashAttention()
+SMALL = FlashAttentionConfig(
+    fwd=FwdParams(q_blocksize=8, kv_blocksize=16), bwd=BwdParams(q_blocksize=16, kv_blocksize=8)
+)
+
+
+def make_qkv(length=24, heads=4, groups=2, head_dim=8, batch=2, dtype="float32"):
+    rng = np.random.default_rng(0)
+    shapes = (batch, length, heads, head_dim), *[(batch, length, groups, head_dim)] * 2
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+def reference(query, key, value, scale=8**-0.5, **rules):
+    return attention(Operands(query, key, value), Rules(scale=scale, **rules))[0]
+
+
+causal_attention = functools.partial(flash_attention, causal=True, cfg=SMALL)
+causal_reference = functools.partial(reference, right=0)
+
+
+def total(function):
+    return lambda *arrays: jnp.sin(function(*arrays)).sum()
+
+
+def assert_same(expected, actual):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4), expected, actual)
+
+
+TRANSFORMATIONS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "gradient": lambda f: jax.grad(total(f), (0, 1, 2)),
+    "jit of gradient": lambda f: jax.jit(jax.value_and_grad(total(f), (0, 1, 2))),
+    "tangents": lambda f: lambda *a: jax.jvp(f, a, a),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(total(f))),
+    "scan": lambda f: jax.grad(
+        lambda q, k, v: jax.lax.scan(lambda c, _: (f(c, k, v), None), q, None, length=2)[0].sum()
+    ),
+    "vmap": lambda f: lambda q, k, v: jax.vmap(f, (0, None, None))(q[:, None], k[:1], v[:1]),
+    "vmap of gradient": lambda f: jax.vmap(lambda *a: jax.grad(total(f), (0, 1))(*(x[None] for x in a))),
+    "gradient of vmap": lambda f: jax.grad(
+        lambda q, k, v: total(jax.vmap(f, (0, None, None)))(q[:, None], k[:1], v[:1])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations_give_what_the_formula_gives(name):
+    transform, arrays = TRANSFORMATIONS[name], make_qkv()
+    assert_same(jax.jit(transform(causal_reference))(*arrays), transform(causal_attention)(*arrays))
+
+
+def test_second_derivatives_of_both_kinds():
+    """Forward over reverse, and reverse over reverse: no loop stands in the way."""
+    arrays = make_qkv(length=6, heads=1, groups=1, head_dim=2, batch=1)
+    cfg = FlashAttentionConfig(
+        fwd=FwdParams(q_blocksize=4, kv_blocksize=3), bwd=BwdParams(q_blocksize=3, kv_blocksize=4)
+    )
+    function = jax.jit(lambda query, key: flash_attention(query, key, arrays[2], causal=True, cfg=cfg))
+    check_grads(function, arrays[:2], order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_local_calls_under_shard_map(axis_type):
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)
+    specs = (P("data", None, "heads"), P(None, None, "heads"), P(None, None, "heads"))
+    query, key, value = make_qkv()
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip((query, key[:1], value[:1]), specs, strict=True)
+    ]
+    mapped = jax.shard_map(causal_attention, mesh=mesh, in_specs=specs, out_specs=specs[0])
+
+    def expected(query, key, value):
+        return causal_reference(query, *(jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (key, value)))
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.value_and_grad(total(mapped), (0, 1, 2)))(*arrays)
+    assert_same(jax.value_and_grad(total(expected), (0, 1, 2))(query, key[:1], value[:1]), found)
+
+
+def test_automatic_sharding_gives_the_same_result():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    arrays = make_qkv(batch=4)
+    sharded = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arrays]
+    found = jax.jit(jax.grad(total(causal_attention), (0, 1, 2)))(*sharded)
+    assert_same(jax.grad(total(causal_reference), (0, 1, 2))(*arrays), found)
+
+
+def test_bias_of_fewer_axes_gets_a_gradient_of_its_shape():
+    query, key, value = make_qkv()
+    bias = jnp.linspace(-1, 1, 4 * 24 * 24).reshape(4, 24, 24)
+    found = jax.grad(lambda b: total(functools.partial(flash_attention, bias=b, cfg=SMALL))(query, key, value))(bias)
+    expected = jax.grad(
+        lambda b: jnp.sin(attention(Operands(query, key, value, b[None]), Rules(scale=8**-0.5))[0]).sum()
+    )(bias)
+    assert_same(expected, found)
+
+
+def test_masks_may_be_numpy_arrays_and_key_padding():
+    query, key, value = make_qkv()
+    padding = np.arange(24)[None] < np.array([[24], [10]])
+    found = flash_attention(query, key, value, attention_mask=padding, cfg=SMALL)
+    assert_same(reference(query[1:], key[1:, :10], value[1:, :10]), found[1:])
+
+
+def test_segments_are_calls_of_their_own():
+    query, key, value = make_qkv()
+    segments = jnp.asarray([[0] * 10 + [1] * 14] * 2)
+    found = flash_attention(query, key, value, causal=True, segment_ids=segments, cfg=SMALL)
+    assert_same(causal_reference(query[:, 10:], key[:, 10:], value[:, 10:]), found[:, 10:])
+    pair = flash_attention(query, key, value, causal=True, segment_ids=(segments, segments), cfg=SMALL)
+    assert_same(found, pair)
+
+
+def test_equal_rules_are_one_call():
+    """A call's key does not depend on how the same thing was said."""
+    arrays = make_qkv()
+
+    def key(**options):
+        args, options = KERNEL.prepare(*arrays, **options)
+        return Invocation(kernel=KERNEL, args=args, kwargs=options).call_key
+
+    assert key(causal=True) == key(causal=True, softmax_scale=8**-0.5) == key(sliding_window=(None, 0))
+    assert key(sliding_window=(5, 0)) == key(causal=True, sliding_window=5)
+    assert key(causal=True) != key()
+
+
+def test_preparing_twice_changes_nothing():
+    mask, segments = jnp.ones((2, 24), bool), jnp.zeros((2, 24), jnp.int32)
+    once = KERNEL.prepare(
+        *make_qkv(), None, mask, segments, causal=True, sliding_window=3, logits_soft_cap=5, implementation="xla"
+    )
+    twice = KERNEL.prepare(*once[0], **once[1])
+    assert once[1] == twice[1]
+    assert jax.tree.map(jnp.shape, once[0]) == jax.tree.map(jnp.shape, twice[0])
+
+
+QUERY, KEY, VALUE = make_qkv()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query": [1.0]}, "query must be an array, got list"),
+        ({"query": QUERY[0]}, r"query must have four axes.* got shape \(24, 4, 8\)"),
+        ({"key": KEY[:, :0]}, r"key must have four axes.* none of them empty"),
+        ({"key": KEY.astype("bfloat16")}, "key must have the dtype of query.* got bfloat16 beside query's float32"),
+        ({"query": QUERY.astype(int)}, "query must have the dtype of query, one of"),
+        ({"key": KEY[:1]}, "key must have query's batch and head_dim, 2 and 8"),
+        ({"value": VALUE[:, :3]}, "value must have key's batch, length and heads"),
+        ({"query": QUERY[:, :, :3]}, "multiple of key's heads, got 3 and 2"),
+        ({"bias": jnp.ones((3, 24))}, r"bias must be broadcastable to .* = \(2, 4, 24, 24\), got shape \(3, 24\)"),
+        ({"bias": jnp.ones((24, 24), bool)}, "bias must be a floating-point array, got dtype bool"),
+        ({"attention_mask": jnp.ones((2, 24))}, "attention_mask must be a boolean array, got dtype float32"),
+        ({"attention_mask": jnp.ones((24, 24), bool)}, r"mask\[None, None\]"),
+        ({"segment_ids": jnp.zeros((2, 24))}, r"segment_ids must be an integer array .* got float32\[2, 24\]"),
+        ({"segment_ids": jnp.zeros((2, 5), int)}, r"segment_ids must have shape \(2, 24\)"),
+        ({"sliding_window": -1}, "sliding_window must be an int >= 0, .* got -1"),
+        ({"sliding_window": (1, 2, 3)}, "sliding_window must be"),
+        ({"softmax_scale": 0}, "softmax_scale must be a positive number or None, got 0"),
+        ({"logits_soft_cap": jnp.ones(())}, "logits_soft_cap must be a positive number or None"),
+        ({"causal": 1}, "causal must be True or False, got 1"),
+        ({"implementation": "fastest"}, "implementation must be one of cudnn, xla, or None; got 'fastest'"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        flash_attention(**{"query": QUERY, "key": KEY, "value": VALUE} | changes)
+
+
+def test_an_unknown_implementation_is_no_configuration():
+    with pytest.raises(ConfigError, match=r"implementation must be one of cudnn, xla; got 'magic'"):
+        FlashAttentionConfig(implementation="magic")
+
+
+def test_a_named_implementation_is_run_or_refused():
+    arrays = make_qkv(dtype="bfloat16")
+    with pytest.raises(UnsupportedError, match=r"implementation='cudnn' needs an NVIDIA GPU.*use 'xla'"):
+        flash_attention(*arrays, implementation="cudnn")
+    with pytest.raises(UnsupportedError, match=r"query has dtype float32, and cuDNN takes"):
+        jax.eval_shape(functools.partial(flash_attention, implementation="cudnn"), QUERY, KEY, VALUE)
+    assert flash_attention(*arrays, implementation="xla").shape == arrays[0].shape
+
+
+def test_a_configuration_may_not_contradict_a_named_implementation():
+    with pytest.raises(ConfigError, match=r"cfg.implementation is 'cudnn', but implementation='xla'"):
+        flash_attention(QUERY, KEY, VALUE, implementation="xla", cfg=FlashAttentionConfig(implementation="cudnn"))
+
+
+def test_a_configuration_that_cannot_run_the_call_is_refused():
+    cfg = FlashAttentionConfig(implementation="cudnn")
+    call = functools.partial(flash_attention, segment_ids=jnp.zeros((2, 24), int), cfg=cfg)
+    with pytest.raises(UnsupportedError, match="flash_attention: segment_ids"):
+        jax.eval_shape(call, *make_qkv(dtype="bfloat16"))
+
+
+def gpu_invocation(length=4096, device="gpu:nvidia_h200", dtype="bfloat16", **options):
+    struct = jax.ShapeDtypeStruct((4, length, 16, 128), dtype)
+    args, options = KERNEL.prepare(struct, struct, struct, **options)
+    return Invocation(kernel=KERNEL, args=args, kwargs=options, device=device)
+
+
+def test_the_heuristic_prefers_cudnn_where_it_runs():
+    assert KERNEL.heuristic_cfg(gpu_invocation(causal=True)).implementation == "cudnn"
+    assert KERNEL.heuristic_cfg(gpu_invocation(logits_soft_cap=30.0)).implementation == "xla"
+    assert KERNEL.heuristic_cfg(gpu_invocation(causal=True, implementation="xla")).implementation == "xla"
+    assert KERNEL.heuristic_cfg(gpu_invocation(causal=True, device="cpu:x")).implementation == "xla"
+
+
+@pytest.mark.parametrize("length", [1, 77, 300, 4096, 100_000])
+@pytest.mark.parametrize("device", ["cpu:x", "gpu:nvidia_h200", "tpu:v5"])
+def test_candidates_are_few_distinct_and_supported(length, device):
+    candidates = KERNEL.config_space(gpu_invocation(length, device, causal=True))
+    assert 1 <= len(candidates) <= 20
+    assert len(candidates) == len(set(candidates))
+    assert {"xla", "cudnn"} if device.startswith("gpu") else {"xla"} == {c.implementation for c in candidates}
+    blocks = [c.fwd.kv_blocksize for c in candidates if c.implementation == "xla"]
+    assert all(1 <= block <= length for block in blocks)
+
+
+def test_a_backward_call_is_tuned_over_backward_blocks():
+    struct = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.float32)
+    seen = {}
+
+    class Spy(FlashAttention):
+        def heuristic_cfg(self, inv):
+            if inv.array_types:
+                seen[inv.direction] = self.config_space(inv)
+            return super().heuristic_cfg(inv)
+
+    spy = Spy()
+    jax.jit(jax.grad(lambda q: spy(q, q, q, causal=True).sum())).lower(struct)
+    assert set(seen) == {"fwd", "bwd"}
+    assert {config.bwd for config in seen["fwd"]} == {BwdParams()}
+    assert {config.fwd for config in seen["bwd"]} == {FwdParams()}
+    assert len({config.bwd for config in seen["bwd"]}) == len(seen["bwd"]) > 4
+
+
+def test_examples_show_every_row_a_key_and_segments_rise():
+    mask = jax.ShapeDtypeStruct((2, 1, 9, 9), bool)
+    segments = jax.ShapeDtypeStruct((2, 9), jnp.int32)
+    struct = jax.ShapeDtypeStruct((2, 9, 4, 8), jnp.float32)
+    args, options = KERNEL.prepare(struct, struct, struct, None, mask, segments, causal=True)
+    made, _ = KERNEL.example_inputs(Invocation(kernel=KERNEL, args=args, kwargs=options), np.random.default_rng(0))
+    assert made[4][..., 0].all()
+    assert not made[4].all()
+    assert (np.diff(made[5][0], axis=-1) >= 0).all()
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, args)
+
+
+def test_tuning_finds_a_configuration_that_is_right():
+    inv = Invocation(kernel=KERNEL, args=KERNEL.prepare(*make_qkv())[0], kwargs=KERNEL.prepare(*make_qkv())[1])
+    tuned = Autotuner(rounds=2, warmup=1).tune(inv, KERNEL, candidates=[SMALL])
+    assert {"measured"} == {outcome.status for outcome in tuned.outcomes}, [o.reason for o in tuned.outcomes]
+
+
+def lower_for_cuda(function, *shapes, sharding=None):
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+    return jax.jit(function).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def gradient_of_sum(**options):
+    return jax.grad(lambda q: flash_attention(q, q, q, causal=True, **options).astype(jnp.float32).sum())
+
+
+@pytest.mark.parametrize("implementation", [None, "cudnn"])
+def test_a_program_for_cuda_calls_cudnn_both_ways(implementation):
+    """Also from a machine without a GPU: a call is for the platform that its program is lowered for."""
+    text = lower_for_cuda(gradient_of_sum(implementation=implementation), (2, 64, 4, 64))
+    assert re.findall(r"__cudnn\$\w+", text) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    labels = extract_labels_from_hlo_text(text)
+    assert [re.search(r"#(.*):", text).group(1) for text in labels] == ["flash_attention@v0", "flash_attention.bwd@v0"]
+
+
+def test_a_gradient_that_cudnn_lacks_is_xlas_unless_cudnn_was_asked_for():
+    text = lower_for_cuda(gradient_of_sum(), (2, 63, 4, 64))
+    assert re.findall(r"__cudnn\$\w+", text) == ["__cudnn$fmhaSoftmax"]
+    text = lower_for_cuda(gradient_of_sum(cfg=FlashAttentionConfig(implementation="cudnn")), (2, 63, 4, 64))
+    assert re.findall(r"__cudnn\$\w+", text) == ["__cudnn$fmhaSoftmax"]
+    with pytest.raises(UnsupportedError, match="even for cuDNN's gradient"):
+        lower_for_cuda(gradient_of_sum(implementation="cudnn"), (2, 63, 4, 64))
+
+
+def test_a_partitioned_program_leaves_cudnn_to_shard_map():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("data"))
+    for options in ({}, {"cfg": FlashAttentionConfig(implementation="cudnn")}):
+        assert "__cudnn" not in lower_for_cuda(gradient_of_sum(**options), (8, 64, 4, 64), sharding=sharding)
+    mapped = jax.shard_map(gradient_of_sum(), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert lower_for_cuda(mapped, (8, 64, 4, 64), sharding=sharding).count("@__cudnn") == 2
+
+
+def temporary_bytes(length):
+    struct = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
+    cfg = FlashAttentionConfig(
+        fwd=FwdParams(q_blocksize=128, kv_blocksize=128), bwd=BwdParams(q_blocksize=128, kv_blocksize=128)
+    )
+    gradient = jax.grad(lambda q: flash_attention(q, q, q, causal=True, cfg=cfg).sum())
+    return jax.jit(gradient).lower(struct).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_linearly_with_the_length():
+    short, long = temporary_bytes(2048), temporary_bytes(8192)
+    assert long < 5 * short
+    assert long < 8192 * 8192  # a quarter of the scores' size
+
+
+def test_importing_the_modules_loads_no_pallas():
+    probe = "import sys, ejkernel.modules; sys.exit(any(name.startswith('jax.experimental.pallas') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def test_repeated_calls_share_a_program():
+    executor = default_executor()
+    options = {"causal": True, "softmax_scale": None, "sliding_window": None}
+    for _ in range(2):
+        executor(KERNEL, QUERY, KEY, VALUE, **options)
+    assert len(executor._plans) == 1

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rms_norm`: right in one pass and in blocks, under every transformation."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+from ejkernel.kernels.rms_norm import xla
+from ejkernel.kernels.rms_norm.reference import normalize
+from ejkernel.modules import RmsNorm, RmsNormConfig, rms_norm
+from ejkernel.ops import ArgumentError, ConfigError, Invocation
+
+KERNEL = RmsNorm()
+ONE_PASS = RmsNormConfig()
+BLOCKS = RmsNormConfig(fwd_block_rows=4, bwd_block_rows=5)
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
+
+
+def make(shape=(3, 6, 16), dtype="float32", weight_dtype="float32"):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal(shape), dtype)
+    return x, jnp.asarray(1 + rng.standard_normal(shape[-1]), weight_dtype)
+
+
+def assert_close(expected, actual, dtype="float32"):
+    def compare(expected, actual):
+        expected, actual = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[dtype] * max(1, np.abs(expected).max()))
+
+    jax.tree.map(compare, expected, actual)
+
+
+@pytest.mark.parametrize("cfg", [ONE_PASS, BLOCKS], ids=["one pass", "blocks"])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [("float32", "float32"), ("bfloat16", "float32"), ("float16",) * 2])
+def test_output_and_gradients_match_reference(cfg, dtype, weight_dtype):
+    x, weight = make(dtype=dtype, weight_dtype=weight_dtype)
+    out, pull = jax.vjp(lambda x, w: rms_norm(x, w, cfg=cfg), x, weight)
+    expected, expected_pull = jax.vjp(lambda x, w: normalize(x, w, 1e-6), x, weight)
+    assert (x.dtype, x.shape) == (out.dtype, out.shape)
+    assert_close(expected, out, dtype)
+    dout = jnp.cos(out)
+    gradients = pull(dout)
+    assert (x.dtype, weight.dtype) == tuple(g.dtype for g in gradients)
+    assert_close(expected_pull(dout.astype(expected.dtype)), gradients, dtype)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(rows=st.integers(1, 20), dim=st.integers(1, 9), block=st.none() | st.integers(1, 25))
+def test_any_shape_and_block_matches_reference(rows, dim, block):
+    x, weight = make((rows, dim))
+
+    def run(x, weight):
+        out, scale = xla.forward(x, weight, 1e-6, block)
+        return out, xla.backward(x, weight, scale, jnp.cos(out), block)
+
+    def by_formula(x, weight):
+        out, pull = jax.vjp(lambda x, w: normalize(x, w, 1e-6), x, weight)
+        return out, pull(jnp.cos(out))
+
+    assert_close(jax.jit(by_formula)(x, weight), jax.jit(run)(x, weight))
+
+
+def test_eps_keeps_rows_of_zeros_finite():
+    x, weight = make()
+    out, gradient = jax.value_and_grad(lambda x: rms_norm(x, weight).sum())(x * 0)
+    assert np.isfinite(out)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("cfg", [ONE_PASS, BLOCKS], ids=["one pass", "blocks"])
+def test_derivatives_of_both_modes_and_second_order(cfg):
+    x, weight = make((6, 3))
+    function = jax.jit(lambda x, w: rms_norm(x, w, cfg=cfg))
+    check_grads(function, (x, weight), order=2, modes=("fwd", "rev"), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("cfg", [ONE_PASS, BLOCKS], ids=["one pass", "blocks"])
+def test_vmap_checkpoint_and_scan_give_what_the_formula_gives(cfg):
+    x, weight = make()
+
+    def loss(norm):
+        def step(x, _):
+            return jax.checkpoint(jax.vmap(norm, (0, None)))(x, weight), None
+
+        return lambda x: jnp.sin(jax.lax.scan(step, x, None, length=2)[0]).sum()
+
+    expected = jax.value_and_grad(loss(lambda x, w: normalize(x, w, 1e-6)))(x)
+    assert_close(expected, jax.value_and_grad(loss(lambda x, w: rms_norm(x, w, cfg=cfg)))(x))
+
+
+@pytest.mark.parametrize("cfg", [ONE_PASS, BLOCKS], ids=["one pass", "blocks"])
+def test_a_replicated_weights_gradient_is_summed_under_shard_map(cfg):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x, weight = make((32, 8))
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+    mapped = jax.shard_map(lambda x, w: rms_norm(x, w, cfg=cfg), mesh=mesh, **specs)
+    expected = jax.grad(lambda x, w: jnp.sin(normalize(x, w, 1e-6)).sum(), (0, 1))(x, weight)
+    assert_close(expected, jax.jit(jax.grad(lambda x, w: jnp.sin(mapped(x, w)).sum(), (0, 1)))(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": [1.0]}, "x must be a floating-point array .* got list"),
+        ({"x": jnp.ones((2, 16), int)}, "x must be a floating-point array .* got dtype int32"),
+        ({"weight": jnp.ones(3)}, r"weight must have the length of x's last axis; got shapes \(3,\) and"),
+        ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
+        ({"implementation": "cudnn"}, "implementation must be one of xla, or None; got 'cudnn'"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes, words):
+    x, weight = make()
+    with pytest.raises(ArgumentError, match=words):
+        rms_norm(**{"x": x, "weight": weight} | changes)
+
+
+@pytest.mark.parametrize("field", ["fwd_block_rows", "bwd_block_rows"])
+def test_block_rows_are_positive(field):
+    with pytest.raises(ConfigError, match=f"{field} must be a positive integer or None, got 0"):
+        RmsNormConfig(**{field: 0})
+
+
+def invocation(rows, dim, device):
+    struct, weight = jax.ShapeDtypeStruct((rows, dim), jnp.float32), jax.ShapeDtypeStruct((dim,), jnp.float32)
+    args, options = KERNEL.prepare(struct, weight)
+    return Invocation(kernel=KERNEL, args=args, kwargs=options, device=device)
+
+
+def test_blocks_are_for_rows_that_outgrow_a_cpus_cache():
+    assert KERNEL.heuristic_cfg(invocation(512, 1024, "cpu:x")) == ONE_PASS
+    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "gpu:x")) == ONE_PASS
+    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "cpu:x")).fwd_block_rows == 128
+
+
+def test_candidates_are_distinct_and_smaller_than_the_rows():
+    candidates = KERNEL.config_space(invocation(1000, 4096, "cpu:x"))
+    assert candidates[0] == ONE_PASS
+    assert 4 <= len(candidates) == len(set(candidates))
+    assert all(1 <= c.fwd_block_rows < 1000 for c in candidates[1:])

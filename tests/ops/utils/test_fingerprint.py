@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of devices and shardings."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ejkernel.ops.utils import fingerprint
+from ejkernel.ops.utils.fingerprint import (
+    default_device,
+    device_fingerprint,
+    device_kind,
+    get_device_platform,
+    has_mosaic_gpu,
+    platform_fingerprint,
+    platform_kind,
+    sharding_fingerprint,
+)
+
+X = np.ones((8, 4), np.float32)
+
+
+def fake_device(platform, kind, **more):
+    return types.SimpleNamespace(platform=platform, device_kind=kind, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("cuda", "gpu"), ("rocm", "gpu"), ("gpu", "gpu"), ("TPU", "tpu"), ("cpu", "cpu"), ("npu", "npu")]
+)
+def test_platforms_have_a_kind(name, kind):
+    assert platform_kind(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "expected"),
+    [
+        ("gpu", "NVIDIA H200", "gpu:nvidia_h200"),
+        ("cuda", "NVIDIA A100-SXM4-80GB", "gpu:nvidia_a100_sxm4_80gb"),
+        ("rocm", "AMD Instinct(TM) MI300X", "gpu:amd_instinct_mi300x"),
+        ("tpu", "TPU v5 lite", "tpu:tpu_v5_lite"),
+        ("gpu", "???", "gpu:unknown"),
+    ],
+)
+def test_a_device_is_named_by_backend_and_chip(platform, kind, expected):
+    assert device_fingerprint(fake_device(platform, kind)) == expected
+
+
+def test_a_processor_is_named_by_model_and_cores():
+    name = device_fingerprint(jax.devices("cpu")[0])
+    assert name == device_fingerprint(jax.devices("cpu")[1])
+    assert name.startswith("cpu:")
+    assert name.rpartition("_x")[2].isdigit()
+
+
+@pytest.mark.parametrize(("kind", "platform"), [("cuda", "triton"), ("tpu", "pallas"), ("cpu", "xla"), ("npu", "npu")])
+def test_a_device_has_a_name_for_dispatch(monkeypatch, kind, platform):
+    monkeypatch.setattr(fingerprint, "default_device", lambda: fake_device(kind, "chip"))
+    assert (device_kind(), get_device_platform()) == (platform_kind(kind), platform)
+
+
+def test_the_default_device_is_the_one_in_force():
+    with jax.default_device(jax.devices()[5]):
+        assert default_device() == jax.devices()[5]
+
+
+def test_the_default_device_may_be_given_by_platform():
+    with jax.default_device("cpu"):
+        assert default_device() == jax.local_devices(backend="cpu")[0]
+
+
+def test_a_platform_that_is_here_has_its_devices_name():
+    assert platform_fingerprint("cpu") == device_fingerprint(jax.devices("cpu")[0])
+
+
+def test_a_platform_that_is_not_here_is_unknown():
+    assert platform_fingerprint("tpu") == "tpu:unknown"
+
+
+def test_a_platform_beside_the_default_one_has_its_first_devices_name(monkeypatch):
+    gpu = fake_device("gpu", "NVIDIA H200")
+    here = {"gpu": [gpu], None: jax.devices()}
+    monkeypatch.setattr(fingerprint.jax, "local_devices", lambda backend=None: here[backend])
+    assert platform_fingerprint("cuda") == "gpu:nvidia_h200"
+
+
+CAPABILITIES = [("9.0", True), ("10.0", True), ("8.0", False), ("gfx942", False), (None, False)]
+
+
+@pytest.mark.parametrize(("capability", "expected"), CAPABILITIES)
+def test_mosaic_gpu_is_for_hopper_and_later(monkeypatch, capability, expected):
+    device = fake_device("gpu", "chip", **({} if capability is None else {"compute_capability": capability}))
+    monkeypatch.setattr(fingerprint.jax, "local_devices", lambda backend=None: [device])
+    assert has_mosaic_gpu() is expected
+
+
+def test_nothing_is_known_against_a_gpu_that_is_elsewhere():
+    assert has_mosaic_gpu() is True
+
+
+# --- shardings ---
+
+
+def spread(spec, axis_type=AxisType.Auto):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    return jax.device_put(X, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("array", [X, jnp.ones(3), jax.ShapeDtypeStruct((3,), "float32"), 1, None], ids=repr)
+def test_what_lies_in_one_place_is_unsharded(array):
+    assert sharding_fingerprint(array) == "unsharded"
+
+
+def test_what_is_replicated_is_unsharded():
+    assert sharding_fingerprint(spread(PartitionSpec())) == "unsharded"
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (PartitionSpec("x"), "mesh[x=4,y=2]:('x',)"),
+        (PartitionSpec("x", "y"), "mesh[x=4,y=2]:('x', 'y')"),
+        (PartitionSpec(("x", "y")), "mesh[x=4,y=2]:(('x', 'y'),)"),
+        (PartitionSpec(None, "y"), "mesh[x=4,y=2]:(None, 'y')"),
+    ],
+)
+def test_a_partition_is_named_by_mesh_and_axes(spec, expected):
+    assert sharding_fingerprint(spread(spec)) == expected
+
+
+def test_axis_types_do_not_matter():
+    spec = PartitionSpec("x")
+    assert sharding_fingerprint(spread(spec)) == sharding_fingerprint(spread(spec, AxisType.Explicit))
+
+
+def test_another_sharding_is_named_by_its_devices():
+    array = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=set(range(8))))
+    assert sharding_fingerprint(array) == "SimpleNamespace[8]"
