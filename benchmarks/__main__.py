@@ -35,8 +35,8 @@ def measure(rounds: int, build_rounds: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; 0 if all bars are met, 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=300, help="slices of each eager call")
-    parser.add_argument("--build-rounds", type=int, default=5, help="programs that are traced and compiled")
+    parser.add_argument("--rounds", type=int, default=1000, help="slices of each eager call")
+    parser.add_argument("--build-rounds", type=int, default=7, help="programs that are traced and compiled")
     parser.add_argument("--out", type=Path, metavar="DIR", help="add the run to dispatch_<platform>.json and .md there")
     args = parser.parse_args(argv)
     run = measure(args.rounds, args.build_rounds)

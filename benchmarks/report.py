@@ -71,7 +71,8 @@ def run_text(run: Mapping[str, Any]) -> str:
         parts += [f"{name}:", table(timings, "ms")]
     parts += [
         f"### `import ejkernel.ops` after `import jax` (bar: {BARS['import_ms']:.0f} ms)",
-        f"Nine processes: minimum {imported['minimum_ms']} ms, median {imported['median_ms']} ms. Initialises no "
+        f"Nine processes: minimum {imported['minimum_ms']} ms, median {imported['median_ms']} ms; the least processor "
+        f"time {imported['minimum_cpu_ms']} ms. Initialises no "
         f"device: {'yes' if imported['initialises_no_device'] else 'NO'}. The slowest modules, themselves (and with "
         "what they import), under `-X importtime`: "
         + ", ".join(f"`{m['module']}` {m['own_ms']} ({m['total_ms']})" for m in imported["slowest"])
@@ -84,7 +85,7 @@ def runs(found: Mapping[str, Any]) -> str:
     """Return all runs as Markdown."""
     lead = (
         "# Dispatch, tracing and import\n\n"
-        "`python -m benchmarks --out benchmarks/results`. Slices of about 2 ms are taken in turn; ratios are to the "
+        "`python -m benchmarks --out benchmarks/results`. Slices of about 1 ms are taken in turn; ratios are to the "
         "first line of each table. The load is that of the whole machine at the start: on a shared or busy one the "
         "minima and their ratios mean something, the medians mostly say how busy it was."
     )

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Kernel
 
 from benchmarks.report import environment
 from benchmarks.timing import interleave, per_call
+from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, Kernel
 
 
 @dataclasses.dataclass(frozen=True)

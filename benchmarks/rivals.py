@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure all rivals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make-envs", type=Path, required=True, metavar="DIR", help="where the environments are")
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rivals_<platform>.json and .md there")
     args = parser.parse_args(argv)
     from benchmarks import report  # imports nothing of ours: JAX alone

@@ -58,24 +58,21 @@ def interleave(functions: Mapping[str, Callable[[], float]], rounds: int) -> dic
     return compare(samples)
 
 
-def per_call(function: Callable[[], Any], slice_s: float = 0.002) -> Callable[[], float]:
+def per_call(function: Callable[[], Any], slice_s: float = 0.001) -> Callable[[], float]:
     """Return a function that calls `function` for about `slice_s` and returns the seconds of one call.
 
     Results are waited for at the end of the slice only, as a program would.
     """
     jax.block_until_ready(function())
+    quickest = min(_seconds(function, 10) for _ in range(20))  # one that was disturbed would make slices too short
+    number = max(1, int(slice_s / (quickest / 10)))
+    return lambda: _seconds(function, number) / number
+
+
+def _seconds(function: Callable[[], Any], number: int) -> float:
+    repeated, out = range(number), None
     start = time.perf_counter()
-    for _ in range(10):
+    for _ in repeated:
         out = function()
     jax.block_until_ready(out)
-    number = max(1, int(slice_s / ((time.perf_counter() - start) / 10)))
-
-    def run() -> float:
-        repeated, out = range(number), None
-        start = time.perf_counter()
-        for _ in repeated:
-            out = function()
-        jax.block_until_ready(out)
-        return (time.perf_counter() - start) / number
-
-    return run
+    return time.perf_counter() - start

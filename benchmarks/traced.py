@@ -43,10 +43,7 @@ def program(way: str, *, scales: Sequence[float], gradient: bool) -> Callable[..
 
     def forward(x: Any, weights: Any) -> Any:
         for weight, scale in zip(weights, scales, strict=True):
-            if way == PLAIN:
-                x = layer(x, weight, scale=scale)
-            else:
-                x = executor(kernel, x, weight, scale=scale)
+            x = layer(x, weight, scale=scale) if way == PLAIN else executor(kernel, x, weight, scale=scale)
         return x.sum()
 
     return jax.grad(forward, argnums=(0, 1)) if gradient else forward
@@ -110,7 +107,7 @@ def strip(text: str) -> str:
 
 
 def _without(opening: str, text: str) -> str:
-    """Return `text` without what starts with `opening`, up to the brace that closes it; JSON values stand there bare."""
+    """Return `text` without what starts with `opening`, up to the brace that closes it; JSON stands there unquoted."""
     kept, *rest = text.split(opening)
     for part in rest:
         depth, end = 1, 0

@@ -123,11 +123,11 @@ def test_each_block_records_anew(kernel):
     assert counts == [1, 1]
 
 
-def test_the_innermost_block_records(kernel):
+def test_every_enclosing_block_records(kernel):
     with recording() as outer:
         with recording() as inner:
             kernel(X)
-        assert (len(outer), len(inner)) == (0, 1)
+        assert (len(outer), len(inner)) == (1, 1)
 
 
 def test_a_block_records_nothing_after_an_error(kernel):

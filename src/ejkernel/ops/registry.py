@@ -45,9 +45,9 @@ def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> No
     device, op, call = abstract.key
     with _lock:
         _invocations.setdefault(device, {}).setdefault(op, {})[call] = Recorded(abstract)
-        collector = _collectors.get(current_scope().recording)
-        if collector is not None:
-            collector.append(abstract)
+        for token in current_scope().recording:
+            if token in _collectors:
+                _collectors[token].append(abstract)
 
 
 def get_invocations(device: str | None = None) -> Any:
@@ -74,7 +74,8 @@ def recording() -> Iterator[list[Invocation[Any, Any]]]:
     with _lock:
         _collectors[token] = seen
     try:
-        with entered(dataclasses.replace(current_scope(), recording=token)):
+        scope = current_scope()
+        with entered(dataclasses.replace(scope, recording=(*scope.recording, token))):
             yield seen
     finally:
         with _lock:

@@ -16,7 +16,7 @@ from ejkernel.ops.errors import ConfigError
 Floats = npt.NDArray[np.float64]
 
 _GEOMETRIC = 4.0  # positive values that span at least this factor are compared by ratio, not by difference
-_ALIGNED = 5  # fewer values than this say too little about alignment to spend a column on it
+ALIGNED_FROM = 3  # fewer values than this say too little about alignment to spend a column on it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,39 +61,44 @@ class Axis:
         others = (other for other in range(len(self.values)) if other != level)
         return sorted((abs(other - level) if self.numeric else 1, other) for other in others)
 
-    @property
-    def table(self) -> Floats:
-        """The encoding of each value, one row a value."""
-        return self.encode(self.values)
-
-    def encode(self, values: Sequence[Any]) -> Floats:
+    def encode(self, values: Sequence[Any], *, aligned_from: int = ALIGNED_FROM) -> Floats:
         """Return the columns that stand for `values`, one row a value; they need not be values of the axis.
 
         Numbers take one column, 0 at the least and 1 at the greatest, on a log scale if they are positive and span a
         factor of four; whole numbers that are not all powers of two take a second one, by how many times two divides
         them: what fits a warp, a vector load or a memory line differs from its neighbours. Categories take a column
         each; the distance between two of them is 1, and a value that is not on the axis is equally far from all.
+
+        Args:
+            values: What to encode.
+            aligned_from: How many values an axis must have for the second column.
+
+        Raises:
+            ConfigError: the axis is numeric and a value is not a number.
         """
         if len(self.values) == 1:
             return np.zeros((len(values), 0))
-        if not self.numeric or not all(_is_number(value) for value in values):
+        if not self.numeric:
             return self._one_hot(values)
+        for value in values:
+            if not _is_number(value):
+                raise ConfigError(f"axis {self.name!r} has numbers, got {value!r}; give one of {self.values!r}.")
         numbers, own = np.asarray(values, np.float64), np.asarray(self.values, np.float64)
         columns = [_scaled(numbers, own, geometric=own.min() > 0 and own.max() >= _GEOMETRIC * own.min())]
-        if self._has_alignment():
+        if self._has_alignment(aligned_from):
             columns.append(_scaled(_twos(numbers), _twos(own), geometric=False))
         return np.stack(columns, axis=1)
 
     def _one_hot(self, values: Sequence[Any]) -> Floats:
-        encoded = np.zeros((len(values), self.table.shape[1] if self.numeric else len(self.values)))
+        encoded = np.zeros((len(values), len(self.values)))
         for row, value in enumerate(values):
             level = self.level(value)
-            if level is not None and not self.numeric:
+            if level is not None:
                 encoded[row, level] = math.sqrt(0.5)
         return encoded
 
-    def _has_alignment(self) -> bool:
-        if len(self.values) < _ALIGNED or not all(isinstance(value, int) and value > 0 for value in self.values):
+    def _has_alignment(self, aligned_from: int) -> bool:
+        if len(self.values) < aligned_from or not all(isinstance(value, int) and value > 0 for value in self.values):
             return False
         powers_of_two = all(value & (value - 1) == 0 for value in self.values)
         return not powers_of_two and len({value & -value for value in self.values}) > 1

@@ -56,13 +56,6 @@ class CallSpec:
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         return args, kwargs
 
-    def join_gradients(self, gradients: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return `(args, kwargs)` with `gradients` where the arrays are and `None` for static leaves."""
-        remaining = iter(gradients)
-        leaves = [next(remaining) if leaf is _HOLE else None for leaf in self.statics]
-        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
-        return args, kwargs
-
     def flags_by_argument(self) -> list[tuple[Any, list[bool]]]:
         """Return, for each positional argument, its structure and which of its leaves are arrays."""
         args, _ = jax.tree.unflatten(self.treedef, [leaf is _HOLE for leaf in self.statics])

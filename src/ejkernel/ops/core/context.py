@@ -29,12 +29,12 @@ class Scope:
     Attributes:
         layers: Overlays, innermost last.
         policies: Policy changes, innermost last.
-        recording: Not zero: calls that are lowered are recorded, for the recorder of this number.
+        recording: Numbers of the recorders that want the calls that are lowered.
     """
 
     layers: tuple[Layer, ...] = ()
     policies: tuple[Any, ...] = ()
-    recording: int = 0
+    recording: tuple[int, ...] = ()
 
 
 # Made at import: JAX says that making one is not thread-safe.

@@ -74,7 +74,7 @@ def apart(work: Callable[[], T]) -> T:
     depth = _depth()
     device = default_device()
     precision, x64 = compat.matmul_precision(), compat.x64_enabled()
-    scope = dataclasses.replace(current_scope(), recording=0)
+    scope = dataclasses.replace(current_scope(), recording=())
 
     def inside() -> T:
         _inside.depth = depth + 1
