@@ -114,7 +114,9 @@ def test_absent_arrays_have_no_gradient(kernel, arguments):
 
 @each_project
 @pytest.mark.parametrize(
-    "static", [{"scale": 2.0}, {"activation": jnp.sin}, {"scale": -1, "activation": jax.nn.gelu}], ids=str
+    "static",
+    [{"scale": 2.0}, {"activation": jnp.sin}, {"scale": -1, "activation": jax.nn.gelu}],
+    ids=["number", "function", "both"],
 )
 def test_static_keywords_reach_the_gradient(kernel, static):
     f, _ = logged(kernel)

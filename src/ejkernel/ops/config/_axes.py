@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,13 +49,13 @@ class Axis:
             raise ConfigError(f"axis {name!r} must have at least one value, got none.")
         levels: dict[Any, int] = {}
         for level, value in enumerate(values):
-            if levels.setdefault(_level_key(value), level) != level:
+            if levels.setdefault(value_key(value), level) != level:
                 raise ConfigError(f"axis {name!r} must name each value once, got {value!r} twice.")
-        return cls(name, values, all(_is_number(value) for value in values), levels)
+        return cls(name, values, all(is_number(value) for value in values), levels)
 
     def level(self, value: Any) -> int | None:
         """Return the position of `value`; `None` if the axis does not have it."""
-        return self._levels.get(_level_key(value))
+        return self._levels.get(value_key(value))
 
     def nearest_first(self, level: int) -> list[tuple[int, int]]:
         """Return `(distance, level)` of the other values, adjacent ones first; categories are all adjacent."""
@@ -81,7 +82,7 @@ class Axis:
         if not self.numeric:
             return self._one_hot(values)
         for value in values:
-            if not _is_number(value):
+            if not is_number(value):
                 raise ConfigError(f"axis {self.name!r} has numbers, got {value!r}; give one of {self.values!r}.")
         numbers, own = np.asarray(values, np.float64), np.asarray(self.values, np.float64)
         columns = [_scaled(numbers, own, geometric=own.min() > 0 and own.max() >= _GEOMETRIC * own.min())]
@@ -98,23 +99,23 @@ class Axis:
         return encoded
 
     def _has_alignment(self, aligned_from: int) -> bool:
-        if len(self.values) < aligned_from or not all(isinstance(value, int) and value > 0 for value in self.values):
+        if len(self.values) < aligned_from or not all(isinstance(value, numbers.Integral) and value > 0 for value in self.values):
             return False
         powers_of_two = all(value & (value - 1) == 0 for value in self.values)
         return not powers_of_two and len({value & -value for value in self.values}) > 1
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
-def _level_key(value: Any) -> Any:
-    """Tell `1`, `1.0` and `True` apart, and compare what cannot be hashed by its text."""
+def value_key(value: Any) -> Any:
+    """Tell `1` and `True` apart, and compare what cannot be hashed by its text."""
     try:
         hash(value)
     except TypeError:
         value = repr(value)
-    return type(value).__name__, value
+    return isinstance(value, bool), value
 
 
 def _scaled(numbers: Floats, own: Floats, *, geometric: bool) -> Floats:

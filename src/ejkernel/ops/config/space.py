@@ -12,14 +12,14 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ejkernel.ops.config._axes import ALIGNED_FROM, Axis, Floats
+from ejkernel.ops.config._axes import ALIGNED_FROM, Axis, Floats, is_number, value_key
 from ejkernel.ops.errors import ConfigError
 
 Cfg = TypeVar("Cfg")
 Point = tuple[int, ...]  # of each axis, the position of its value
 
 ENUMERATED = 20_000  # up to this many configurations a space is small: all are listed, and a search ranks them all
-_VISITS = 500_000  # partial assignments that are looked at before a space counts as large
+_VISITS = 50_000  # partial assignments that are looked at before a space counts as large
 _DESCENTS = 500  # random ways through a large space that its size is estimated from
 _REJECTIONS = 50  # draws for each point that is wanted, before constraints are followed step by step
 
@@ -176,10 +176,9 @@ class ConfigSpace(Generic[Cfg]):
             if len(point) == len(self.axes):
                 yield point
                 continue
-            children = self._children(point)
-            if visits is not None and max(next(visits) for _ in self.axes[len(point)].values) > _VISITS:
+            stack.extend(reversed(self._children(point)))
+            if visits is not None and next(visits) > _VISITS:
                 return
-            stack.extend(reversed(children))
 
     def has(self, point: Point) -> bool:
         """Return whether the point meets the constraints."""
@@ -368,7 +367,5 @@ def _fields(config: Any) -> dict[str, Any]:
 
 def _in_order(values: Sequence[Any]) -> list[Any]:
     """Return each value once: numbers by size, anything else as it comes."""
-    distinct = list({(type(value).__name__, repr(value)): value for value in values}.values())
-    if all(isinstance(value, (bool, int, float)) for value in distinct):
-        return sorted(distinct)
-    return distinct
+    distinct = list({value_key(value): value for value in values}.values())
+    return sorted(distinct) if all(map(is_number, distinct)) else distinct
