@@ -141,6 +141,7 @@ class Pool:
         squares = (columns[:, :, None] - columns[:, None, :]) ** 2
         singles: dict[tuple[int, tuple[float, ...]], Floats] = {}
         rest = values - self.mean[rows]
+        rest = rest - rest.mean()
 
         def single(position: int, where: slice, scales: tuple[float, ...]) -> Floats:
             key = (position, scales)
@@ -218,9 +219,11 @@ class Process:
     def predict(self, values: Floats, scale: Scale) -> tuple[Floats, Floats]:
         """Return mean and standard deviation of all configurations, given the measured ones' values."""
         count = len(self.rows)
-        ones, rest = (self._inverse @ np.stack([np.ones(count), values - self.pool.mean[self.rows]], axis=1)).T
+        rest = values - self.pool.mean[self.rows]
+        middle = float(rest.mean())
+        ones, rest = (self._inverse @ np.stack([np.ones(count), rest - middle], axis=1)).T
         constant, squares = _constant(ones, rest)
-        mean = self.pool.mean + constant + (rest - constant * ones) @ self._projected[:count]
+        mean = self.pool.mean + middle + constant + (rest - constant * ones) @ self._projected[:count]
         variance = np.maximum(self._variance, _JITTER) * scale.posterior(squares, count)
         return mean, np.sqrt(variance)
 
