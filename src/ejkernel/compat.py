@@ -157,9 +157,9 @@ def cupti_seconds(work: Callable[[], Any]) -> float | None:
     try:
         from jax._src.lib import mosaic_gpu
 
-        extension = mosaic_gpu._mosaic_gpu_ext
+        extension: Any = vars(mosaic_gpu)["_mosaic_gpu_ext"]
         extension._cupti_init()
-    except (ImportError, AttributeError, RuntimeError):
+    except (ImportError, KeyError, AttributeError, RuntimeError):
         return None
     try:
         jax.block_until_ready(work())

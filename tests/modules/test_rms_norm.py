@@ -128,16 +128,30 @@ def test_block_rows_are_positive(field):
         RmsNormConfig(**{field: 0})
 
 
-def invocation(rows, dim, device):
-    struct, weight = jax.ShapeDtypeStruct((rows, dim), jnp.float32), jax.ShapeDtypeStruct((dim,), jnp.float32)
+def invocation(rows, dim, device, dtype="float32"):
+    struct, weight = jax.ShapeDtypeStruct((rows, dim), dtype), jax.ShapeDtypeStruct((dim,), dtype)
     args, options = KERNEL.prepare(struct, weight)
     return Invocation(kernel=KERNEL, args=args, kwargs=options, device=device)
 
 
-def test_blocks_are_for_rows_that_outgrow_a_cpus_cache():
-    assert KERNEL.heuristic_cfg(invocation(512, 1024, "cpu:x")) == ONE_PASS
-    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "gpu:x")) == ONE_PASS
-    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "cpu:x")).fwd_block_rows == 128
+def test_blocks_are_for_large_narrow_rows_on_a_cpu():
+    assert KERNEL.heuristic_cfg(invocation(512, 1024, "cpu:x", "bfloat16")) == ONE_PASS
+    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "gpu:x", "bfloat16")) == ONE_PASS
+    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "cpu:x")) == ONE_PASS
+    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "cpu:x", "bfloat16")).fwd_block_rows == 128
+
+
+def test_a_large_gradient_on_a_cpu_runs_in_blocks():
+    seen = []
+
+    class Spy(RmsNorm):
+        def heuristic_cfg(self, inv):
+            seen.append((inv.direction, super().heuristic_cfg(inv)))
+            return seen[-1][1]
+
+    spy, struct = Spy(), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    jax.jit(jax.grad(lambda x: spy(x, x[0]).sum())).trace(struct).lower(lowering_platforms=("cpu",))
+    assert ("bwd", RmsNormConfig(bwd_block_rows=128)) in seen
 
 
 def test_candidates_are_distinct_and_smaller_than_the_rows():

@@ -478,7 +478,9 @@ def test_a_type_that_is_not_a_loaded_record_is_a_warned_miss(cache, name):
     cache.load(KEY)  # what decoding itself needs is imported when it is first used
     edit(only_file(cache), config_type=name)
     before = set(sys.modules)
-    with pytest.warns(CacheWarning, match="no dataclass or named tuple of a loaded module; import its module first, or pass cfg_type="):
+    with pytest.warns(
+        CacheWarning, match="no dataclass or named tuple of a loaded module; import its module first, or pass cfg_type="
+    ):
         assert cache.get(KEY) is None
     assert before == set(sys.modules)
     assert cache.get(KEY, FwdParams) == CFG

@@ -138,6 +138,39 @@ def test_a_static_argument_may_change_between_calls(executor):
     assert [float(executor(kernel, X, scale)[1]) for scale in (1, 2.5, True, 3)] == [1.0, 2.5, 1.0, 3.0]
 
 
+class Sign(Kernel[int, jax.Array]):
+    """The sign of a static float, which tells `0.0` from `-0.0`, and counts its traces."""
+
+    def __init__(self):
+        super().__init__()
+        self.traces = 0
+
+    def run(self, x, *, option, cfg):
+        self.traces += 1
+        return x + cfg * np.copysign(1, option)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+@pytest.mark.parametrize("cfg", [None, 1])
+def test_zeros_of_either_sign_are_told_apart_whatever_came_before(executor, cfg):
+    kernel = Sign()
+    options = (2.0, 0.0, -0.0, -2.0, 0.0)
+    assert [float(executor(kernel, X[0], option=option, cfg=cfg)) for option in options] == [1, 1, -1, -1, 1]
+
+
+@pytest.mark.parametrize("cfg", [None, 1])
+def test_a_call_that_was_made_before_is_not_traced_again(executor, cfg):
+    kernel = Sign()
+    for option in (2.0, 0.0, -0.0) * 2:
+        executor(kernel, X, option=option, cfg=cfg)
+    before = kernel.traces
+    for option in (2.0, 0.0, -0.0):
+        executor(kernel, X, option=option, cfg=cfg)
+    assert kernel.traces == before
+
+
 def test_a_positional_parameter_may_be_given_by_keyword(executor):
     assert executor(Everything(), X, scale=3)[1] == 3
 

@@ -99,7 +99,9 @@ class Axis:
         return encoded
 
     def _has_alignment(self, aligned_from: int) -> bool:
-        if len(self.values) < aligned_from or not all(isinstance(value, numbers.Integral) and value > 0 for value in self.values):
+        if len(self.values) < aligned_from or not all(
+            isinstance(value, (int, np.integer)) and value > 0 for value in self.values
+        ):
             return False
         powers_of_two = all(value & (value - 1) == 0 for value in self.values)
         return not powers_of_two and len({value & -value for value in self.values}) > 1

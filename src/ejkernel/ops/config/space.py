@@ -72,7 +72,7 @@ class ConfigSpace(Generic[Cfg]):
         axes: Mapping[str, Sequence[Any]],
         *,
         constraints: Callable[..., Any] | Iterable[Callable[..., Any]] = (),
-        build: Callable[[dict[str, Any]], Cfg] | type[Cfg] | None = None,
+        build: type[Cfg] | Callable[[dict[str, Any]], Cfg] | None = None,
         read: Callable[[Cfg], Mapping[str, Any]] | None = None,
     ) -> None:
         if not axes:
@@ -196,9 +196,8 @@ class ConfigSpace(Generic[Cfg]):
         assignment = self.assignment(point)
         if self._build is None:
             return assignment  # type: ignore[return-value] # without `build` the configuration is the dictionary
-        if isinstance(self._build, type):
-            return self._build(**assignment)
-        return self._build(assignment)
+        config: Cfg = self._build(**assignment) if isinstance(self._build, type) else self._build(assignment)
+        return config
 
     def point(self, config: Cfg) -> Point:
         """Return the point of a configuration. It need not meet the constraints.
@@ -266,10 +265,9 @@ class ConfigSpace(Generic[Cfg]):
         if points is not None:
             return [points[i] for i in rng.permutation(len(points))[:count]]
         found: dict[Point, None] = {}
-        levels = np.stack([rng.integers(len(a.values), size=_REJECTIONS * count) for a in self.axes], axis=1).tolist()
-        draws: Iterator[Point] = map(tuple, levels)
+        draws = (point for _ in range(_REJECTIONS) for point in self._drawn(rng, count) if self.has(point))
         descents = (point for point, _ in (self._descent(rng) for _ in range(_REJECTIONS * count)) if point)
-        for point in itertools.chain(filter(self.has, draws), descents):
+        for point in itertools.chain(draws, descents):
             if len(found) >= count:
                 break
             found.setdefault(point)
@@ -310,6 +308,11 @@ class ConfigSpace(Generic[Cfg]):
             if all(check(assignment) for check in checks):
                 kept.append(child)
         return kept
+
+    def _drawn(self, rng: np.random.Generator, count: int) -> list[Point]:
+        """Return points at random, whether they meet the constraints or not."""
+        levels = [rng.integers(len(axis.values), size=count).tolist() for axis in self.axes]
+        return list(zip(*levels, strict=True))
 
     def _descent(self, rng: np.random.Generator) -> tuple[Point | None, float]:
         """Choose one axis after the other at random; return the point and the product of how many ways there were."""

@@ -130,7 +130,8 @@ class Pool:
             return own
         mine, theirs = self.records[rows], self.records[others]
         distances = _squares(mine, theirs) * math.exp(-2 * hyper.record_scale)
-        return linear / self.records.shape[1] * (mine @ theirs.T) + smooth * matern(distances) + axes * own
+        total: Floats = linear / mine.shape[1] * (mine @ theirs.T) + smooth * matern(distances) + axes * own
+        return total
 
     def fit(self, hyper: Hyper, rows: Ints, values: Floats, scale: Scale) -> Hyper:
         """Return better hyperparameters for these values of these configurations."""
@@ -254,7 +255,8 @@ def _normal_cdf(z: Floats) -> Floats:
 def _squares(left: Floats, right: Floats) -> Floats:
     """Return the squared distances of rows."""
     sums = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1)[None, :]
-    return np.maximum(sums - 2.0 * (left @ right.T), 0.0)
+    squares: Floats = np.maximum(sums - 2.0 * (left @ right.T), 0.0)
+    return squares
 
 
 def _constant(ones: Floats, rest: Floats) -> tuple[float, float]:
