@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-import ejkernel
+import jax
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.execution.searching import ModelSearch, Random, Record, SearchOptions, Strategy
 
