@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import subprocess
 import sys
@@ -48,6 +49,11 @@ def reference(query, key, value, scale=8**-0.5, **rules):
 
 causal_attention = functools.partial(flash_attention, causal=True, cfg=SMALL)
 causal_reference = functools.partial(reference, right=0)
+
+
+def cpu_mesh(shape, names, axis_types):
+    """Return a mesh of host devices, of which there are enough wherever the tests run."""
+    return jax.make_mesh(shape, names, axis_types=axis_types, devices=jax.devices("cpu")[: math.prod(shape)])
 
 
 def total(function):
@@ -97,7 +103,7 @@ def test_second_derivatives(transform):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_local_calls_under_shard_map(axis_type):
-    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)
+    mesh = cpu_mesh((2, 2), ("data", "heads"), (axis_type,) * 2)
     specs = (P("data", None, "heads"), P(None, None, "heads"), P(None, None, "heads"))
     query, key, value = make_qkv()
     arrays = [
@@ -114,7 +120,7 @@ def test_local_calls_under_shard_map(axis_type):
 
 
 def test_automatic_sharding_gives_the_same_result():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = cpu_mesh((4,), ("data",), (AxisType.Auto,))
     arrays = make_qkv(batch=4)
     sharded = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arrays]
     found = jax.jit(jax.grad(total(causal_attention), (0, 1, 2)))(*sharded)
@@ -210,8 +216,9 @@ def test_an_unknown_implementation_is_no_configuration():
 
 def test_a_named_implementation_is_run_or_refused():
     arrays = make_qkv(dtype="bfloat16")
+    for_cpu = jax.jit(functools.partial(flash_attention, implementation="cudnn")).trace(*arrays)
     with pytest.raises(UnsupportedError, match=r"implementation='cudnn' needs an NVIDIA GPU.*use 'xla'"):
-        flash_attention(*arrays, implementation="cudnn")
+        for_cpu.lower(lowering_platforms=("cpu",))
     with pytest.raises(UnsupportedError, match=r"query has dtype float32, and cuDNN takes"):
         jax.eval_shape(functools.partial(flash_attention, implementation="cudnn"), QUERY, KEY, VALUE)
     assert flash_attention(*arrays, implementation="xla").shape == arrays[0].shape
@@ -317,7 +324,7 @@ def test_a_gradient_that_cudnn_lacks_is_xlas_unless_cudnn_was_asked_for():
 
 
 def test_a_partitioned_program_leaves_cudnn_to_shard_map():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = cpu_mesh((4,), ("data",), (AxisType.Auto,))
     sharding = NamedSharding(mesh, P("data"))
     for options in ({}, {"cfg": FlashAttentionConfig(implementation="cudnn")}):
         assert "__cudnn" not in lower_for_cuda(gradient_of_sum(**options), (8, 64, 4, 64), sharding=sharding)

@@ -32,6 +32,7 @@ DOCUMENTED = [
     "ConfigError",
     "ConfigKey",
     "ConfigSelectorChain",
+    "ConfigSpace",
     "EjkernelError",
     "EjkernelWarning",
     "Entry",

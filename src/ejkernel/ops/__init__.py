@@ -8,6 +8,7 @@ from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain
 from ejkernel.ops.config.selection import Resolution as Resolution
+from ejkernel.ops.config.space import ConfigSpace as ConfigSpace
 from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.invocation import default_key_builder_with_sharding as default_key_builder_with_sharding
 from ejkernel.ops.core.kernel import Kernel as Kernel

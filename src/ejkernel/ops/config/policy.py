@@ -21,12 +21,14 @@ class AutotunePolicy:
         heuristic: Answer with the kernel's heuristic; off, a miss is a `NoConfigError`.
         validate: While tuning, reject candidates whose results differ from the reference.
         budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
+        max_candidates: How many candidates of a `ConfigSpace` a search measures; a list is measured whole.
     """
 
     autotune: bool = False
     heuristic: bool = True
     validate: bool = True
     budget_s: float | None = None
+    max_candidates: int = 100
 
     def __post_init__(self) -> None:
         for name in ("autotune", "heuristic", "validate"):
@@ -34,6 +36,8 @@ class AutotunePolicy:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.budget_s is not None and not self.budget_s > 0:
             raise ConfigError(f"budget_s must be positive seconds or None, got {self.budget_s!r}.")
+        if type(self.max_candidates) is not int or self.max_candidates < 1:
+            raise ConfigError(f"max_candidates must be a positive int, got {self.max_candidates!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Generic
 
 import numpy as np
@@ -98,18 +98,17 @@ class Kernel(Generic[Cfg, Out]):
         """Return a good configuration without measuring; by default the first candidate."""
         if not overrides(self, "config_space") and not overrides(self, "candidate_cfgs"):
             raise NoConfigError(self.op_id, ("heuristic",))
-        candidates = candidates_of(self, inv)
-        if not candidates:
-            raise NoConfigError(self.op_id, ("heuristic", "config_space"))
-        return typing.cast(Cfg, candidates[0])
+        for first in candidates_of(self, inv):
+            return typing.cast(Cfg, first)
+        raise NoConfigError(self.op_id, ("heuristic", "config_space"))
 
-    def config_space(self, inv: Invocation[Cfg, Out]) -> Sequence[Cfg]:
-        """Return the configurations that tuning tries; by default the heuristic's alone."""
+    def config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
+        """Return the configurations that tuning tries, a list or a `ConfigSpace`; by default the heuristic's alone."""
         return [hook(self, "heuristic_cfg", inv.platform)(inv)]
 
-    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Sequence[Cfg]:
+    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
         """Return what `config_space` returns; another name for the same hook."""
-        return typing.cast(Sequence[Cfg], hook(self, "config_space", inv.platform)(inv))
+        return typing.cast(Collection[Cfg], hook(self, "config_space", inv.platform)(inv))
 
     def custom_vjp(
         self, primals: tuple[Any, ...], cfg: Cfg, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
@@ -243,10 +242,10 @@ def platform_to_trace_for(kernel: Kernel[Any, Any], default: str) -> str:
     raise _no_run(kernel, default)
 
 
-def candidates_of(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> tuple[Any, ...]:
+def candidates_of(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Collection[Any]:
     """Return the kernel's candidates for `inv`, under whichever of the two names it gives them."""
     name = "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space"
-    return tuple(hook(kernel, name, inv.platform)(inv))
+    return typing.cast(Collection[Any], hook(kernel, name, inv.platform)(inv))
 
 
 def __getattr__(name: str) -> Any:

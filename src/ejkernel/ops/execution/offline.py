@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, overload
 
 import jax
@@ -143,7 +143,7 @@ def _tune_one(
 def autotune(
     target: Kernel[Any, Any],
     *args: Any,
-    configs: Sequence[Any] | None = None,
+    configs: Collection[Any] | None = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,
@@ -153,7 +153,7 @@ def autotune(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotunin
 def autotune(
     target: Any,
     *args: Any,
-    configs: Sequence[Any] | None = None,
+    configs: Collection[Any] | None = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,
@@ -164,7 +164,7 @@ def autotune(
         target: A `Kernel`: its call with these arguments is tuned, and the configuration is returned. Any other
             callable: the kernels that it calls, forward and backward, and an `AutotuningResult` is returned.
         *args: Arguments of the call; for a function they may be abstract.
-        configs: Candidates for a kernel; its `config_space` by default.
+        configs: Candidates for a kernel, a list or a `ConfigSpace`; its `config_space` by default.
         num_warmup: At least this many calls of each candidate come before its first sample.
         num_iters: Samples of each candidate that stays in the race.
         **kwargs: Keyword arguments of the call.

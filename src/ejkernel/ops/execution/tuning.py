@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import numpy as np
 
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, hook, overrides
@@ -26,6 +29,7 @@ from ejkernel.ops.execution.measuring import benchmark as benchmark
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, SKIPPED, WRONG, Outcome, Tuned
 from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
+from ejkernel.ops.execution.searching import default_strategy
 from ejkernel.ops.utils import services
 
 logger = logging.getLogger(__name__)
@@ -33,6 +37,10 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 _HOPELESS = 1.5  # times the best so far: no noise that was seen makes up for that
+_SCREENING = 3  # rounds of a candidate that a search asked for
+_BATCH = 8  # candidates that a search asks for at once, so that they run in turns
+_FINALISTS = 7  # the best of a search that are measured again, beside the heuristic
+LISTED = 24  # configurations up to which a space is measured whole
 _MARGIN = 0.98  # a winner takes at most this share of the heuristic's time; nearer than that is a tie
 
 
@@ -90,7 +98,7 @@ class Autotuner:
         inv: Invocation[Any, Any],
         kernel: Kernel[Any, Any],
         *,
-        candidates: Sequence[Any] | None = None,
+        candidates: Collection[Any] | None = None,
         policy: AutotunePolicy | None = None,
         progress: Progress | None = None,
     ) -> Tuned:
@@ -99,8 +107,9 @@ class Autotuner:
         Args:
             inv: The call; it may be derived (a backward) or batched.
             kernel: Its kernel.
-            candidates: What to measure beside the heuristic; the kernel's `config_space` by default.
-            policy: `validate` and `budget_s` are heeded.
+            candidates: What to measure beside the heuristic, the kernel's `config_space` by default. A list is
+                measured whole; of a larger `ConfigSpace`, what a search asks for.
+            policy: `validate`, `budget_s` and `max_candidates` are heeded.
             progress: Called with how many candidates are compiled and checked, and how many there are.
 
         Raises:
@@ -113,57 +122,131 @@ class Autotuner:
         self,
         inv: Invocation[Any, Any],
         kernel: Kernel[Any, Any],
-        given: Sequence[Any] | None,
+        given: Collection[Any] | None,
         policy: AutotunePolicy,
         progress: Progress | None,
     ) -> Tuned:
         start = self._clock()
-        deadline = None if policy.budget_s is None else start + policy.budget_s
-        candidates = _candidates(inv, kernel, given)
-        baseline = Choice(config=candidates[0].config, platform=inv.platform)
+        first = _heuristic(inv, kernel)
+        others = candidates_of(kernel, inv) if given is None else given
+        baseline = Choice(config=_first(inv, first, others), platform=inv.platform)
         arrays, truth = _inputs_and_truth(inv, kernel, baseline, policy, np.random.default_rng(self.seed))
-        for index, candidate in enumerate(candidates):
-            if progress is not None:
-                progress(index, len(candidates))
-            if index and deadline is not None and self._clock() > deadline:
-                break
-            _prepare(candidate, inv, arrays, truth)
-        self._race([c for c in candidates if c.compiled is not None], arrays, deadline)
+        deadline = None if policy.budget_s is None else start + policy.budget_s
+        bench = _Bench(inv, arrays, truth, self.warmup, deadline, self._clock)
+        if isinstance(others, ConfigSpace) and others.size > LISTED:
+            candidates = self._search(others, first, bench, policy, progress)
+        else:
+            candidates = _distinct((*first, *others))
+            bench.prepare_all(candidates, len(candidates), progress)
+        finalists = [candidate for candidate in candidates if candidate.compiled is not None]
+        bench.race(finalists, self.rounds)
         if progress is not None:
             progress(len(candidates), len(candidates))
+        winner = _winner(inv, candidates, finalists)
         outcomes = tuple(candidate.outcome() for candidate in candidates)
-        tuned = Tuned(inv=inv, config=_winner(inv, outcomes), outcomes=outcomes, seconds=self._clock() - start)
+        tuned = Tuned(inv=inv, config=winner.config, outcomes=outcomes, seconds=self._clock() - start)
         _log(tuned)
         return tuned
 
-    def _race(self, runners: list[_Candidate], arrays: Sequence[Any], deadline: float | None) -> None:
+    def _search(
+        self,
+        space: ConfigSpace[Any],
+        first: Sequence[Any],
+        bench: _Bench,
+        policy: AutotunePolicy,
+        progress: Progress | None,
+    ) -> list[_Candidate]:
+        """Return the candidates that a strategy asked for; the best of them, and the heuristic, stay compiled."""
+        total = min(space.size, policy.max_candidates)
+        strategy = default_strategy(space, seeds=first, seed=self.seed)
+        tried = [_Candidate(config) for config in first]
+        batch = tried.copy()
+        while batch:
+            bench.prepare_all(batch, total, progress, done=len(tried) - len(batch))
+            bench.race([candidate for candidate in batch if candidate.compiled is not None], _SCREENING)
+            for candidate in batch:
+                strategy.tell(candidate.config, candidate.measurement.median if candidate.measurement else None)
+            _release_losers(tried)
+            room = 0 if bench.is_over() else min(_BATCH, total - len(tried))
+            batch = _distinct(strategy.ask(room), but=tried) if room > 0 else []
+            tried += batch
+        return tried
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bench:
+    """A call's inputs and the truth about them; candidates are compiled, checked and timed on it."""
+
+    inv: Invocation[Any, Any]
+    arrays: Sequence[Any]
+    truth: Sequence[Any] | None
+    warmup: int
+    deadline: float | None
+    clock: Callable[[], float]
+
+    def is_over(self) -> bool:
+        return self.deadline is not None and self.clock() > self.deadline
+
+    def prepare_all(
+        self, candidates: Sequence[_Candidate], total: int, progress: Progress | None, done: int = 0
+    ) -> None:
+        """Prepare candidates until time is up; the very first always."""
+        for index, candidate in enumerate(candidates, done):
+            if progress is not None:
+                progress(index, total)
+            if index and self.is_over():
+                return
+            _prepare(candidate, self.inv, self.arrays, self.truth)
+
+    def race(self, runners: Sequence[_Candidate], rounds: int) -> None:
+        """Measure compiled candidates, round by round."""
         if not runners:
             return
-        functions = [_bound(runner.compiled, arrays) for runner in runners]
+        functions = [_bound(runner.compiled, self.arrays) for runner in runners]
         measurements = interleaved(
-            functions, rounds=self.rounds, warmup=self.warmup, keep=_still_in_the_race, deadline=deadline
+            functions, rounds=rounds, warmup=self.warmup, keep=_still_in_the_race, deadline=self.deadline
         )
         for runner, measurement in zip(runners, measurements, strict=True):
-            runner.measurement, runner.status, runner.compiled = measurement, MEASURED, None
+            runner.measurement, runner.status = measurement, MEASURED
 
 
 def _bound(compiled: Any, arrays: Sequence[Any]) -> Callable[[], Any]:
     return lambda: compiled(*arrays)
 
 
-def _candidates(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], given: Sequence[Any] | None) -> list[_Candidate]:
-    """Return the heuristic's configuration and then the others, each once."""
-    others = list(candidates_of(kernel, inv)) if given is None else list(given)
+def _heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[Any]:
+    """Return the heuristic's configuration, if the kernel has any to offer."""
     try:
-        first = [hook(kernel, "heuristic_cfg", inv.platform)(inv)]
+        return [hook(kernel, "heuristic_cfg", inv.platform)(inv)]
     except NoConfigError:
-        first = []
-    distinct: dict[Any, _Candidate] = {}
-    for config in (*first, *others):
-        distinct.setdefault(_token(config), _Candidate(config))
-    if not distinct:
-        raise TuningError(f"{inv.op_id}: there is nothing to measure; config_space(inv) returned no configuration.")
-    return list(distinct.values())
+        return []
+
+
+def _first(inv: Invocation[Any, Any], first: Sequence[Any], others: Collection[Any]) -> Any:
+    for config in (*first, *itertools.islice(others, 1)):
+        return config
+    raise TuningError(f"{inv.op_id}: there is nothing to measure; config_space(inv) returned no configuration.")
+
+
+def _distinct(configs: Iterable[Any], but: Sequence[_Candidate] = ()) -> list[_Candidate]:
+    """Return one candidate for each configuration, in their order, leaving out those of `but`."""
+    found: dict[Any, _Candidate] = {}
+    known = {_token(candidate.config) for candidate in but}
+    for config in configs:
+        token = _token(config)
+        if token not in known:
+            found.setdefault(token, _Candidate(config))
+    return list(found.values())
+
+
+def _release_losers(tried: Sequence[_Candidate]) -> None:
+    """Let go of the programs of all but the heuristic, which is the first, and the finalists."""
+    measured = sorted(
+        (candidate for candidate in tried[1:] if candidate.measurement is not None),
+        key=lambda candidate: candidate.measurement.median if candidate.measurement else math.inf,
+    )
+    for candidate in measured[_FINALISTS:]:
+        candidate.compiled = None
 
 
 def _token(config: Any) -> Any:
@@ -219,24 +302,23 @@ def _still_in_the_race(samples: Sequence[Sequence[float]]) -> list[bool]:
     return [index == 0 or min(values) < _HOPELESS * best for index, values in enumerate(samples)]
 
 
-def _winner(inv: Invocation[Any, Any], outcomes: Sequence[Outcome]) -> Any:
-    measured = [outcome for outcome in outcomes if outcome.measurement is not None]
-    if not measured:
-        reasons = collections.Counter(outcome.reason for outcome in outcomes)
+def _winner(inv: Invocation[Any, Any], candidates: Sequence[_Candidate], finalists: Sequence[_Candidate]) -> _Candidate:
+    """Return the fastest finalist that ran in every round, if it beats the heuristic, the first candidate."""
+    times = {id(runner): runner.measurement for runner in finalists if runner.measurement is not None}
+    if not times:
+        reasons = collections.Counter(candidate.reason for candidate in candidates)
         listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-        raise TuningError(f"{inv.op_id}: none of {len(outcomes)} candidates could be measured: {listed}")
-    full = max(len(outcome.measurement.samples) for outcome in measured if outcome.measurement)
-    finalists = [o for o in measured if o.measurement and len(o.measurement.samples) == full]
-    best = min(finalists, key=lambda outcome: outcome.measurement.median if outcome.measurement else 0.0)
-    heuristic = outcomes[0]
-    if heuristic.measurement is None or _beats(best.measurement, heuristic.measurement):
-        return best.config
-    return heuristic.config
+        raise TuningError(f"{inv.op_id}: none of {len(candidates)} candidates could be measured: {listed}")
+    full = max(len(measurement.samples) for measurement in times.values())
+    in_every_round = [runner for runner in finalists if len(times[id(runner)].samples) == full]
+    best = min(in_every_round, key=lambda runner: times[id(runner)].median)
+    heuristic = times.get(id(candidates[0]))
+    return best if heuristic is None or _beats(times[id(best)], heuristic) else candidates[0]
 
 
-def _beats(challenger: Measurement | None, incumbent: Measurement) -> bool:
+def _beats(challenger: Measurement, incumbent: Measurement) -> bool:
     """Return whether the challenger is faster by more than a tie, in most of the rounds that both ran in."""
-    if challenger is None or challenger.median > _MARGIN * incumbent.median:
+    if challenger.median > _MARGIN * incumbent.median:
         return False
     pairs = list(zip(challenger.samples, incumbent.samples, strict=False))
     return sum(mine < theirs for mine, theirs in pairs) > len(pairs) / 2
