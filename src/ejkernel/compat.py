@@ -97,15 +97,23 @@ def num_devices(ctx: Any) -> int:
 
 
 _axis_context: contextvars.ContextVar[Any] = contextvars.ContextVar("axis_context", default=None)
+_platforms: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("platforms", default=())
 
 
 def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: Any) -> Any:
     """Lower `function` in place of a primitive."""
-    token = _axis_context.set(ctx.module_context.axis_context)
+    token, platforms = _axis_context.set(ctx.module_context.axis_context), _platforms.set(lowering_platforms(ctx))
     try:
         return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
     finally:
         _axis_context.reset(token)
+        _platforms.reset(platforms)
+
+
+def lowered_platform() -> str | None:
+    """Return the platform of the program that `lower_function` is lowering; `None` outside it, or for several."""
+    platforms = _platforms.get()
+    return platforms[0] if len(platforms) == 1 else None
 
 
 def is_partitioned() -> bool:

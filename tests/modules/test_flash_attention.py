@@ -358,3 +358,16 @@ def test_repeated_calls_share_a_program():
     for _ in range(2):
         executor(KERNEL, QUERY, KEY, VALUE, **options)
     assert len(executor._plans) == 1
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about a device without cuDNN")
+def test_a_configuration_that_the_device_has_not_is_a_clear_error():
+    x = jnp.ones((1, 16, 2, 64), jnp.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"implementation='cudnn' needs an NVIDIA GPU.*use 'xla'"):
+        flash_attention(x, x, x, cfg=FlashAttentionConfig(implementation="cudnn"))
+
+
+def test_a_configuration_of_another_operation_is_a_clear_error():
+    x = jnp.ones((1, 16, 2, 64))
+    with pytest.raises(ConfigError, match="flash_attention: cfg must be a FlashAttentionConfig, got FwdParams"):
+        flash_attention(x, x, x, cfg=FwdParams())

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ejkernel import compat
 from ejkernel.kernels.flash_attention import IMPLEMENTATIONS, load, xla
 from ejkernel.kernels.flash_attention.common import AttentionCall, Operands, Rules, describe
 from ejkernel.kernels.flash_attention.reference import attention
@@ -21,6 +22,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError, ConfigError, UnsupportedError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.ops.utils.fingerprint import platform_kind
 
 from . import _attention_arguments as arguments
 
@@ -92,7 +94,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     def fwd_with_residuals(self, *args: Any, cfg: FlashAttentionConfig, **options: Any) -> tuple[Any, Any]:
         """Return the output, and the log-sum-exp of every row."""
         operands, rules = _operands(args), _rules(options)
-        implementation = _checked_implementation(cfg, describe(operands, rules), options)
+        implementation = _checked_implementation(cfg, describe(operands, rules, platform=_platform()), options)
         out, lse = load(implementation).forward(operands, rules, cfg.fwd)
         return out, lse
 
@@ -107,7 +109,8 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     ) -> tuple[Any, ...]:
         """Return the gradients of query, key, value and bias."""
         operands, rules = _operands(args), _rules(options)
-        implementation = _checked_implementation(cfg, describe(operands, rules, backward=True), options)
+        call = describe(operands, rules, platform=_platform(), backward=True)
+        implementation = _checked_implementation(cfg, call, options)
         found = load(implementation).backward(operands, (out, residuals), cotangents[0], rules, cfg.bwd)
         return (*found, None, None)
 
@@ -315,6 +318,12 @@ def _checked_implementation(cfg: FlashAttentionConfig, call: AttentionCall, opti
 
 def _random_segments(shape: tuple[int, ...], rng: np.random.Generator) -> jax.Array:
     return jnp.asarray(np.sort(rng.integers(0, 4, shape), axis=-1))
+
+
+def _platform() -> str | None:
+    """Return the kind of device that the program is being lowered for, if it is being lowered."""
+    platform = compat.lowered_platform()
+    return None if platform is None else platform_kind(platform)
 
 
 def _names() -> str:

@@ -87,8 +87,9 @@ class Kernel(Generic[Cfg, Out]):
         """Return the arguments as `run` is to see them; runs once a call, under JAX's tracing."""
         return args, kwargs
 
-    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
-        """Compute the result with configuration `cfg`.
+    # The hooks' signatures are the subclass's own: with *args: Any, **kwargs: Any, type checkers accept any.
+    def run(self, *args: Any, **kwargs: Any) -> Out:
+        """Compute the result: `run(self, ..., *, cfg, ...)`.
 
         Shapes and dtypes of the result must not depend on `cfg`. Arguments that are not arrays are static.
         """
@@ -123,17 +124,20 @@ class Kernel(Generic[Cfg, Out]):
         """
         raise KernelError(f"{type(self).__name__} has no custom_vjp.")
 
-    def fwd_with_residuals(self, *args: Any, cfg: Cfg, **kwargs: Any) -> tuple[Out, Any]:
+    def fwd_with_residuals(self, *args: Any, **kwargs: Any) -> tuple[Out, Any]:
         """Return what `run` returns, and what `vjp` needs of it; optional, goes with `vjp`.
 
+        `fwd_with_residuals(self, ..., *, cfg, ...)`, with the arguments of `run`.
         Without it a kernel that has a loop computes its forward twice under `grad`.
         """
         raise KernelError(f"{type(self).__name__} has no fwd_with_residuals.")
 
-    def vjp(
-        self, residuals: Any, out: Out, cotangents: tuple[Any, ...], *args: Any, cfg: Cfg, **kwargs: Any
-    ) -> tuple[Any, ...]:
-        """Return the gradient of each positional argument (`None`: zero); goes with `fwd_with_residuals`."""
+    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Return the gradient of each positional argument (`None`: zero); goes with `fwd_with_residuals`.
+
+        `vjp(self, residuals, out, cotangents, ..., *, cfg, ...)`, followed by the arguments of `run`; `cotangents` is
+        a tuple with one entry for each output.
+        """
         raise KernelError(f"{type(self).__name__} has no vjp.")
 
     def reference(self, *args: Any, **kwargs: Any) -> Out:

@@ -60,7 +60,7 @@ class SearchOptions:
 
     scattered: int = 4
     recorded: int = 1
-    additive: float = 0.2
+    additive: tuple[float, ...] = (0.1, 0.4)
     aligned_from: int = ALIGNED_FROM
 
 
@@ -116,7 +116,12 @@ class Prior:
         values, rows = np.array([self.times[point] for point in held]), np.arange(len(held))
         scale = Scale(float(values.var()) + 1e-12, 1.0)
         if self._hyper is None:
-            self._hyper = pool.fit(Hyper.start(pool.columns.shape[1], records=False), rows, values, scale)
+            self._hyper = pool.fit(
+                Hyper.start(pool.columns.shape[1], records=False, additive=self.options.additive[0]),
+                rows,
+                values,
+                scale,
+            )
         mean, _ = Process(pool, self._hyper, rows.tolist()).predict(values, scale)
         guess: Floats = mean[len(held) :]
         return guess
@@ -166,26 +171,28 @@ class Model:
 
     Args:
         candidates: What is ranked.
-        hyper: Where the fit starts; by default at the prior.
+        hypers: Where the fits start.
         times: The measurements.
     """
 
-    def __init__(self, candidates: Candidates, hyper: Hyper | None, times: Mapping[Point, float | None]) -> None:
+    def __init__(self, candidates: Candidates, hypers: Sequence[Hyper], times: Mapping[Point, float | None]) -> None:
         self.candidates = candidates
         pool = candidates.pool
         measured = {candidates.rows[p]: math.log(t) for p, t in times.items() if t is not None and p in candidates.rows}
         rows = _held(list(measured), list(measured.values()))
         self._values = [measured[row] for row in rows]
         self._records = pool.spread > 0.0
-        self.hyper = hyper or Hyper.start(pool.columns.shape[1], records=self._records)
+        self.hypers = tuple(hypers)
         if rows:
             values = np.array(self._values)
-            self.hyper = pool.fit(self.hyper, np.array(rows, dtype=np.intp), values, self._scale(values))
-        self._process = Process(pool, self.hyper, rows)
+            indices, scale = np.array(rows, dtype=np.intp), self._scale(values)
+            self.hypers = tuple(pool.fit(hyper, indices, values, scale) for hyper in hypers)
+        self._processes = [Process(pool, hyper, rows) for hyper in self.hypers]
 
     def add(self, row: int, seconds: float) -> None:
         """Add a measurement."""
-        self._process.add(row)
+        for process in self._processes:
+            process.add(row)
         self._values.append(math.log(seconds))
 
     def best(self, n: int, seconds: float, proposed: Iterable[Point], pending: Sequence[Point]) -> list[Point]:
@@ -213,9 +220,11 @@ class Model:
                 taken[row] = True
                 chosen.append(row)
             if len(chosen) < n:
-                self._process.add(row)
+                for process in self._processes:
+                    process.add(row)
                 values.append(float(mean[row]))
-        self._process.truncate(count)
+        for process in self._processes:
+            process.truncate(count)
         return [self.candidates.points[row] for row in chosen]
 
     def _promise(self, values: Floats, seconds: float) -> tuple[Floats, Floats]:
@@ -223,8 +232,12 @@ class Model:
         if not len(values):
             mean = self.candidates.pool.mean
             return mean, np.exp(mean.min() - mean)
-        mean, deviation = self._process.predict(values, self._scale(values))
-        improvement = expected_improvement(math.log(seconds), mean, deviation)
+        scale, best = self._scale(values), math.log(seconds)
+        mean, improvement = np.zeros(self.candidates.pool.size), np.zeros(self.candidates.pool.size)
+        for process in self._processes:
+            one, deviation = process.predict(values, scale)
+            mean += one / len(self._processes)
+            improvement += expected_improvement(best, one, deviation) / len(self._processes)
         return mean, improvement + 1e-9 * np.exp(mean.min() - mean)  # where nothing will improve, the fastest is next
 
     def _scale(self, values: Floats) -> Scale:
@@ -268,7 +281,7 @@ class Scatter:
 def _pool(space: ConfigSpace[Any], points: Sequence[Point], priors: Sequence[Prior], options: SearchOptions) -> Pool:
     axes = space.encode_points(points, aligned_from=options.aligned_from)
     records = np.array([prior.fill(points) for prior in priors]).reshape(len(priors), len(points))
-    return Pool(axes, records, additive=options.additive)
+    return Pool(axes, records)
 
 
 def _columns(axes: Sequence[Floats], count: int) -> Floats:

@@ -41,18 +41,20 @@ class Hyper:
         noise: Variance of a measurement, as a share of the process's.
         parts: Weights of the linear function of the records, of the smooth one, and of the function of the axes.
         record_scale: Logarithm of the length scale of the smooth function of the records.
+        additive: Share of the axes' function that is a sum of functions of one axis; not fitted.
     """
 
     scales: tuple[float, ...]
     noise: float = 1e-3
     parts: tuple[float, float, float] = (0.0, 0.0, 1.0)
     record_scale: float = 0.0
+    additive: float = 0.0
 
     @classmethod
-    def start(cls, columns: int, *, records: bool) -> Hyper:
+    def start(cls, columns: int, *, records: bool, additive: float) -> Hyper:
         """Return where the first fit starts."""
         scales = (math.log(0.6),) * columns
-        return cls(scales, parts=(0.3, 0.3, 0.5)) if records else cls(scales)
+        return cls(scales, parts=(0.3, 0.3, 0.5) if records else (0.0, 0.0, 1.0), additive=additive)
 
     def nearby(self) -> Iterator[Hyper]:
         """Yield the steps of a coordinate search."""
@@ -88,13 +90,11 @@ class Pool:
     Args:
         axes: For each axis its columns, a row for each configuration.
         records: Log times of each record, centred, a row for each record; without gaps.
-        additive: Share of the axes' function that is a sum of functions of one axis.
     """
 
-    def __init__(self, axes: Sequence[Floats], records: Floats, *, additive: float) -> None:
+    def __init__(self, axes: Sequence[Floats], records: Floats) -> None:
         self.size = records.shape[1]
         self.columns = np.concatenate([*axes, np.zeros((self.size, 0))], axis=1)
-        self.additive = additive if axes else 0.0
         self.mean: Floats = records.mean(axis=0) if len(records) else np.zeros(self.size)
         self.spread = math.sqrt(float((records**2).mean())) if len(records) else 0.0
         self.records = np.ascontiguousarray(records.T) / max(self.spread, 1e-9)
@@ -108,13 +108,13 @@ class Pool:
         inverse_scales = np.exp(-np.array(hyper.scales))
         scaled = self.columns * inverse_scales
         own = matern(_squares(scaled[rows], scaled))
-        if self.additive:
+        if hyper.additive and self._slices:
             single = np.zeros_like(own)
             for where, (values, inverse) in zip(self._slices, self._distinct, strict=True):
                 values = values * inverse_scales[where]
                 single += matern(_squares(values[inverse[rows]], values))[:, inverse]
-            own *= 1.0 - self.additive
-            own += (self.additive / len(self._slices)) * single
+            own *= 1.0 - hyper.additive
+            own += (hyper.additive / len(self._slices)) * single
         return self._with_records(hyper, own, rows, np.arange(self.size))
 
     def variance(self, hyper: Hyper) -> Floats:
@@ -152,9 +152,9 @@ class Pool:
 
         def loss(hyper: Hyper) -> float:
             own = matern(np.tensordot(np.exp(-2 * np.array(hyper.scales)), squares, 1))
-            if self.additive:
+            if hyper.additive and self._slices:
                 parts = [single(i, where, hyper.scales[where]) for i, where in enumerate(self._slices)]
-                own = (1 - self.additive) * own + self.additive / len(parts) * np.sum(parts, axis=0)
+                own = (1 - hyper.additive) * own + hyper.additive / len(parts) * np.sum(parts, axis=0)
             covariance = self._with_records(hyper, own, rows, rows)
             return _loss(covariance, hyper.noise, rest, scale) + hyper.penalty()
 

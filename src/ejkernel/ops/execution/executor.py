@@ -184,6 +184,8 @@ class Executor(Generic[Cfg, Out]):
     ) -> Out:
         if not isinstance(kernel, Kernel):
             raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
+        if cfg is not None and kernel.config_type is not None and not isinstance(cfg, kernel.config_type):
+            raise ConfigError(f"{kernel.op_id}: cfg must be a {kernel.config_type.__name__}, got {cfg!r}.")
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
         values = (*args, *kwargs.values())

@@ -168,7 +168,7 @@ class ModelSearch(_Told):
         self._scatter: Scatter | None = None
         self._candidates: Candidates | None = None
         self._model: Model | None = None
-        self._hyper: Hyper | None = None
+        self._hypers: tuple[Hyper, ...] = ()
         self._stale_at = 0
 
     def _learn(self, point: Point, seconds: float | None) -> None:
@@ -208,8 +208,12 @@ class ModelSearch(_Told):
             for point, seconds in self.times.items():
                 if point in self._candidates.rows:
                     self._candidates.note(self._candidates.rows[point], failed=seconds is None)
-        self._model = Model(self._candidates, self._hyper, self.times)
-        self._hyper = self._model.hyper
+        columns, records = self._candidates.pool.columns.shape[1], bool(self._priors)
+        self._hypers = self._hypers or tuple(
+            Hyper.start(columns, records=records, additive=share) for share in self.options.additive
+        )
+        self._model = Model(self._candidates, self._hypers, self.times)
+        self._hypers = self._model.hypers
         self._stale_at = self._measured + max(2, self._measured // 5)
 
     def _ranked(self) -> list[Point]:
