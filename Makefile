@@ -33,7 +33,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 doctest: $(STAMP)
-	$(BIN)/python -m pytest --doctest-modules --doctest-glob='*.md' --ignore-glob='*/__main__.py' \
+	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
+	EJKERNEL_CACHE_DIR="$$cache" $(BIN)/python -m pytest --doctest-modules --doctest-glob='*.md' --ignore-glob='*/__main__.py' \
 		$(wildcard README.md docs) src/ejkernel
 
 lint: $(STAMP)
