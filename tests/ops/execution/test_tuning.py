@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.errors import TuningError
+from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution import tuning
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.tuning import Autotuner
@@ -31,7 +32,7 @@ class Double(Kernel[int, jax.Array]):
         self.space, self.faults = space, faults or {}
 
     def run(self, x, *, cfg):
-        return self.faults.get(cfg, lambda x: x + x)(x)
+        return self.faults.get(cfg, lambda x: told_apart(x + x, cfg))(x)
 
     def heuristic_cfg(self, inv):
         return 1
@@ -48,8 +49,9 @@ def race(monkeypatch):
         def interleaved(functions, *, rounds, warmup, keep, deadline):
             for function in functions:
                 jax.block_until_ready(function())
-            times = [seconds if isinstance(seconds, tuple) else (seconds,) * ROUNDS for seconds in costs.values()]
-            return [Measurement(samples=samples) for _, samples in zip(functions, times, strict=True)]
+            configs = [function.config for function in functions]
+            found = [costs[config["block"] if isinstance(config, dict) else config] for config in configs]
+            return [Measurement(samples=s if isinstance(s, tuple) else (s,) * ROUNDS) for s in found]
 
         monkeypatch.setattr(tuning, "interleaved", interleaved)
 
@@ -125,7 +127,7 @@ def test_the_heuristic_is_measured_even_where_the_space_does_not_hold_it(race):
 def test_a_kernel_without_a_heuristic_is_tuned(race):
     class Spaceless(Kernel[int, jax.Array]):
         def run(self, x, *, cfg):
-            return x + x
+            return told_apart(x + x, cfg)
 
     race({5: 2.0, 6: 1.0})
     assert tune(Spaceless(), candidates=[5, 6]).config == 6
@@ -151,7 +153,7 @@ def test_configurations_that_are_not_data_are_an_error():
 def test_configurations_may_be_dictionaries(race):
     class Dictionaries(Kernel[dict, jax.Array]):
         def run(self, x, *, cfg):
-            return x + x
+            return told_apart(x + x, cfg)
 
         def config_space(self, inv):
             return [{"block": 1}, {"block": 2}]
@@ -320,3 +322,69 @@ def test_progress_counts_candidates(race):
     steps = []
     tune(Double(), progress=lambda done, total: steps.append((done, total)))
     assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+# --- noise ---
+
+
+class Same(Kernel[int, jax.Array]):
+    """Every configuration is the same program."""
+
+    def run(self, x, *, cfg):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return [2, 3]
+
+
+def test_candidates_that_are_one_program_are_measured_once(race):
+    race({1: 2.0, 2: 1.0, 3: 1.0})
+    tuned = tune(Same("same"))
+    assert tuned.config == 1
+    assert fates(tuned)[2] == ("same", "the same program as 1")
+
+
+def test_a_winner_that_loses_the_second_race_is_not_admitted(monkeypatch):
+    lucky = iter([{1: 2.0, 2: 1.0, 3: 3.0}, {1: 2.0, 2: 2.0}])
+
+    def interleaved(functions, **_):
+        times = next(lucky)
+        return [Measurement(samples=(times[function.config],) * ROUNDS) for function in functions]
+
+    monkeypatch.setattr(tuning, "interleaved", interleaved)
+    assert tune(Double()).config == 1
+
+
+def test_the_speed_up_is_that_of_the_second_race(monkeypatch):
+    lucky = iter([{1: 2.0, 2: 0.5, 3: 3.0}, {1: 2.0, 2: 1.0}])
+
+    def interleaved(functions, **_):
+        times = next(lucky)
+        return [Measurement(samples=(times[function.config],) * ROUNDS) for function in functions]
+
+    monkeypatch.setattr(tuning, "interleaved", interleaved)
+    assert tune(Double()).speedup == 2.0
+
+
+def test_nobody_is_dropped_on_a_few_samples():
+    assert tuning._still_in_the_race([[1.0, 1.0], [9.0, 9.0]]) == [True, True]
+    assert tuning._still_in_the_race([[1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]) == [True, False]
+    assert tuning._still_in_the_race([[9.0, 9.0, 9.0], [1.0, 1.0, 1.0]]) == [True, True]
+
+
+def test_one_bad_sample_drops_nobody():
+    assert tuning._still_in_the_race([[1.0, 1.0, 1.0], [9.0, 1.0, 1.0]]) == [True, True]
+
+
+def test_a_search_in_which_only_the_heuristic_survives_warns_with_the_first_reason(race):
+    def broken(x):
+        raise ValueError("does not fit")
+
+    race({1: 1.0})
+    with pytest.warns(
+        TuningWarning, match=r"all 2 candidates beside the heuristic were rejected; the first, 2, failed"
+    ):
+        tune(Double(faults={2: broken, 3: broken}))

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.errors import KernelError, TuningError
+from ejkernel.ops.errors import KernelError, TuningError, TuningWarning
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.execution.measuring import apart
 from ejkernel.ops.execution.tuning import Autotuner
@@ -36,7 +37,7 @@ class Double(Kernel[int, jax.Array]):
         self.space = space
 
     def run(self, x, *, cfg):
-        return x + x
+        return told_apart(x + x, cfg)
 
     def heuristic_cfg(self, inv):
         return 1
@@ -176,7 +177,7 @@ def test_precision_and_64_bit_mode_hold_for_the_candidates():
     class Witness(Double):
         def run(self, x, *, cfg):
             seen.append((str(jax.config.jax_default_matmul_precision), jax.config.jax_enable_x64, x.dtype))
-            return x + x
+            return told_apart(x + x, cfg)
 
     with jax.default_matmul_precision("highest"), jax.enable_x64(True):
         tune(Witness(), np.ones(3, np.float64))
@@ -200,6 +201,8 @@ class Square(Kernel[int, jax.Array]):
         self.checked = []
 
     def run(self, x, *, cfg):
+        for _ in range(cfg):  # the programs of two configurations differ, those of their derivatives too
+            x = 1.0 * x
         return x * x
 
     def heuristic_cfg(self, inv):
@@ -209,12 +212,12 @@ class Square(Kernel[int, jax.Array]):
         return [1, 2]
 
     def fwd_with_residuals(self, x, *, cfg):
-        return x * x, (2 * x, x.shape[0] * jnp.ones(()))
+        return told_apart(x * x, cfg), (2 * x, x.shape[0] * jnp.ones(()))
 
     def vjp(self, residuals, out, cotangents, x, *, cfg):
         doubled, count = residuals
         consistent = (doubled == 2 * x).all() & (out == x * x).all() & (count == x.shape[0])
-        return (jnp.where(consistent, cotangents[0] * doubled, jnp.nan),)
+        return (told_apart(jnp.where(consistent, cotangents[0] * doubled, jnp.nan), cfg),)
 
 
 class Ruled(Square):
@@ -224,7 +227,7 @@ class Ruled(Square):
     vjp = Kernel.vjp
 
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
-        return (cotangents[0] * 2 * primals[0],)
+        return (told_apart(cotangents[0] * 2 * primals[0], cfg),)
 
 
 class Plain(Square):
@@ -276,7 +279,8 @@ def test_a_backward_is_checked_against_the_gradient_of_the_reference():
     kernel = Referenced()
     with recording() as seen:
         jax.jit(jax.grad(lambda x: kernel(x).sum())).lower(X)
-    assert fates(Autotuner().tune(seen[-1], kernel))[2][0] == "wrong"
+    with pytest.warns(TuningWarning, match="all 1 candidates beside the heuristic were rejected"):
+        assert fates(Autotuner().tune(seen[-1], kernel))[2][0] == "wrong"
 
 
 def test_hooks_see_the_direction_and_the_arguments_of_the_forward():
@@ -337,7 +341,7 @@ def test_own_example_inputs_must_fit_the_signature():
 def test_inputs_of_every_dtype_are_made(dtype):
     class Same(Double):
         def run(self, x, *, cfg):
-            return jnp.flip(x)
+            return told_apart(jnp.flip(x), cfg)
 
     like = jax.random.split(jax.random.key(0), 4) if dtype == "key" else jax.ShapeDtypeStruct((4,), dtype)
     assert tune(Same(space=(1, 2)), like).outcomes[1].status == "measured"
@@ -358,7 +362,7 @@ def test_inputs_depend_on_the_seed_alone():
 def test_static_arguments_reach_the_candidates():
     class Power(Kernel[int, jax.Array]):
         def run(self, x, exponent, *, cfg, activation=None):
-            return activation(x**exponent)
+            return told_apart(activation(x**exponent), cfg)
 
         def config_space(self, inv):
             return [1, 2]

@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops import AutotunePolicy, ConfigSpace, Invocation, Kernel
 from ejkernel.ops.errors import ConfigError
@@ -34,7 +35,7 @@ class Double(Kernel[Tile, jax.Array]):
     def run(self, x, *, cfg):
         if cfg.rows == 7:
             raise ValueError("seven rows do not fit")
-        return x + x
+        return told_apart(x + x, cfg)
 
     def heuristic_cfg(self, inv):
         return Tile(1, 1)
@@ -80,7 +81,7 @@ def test_a_search_finds_the_bottom_without_measuring_the_whole_space(races):
 def test_the_heuristic_comes_first_and_runs_in_the_final_race(races):
     tuned = search(Double("double"), max_candidates=30)
     assert tuned.outcomes[0].config == Tile(1, 1)
-    rounds, finalists = races[-1]
+    rounds, finalists = races[-2]
     assert rounds == ROUNDS
     assert finalists[0] == Tile(1, 1)
     assert len(finalists) <= 8
@@ -88,7 +89,7 @@ def test_the_heuristic_comes_first_and_runs_in_the_final_race(races):
 
 def test_no_candidate_is_measured_twice_before_the_final_race(races):
     search(Double("double"), max_candidates=40)
-    screened = [config for _, configs in races[:-1] for config in configs]
+    screened = [config for _, configs in races[:-2] for config in configs]
     assert len(screened) == len(set(screened))
 
 
@@ -101,7 +102,7 @@ def test_a_failure_is_an_outcome_and_the_search_goes_on(races):
 
 def test_a_small_space_is_measured_whole_in_one_race(races):
     tuned = search(SmallDouble("double"), max_candidates=2)
-    assert [len(configs) for _, configs in races] == [9]
+    assert [len(configs) for _, configs in races] == [9, 2]
     assert tuned.config == Tile(3, 3)
 
 

@@ -20,6 +20,8 @@ LEAST = 3  # measurements below which a model without records says nothing, and 
 _SCATTERED = 512  # configurations among which the first ones are spread out
 _HELD = 256  # measurements that a model holds
 _RECORDED = 256  # measurements of a record that fill its gaps
+_RESTLESS = 25.0  # measurements without a better time after which a model takes twice its own uncertainty
+_MOST_RESTLESS = 3.0
 _PENDING = 16  # configurations under measurement that a model reckons with
 _REACH = 0.3  # how far a failure is felt, in unit-wide axes
 _DOUBT = 0.1  # weight of the share of failures so far, against that of a failure nearby
@@ -233,11 +235,13 @@ class Model:
             mean = self.candidates.pool.mean
             return mean, np.exp(mean.min() - mean)
         scale, best = self._scale(values), math.log(seconds)
+        waited = len(values) - 1 - int(np.argmin(values))
+        doubt = min(1.0 + waited / _RESTLESS, _MOST_RESTLESS)
         mean, improvement = np.zeros(self.candidates.pool.size), np.zeros(self.candidates.pool.size)
         for process in self._processes:
             one, deviation = process.predict(values, scale)
             mean += one / len(self._processes)
-            improvement += expected_improvement(best, one, deviation) / len(self._processes)
+            improvement += expected_improvement(best, one, deviation * doubt) / len(self._processes)
         return mean, improvement + 1e-9 * np.exp(mean.min() - mean)  # where nothing will improve, the fastest is next
 
     def _scale(self, values: Floats) -> Scale:

@@ -15,6 +15,7 @@ MEASURED = "measured"
 FAILED = "failed"
 WRONG = "wrong"
 SKIPPED = "skipped"
+SAME = "same"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,8 @@ class Outcome:
 
     Attributes:
         config: The candidate.
-        status: `measured`; `failed` (raised); `wrong` (results differ from the reference); `skipped` (out of time).
+        status: `measured`; `failed` (raised); `wrong` (results differ from the reference); `same` (the program of
+            another candidate); `skipped` (out of time).
         reason: Why it was not measured.
         measurement: Its times.
         compile_seconds: How long lowering and compiling took.
@@ -78,7 +80,7 @@ class Tuned:
         failures = [
             {"config": to_data(outcome.config), "status": outcome.status, "reason": outcome.reason}
             for outcome in self.outcomes
-            if outcome.status != MEASURED
+            if outcome.status in (FAILED, WRONG)
         ]
         return {
             "winner": _times(self.winner),

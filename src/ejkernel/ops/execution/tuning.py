@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -22,11 +24,11 @@ from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, hook, overrides
 from ejkernel.ops.core.nodes import Choice
-from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
+from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError, TuningWarning
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.measuring import Measurement, apart, interleaved
 from ejkernel.ops.execution.measuring import benchmark as benchmark
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, SKIPPED, WRONG, Outcome, Tuned
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, SAME, SKIPPED, WRONG, Outcome, Tuned
 from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.searching import default_strategy
@@ -36,11 +38,13 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_HOPELESS = 1.5  # times the best so far: no noise that was seen makes up for that
+_HOPELESS = 1.5  # times the best median so far, after a few samples: no noise that was seen makes up for that
+_FEW = 3
 _SCREENING = 3  # rounds of a candidate that a search asked for
 _BATCH = 8  # candidates that a search asks for at once, so that they run in turns
 _FINALISTS = 7  # the best of a search that are measured again, beside the heuristic
 LISTED = 24  # configurations up to which a space is measured whole
+_MOST = 0.75  # share of the rounds that a winner is faster in
 _MARGIN = 0.98  # a winner takes at most this share of the heuristic's time; nearer than that is a tie
 
 
@@ -140,13 +144,24 @@ class Autotuner:
             bench.prepare_all(candidates, len(candidates), progress)
         finalists = [candidate for candidate in candidates if candidate.compiled is not None]
         bench.race(finalists, self.rounds)
+        winner = _winner(inv, candidates, finalists)
+        if winner is not candidates[0] and candidates[0].compiled is not None:
+            winner = self._confirmed(bench, winner, candidates[0])
         if progress is not None:
             progress(len(candidates), len(candidates))
-        winner = _winner(inv, candidates, finalists)
         outcomes = tuple(candidate.outcome() for candidate in candidates)
         tuned = Tuned(inv=inv, config=winner.config, outcomes=outcomes, seconds=self._clock() - start)
-        _log(tuned)
+        _report(tuned)
         return tuned
+
+    def _confirmed(self, bench: _Bench, winner: _Candidate, heuristic: _Candidate) -> _Candidate:
+        """Return the winner if it beats the heuristic again, in a race of the two alone; else the heuristic.
+
+        Of many candidates the one that noise favoured most looks best; new samples do not know which one that was.
+        """
+        bench.race([heuristic, winner], self.rounds)
+        confirmed = winner.measurement and heuristic.measurement and _beats(winner.measurement, heuristic.measurement)
+        return winner if confirmed else heuristic
 
     def _search(
         self,
@@ -183,6 +198,7 @@ class _Bench:
     warmup: int
     deadline: float | None
     clock: Callable[[], float]
+    programs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def is_over(self) -> bool:
         return self.deadline is not None and self.clock() > self.deadline
@@ -196,13 +212,38 @@ class _Bench:
                 progress(index, total)
             if index and self.is_over():
                 return
-            _prepare(candidate, self.inv, self.arrays, self.truth)
+            self._prepare(candidate)
+
+    def _prepare(self, candidate: _Candidate) -> None:
+        """Compile and run a candidate once, and compare its results; a failure is noted, whatever it is."""
+        choice = Choice(config=candidate.config, platform=self.inv.platform)
+        start = time.perf_counter()
+        try:
+            lowered = jax.jit(self.inv.node.flat(choice)).lower(*self.arrays)
+            program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            if program in self.programs:
+                candidate.status, candidate.reason = SAME, f"the same program as {self.programs[program]!r}"
+                return
+            self.programs[program] = candidate.config
+            compiled = lowered.compile()
+            candidate.compile_seconds = time.perf_counter() - start
+            results = jax.block_until_ready(compiled(*self.arrays))
+        except Exception as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
+            candidate.fail(FAILED, error)
+            return
+        try:
+            if self.truth is not None:
+                check_results(results, self.truth, platform=self.inv.platform, precision=self.inv.precision)
+        except CandidateError as error:
+            candidate.fail(WRONG, error)
+            return
+        candidate.compiled = compiled
 
     def race(self, runners: Sequence[_Candidate], rounds: int) -> None:
         """Measure compiled candidates, round by round."""
         if not runners:
             return
-        functions = [_bound(runner.compiled, self.arrays) for runner in runners]
+        functions = [_Run(runner.config, runner.compiled, self.arrays) for runner in runners]
         measurements = interleaved(
             functions, rounds=rounds, warmup=self.warmup, keep=_still_in_the_race, deadline=self.deadline
         )
@@ -210,8 +251,16 @@ class _Bench:
             runner.measurement, runner.status = measurement, MEASURED
 
 
-def _bound(compiled: Any, arrays: Sequence[Any]) -> Callable[[], Any]:
-    return lambda: compiled(*arrays)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """One call of a candidate."""
+
+    config: Any
+    compiled: Any
+    arrays: Sequence[Any]
+
+    def __call__(self) -> Any:
+        return self.compiled(*self.arrays)
 
 
 def _heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[Any]:
@@ -274,32 +323,12 @@ def _inputs_and_truth(
     return arrays, truth
 
 
-def _prepare(
-    candidate: _Candidate, inv: Invocation[Any, Any], arrays: Sequence[Any], truth: Sequence[Any] | None
-) -> None:
-    """Compile and run a candidate once, and compare its results; a failure is noted, whatever it is."""
-    choice = Choice(config=candidate.config, platform=inv.platform)
-    start = time.perf_counter()
-    try:
-        compiled = jax.jit(inv.node.flat(choice)).lower(*arrays).compile()
-        candidate.compile_seconds = time.perf_counter() - start
-        results = jax.block_until_ready(compiled(*arrays))
-    except Exception as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
-        candidate.fail(FAILED, error)
-        return
-    try:
-        if truth is not None:
-            check_results(results, truth, platform=inv.platform, precision=inv.precision)
-    except CandidateError as error:
-        candidate.fail(WRONG, error)
-        return
-    candidate.compiled = compiled
-
-
 def _still_in_the_race(samples: Sequence[Sequence[float]]) -> list[bool]:
     """Say who is worth another round; the heuristic always is, for it is what a winner is compared with."""
-    best = min(min(values) for values in samples)
-    return [index == 0 or min(values) < _HOPELESS * best for index, values in enumerate(samples)]
+    if len(samples[0]) < _FEW:
+        return [True] * len(samples)
+    medians = [float(np.median(values)) for values in samples]
+    return [index == 0 or median < _HOPELESS * min(medians) for index, median in enumerate(medians)]
 
 
 def _winner(inv: Invocation[Any, Any], candidates: Sequence[_Candidate], finalists: Sequence[_Candidate]) -> _Candidate:
@@ -321,10 +350,18 @@ def _beats(challenger: Measurement, incumbent: Measurement) -> bool:
     if challenger.median > _MARGIN * incumbent.median:
         return False
     pairs = list(zip(challenger.samples, incumbent.samples, strict=False))
-    return sum(mine < theirs for mine, theirs in pairs) > len(pairs) / 2
+    return sum(mine < theirs for mine, theirs in pairs) >= _MOST * len(pairs)
 
 
-def _log(tuned: Tuned) -> None:
+def _report(tuned: Tuned) -> None:
+    others = [outcome for outcome in tuned.outcomes[1:] if outcome.status != SAME]
+    rejected = [outcome for outcome in others if outcome.status in (FAILED, WRONG)]
+    if others and len(rejected) == len(others):
+        text = (
+            f"{tuned.inv.op_id}: all {len(others)} candidates beside the heuristic were rejected; the first, "
+            f"{rejected[0].config!r}, {rejected[0].status}: {rejected[0].reason}"
+        )
+        warnings.warn(text, TuningWarning, stacklevel=2)
     speedup = tuned.speedup
     logger.info(
         "tuned %s in %.1f s: %d candidates, %s, %s",
