@@ -49,6 +49,14 @@ def step():
     return jax.grad(lambda a, b: jnp.sum(product(a, b) ** 2)), (shape, shape)
 
 
+needs_two = lambda a, b: None
+number = 3
+
+
+def raises():
+    raise KeyError("no such thing")
+
+
 def nothing():
     return jnp.sin, (jnp.ones(3),)
 
@@ -155,12 +163,32 @@ def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsy
         ("absent:step", "there is no module 'absent'"),
         ("program:absent", "module 'program' has no 'absent'"),
         ("program:forgetful", "must return (callable, args)"),
+        ("program:number", "program:number must be a function, got 3"),
+        ("program:needs_two", "program:needs_two must take no arguments, but it needs a, b"),
+        ("program.py:step", "there is no module 'program.py' here"),
+        ("program.py:step", "did you mean program:"),
+        ("program:raises", "calling program:raises raised KeyError: 'no such thing'"),
     ],
 )
 def test_a_bad_target_is_a_clear_error(program, capsys, target, message):
     status, _, err = run(capsys, "tune", target)
     assert status == 1
     assert message in err
+
+
+def test_an_error_of_the_program_shows_its_own_frames_alone(program, capsys):
+    _, _, err = run(capsys, "tune", "program:raises")
+    assert 'raise KeyError("no such thing")' in err
+    assert "ejkernel/cli" not in err
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(program, capsys):
+    (program / "file").write_text("")
+    status, _, err = run(capsys, "tune", "program:step", "--cache", "file/cache")
+    assert status == 1
+    assert "cannot be written" in err
+    assert "--cache" in err
+    assert "tuning" not in err
 
 
 def test_wrong_usage_is_status_2(capsys):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: results to stdout, messages to stderr; 0 done, 1 failed, 2 wrong usage."""
+"""The command line: results to stdout, messages to stderr; 0 done, 1 failed, 2 wrong usage, 130 stopped."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except click.ClickException as error:
             error.show()
             return error.exit_code
-        except click.Abort:
-            click.echo("ejkernel: stopped", err=True)
-            return 1
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("ejkernel: stopped; what was tuned so far is saved, run it again to go on", err=True)
+            return 130
         except EjkernelError as error:
             click.echo(f"ejkernel: error: {error}", err=True)
             return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.signature import is_array
 
 _WIDTH = 120
+_PIPE_WIDTH = 400  # wide enough that nothing is cut where no person looks
 
 
 def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> str:
@@ -142,6 +144,7 @@ def result_as_json(result: AutotuningResult) -> str:
 
 def render(renderable: Any) -> str:
     """Return what rich would print, without colours, as text that a pipe can take."""
-    console = Console(file=io.StringIO(), width=max(_WIDTH, Console().width), color_system=None)
+    width = max(_WIDTH, Console().width) if sys.stdout.isatty() else _PIPE_WIDTH
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(renderable)
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined,no-any-return]

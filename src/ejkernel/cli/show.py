@@ -33,7 +33,7 @@ def run_show(cache: Path | None, as_json: bool) -> None:
             *key,
             plain_compact(entry.config),
             f"{speedup:.2f}x" if isinstance(speedup, float) else "-",
-            str(entry.provenance.get("time", "-")),
+            str(entry.provenance.get("time", "-"))[:16].replace("T", " "),
         )
     click.echo(render(rows))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +24,9 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.execution.offline import discover, tune_invocations
+from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError
+from ejkernel.ops.execution.discovery import discover
+from ejkernel.ops.execution.offline import tune_invocations
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
@@ -44,14 +47,19 @@ class TuneOptions:
 def run_tune(options: TuneOptions) -> None:
     """Run `ejkernel tune`."""
     console = Console(stderr=True)
+    store = PersistentCache(options.cache)
+    reason = None if options.dry_run else store.why_not_writable()
+    if reason is not None:
+        raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
     program, args, kwargs = load_program(options.target)
-    calls = discover(program, *args, **kwargs)
+    with user_code(f"lowering the program of {options.target}"):
+        calls = discover(program, *args, **kwargs)
     console.print(report.found(options.target, calls, device_fingerprint()), soft_wrap=True)
     if options.dry_run:
         click.echo(report.calls_as_json(calls) if options.as_json else report.calls_as_text(calls))
         return
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
-        ConfigCache(), PersistentCache(options.cache), policy=AutotunePolicy(budget_s=options.budget)
+        ConfigCache(), store, policy=AutotunePolicy(budget_s=options.budget)
     )
     todo = calls if options.force else [inv for inv in calls if not _known(chain, inv)]
     if len(todo) < len(calls):
@@ -61,8 +69,9 @@ def run_tune(options: TuneOptions) -> None:
     seconds = time.monotonic() - started
     click.echo(report.result_as_json(result) if options.as_json else report.table(result, verbose=options.verbose))
     if todo:
-        place = chain.persistent.path if chain.persistent is not None else None
-        console.print(f"{len(result)} of {len(todo)} calls tuned in {seconds:.1f} s, saved in {place}", soft_wrap=True)
+        console.print(
+            f"{len(result)} of {len(todo)} calls tuned in {seconds:.1f} s, saved in {store.path}", soft_wrap=True
+        )
 
 
 def load_program(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -76,17 +85,52 @@ def load_program(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict
         raise ArgumentError(f"the target must be MODULE:FUNCTION, got {target!r}.")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise ArgumentError(f"there is no module {module_name!r} here ({Path.cwd()}) or on sys.path.") from error
+    with user_code(f"importing {module_name}"):
+        found: Any = _import(module_name)
     for part in function_name.split("."):
         if not hasattr(found, part):
             raise ArgumentError(f"module {module_name!r} has no {function_name!r}.")
         found = getattr(found, part)
-    return _check_program(target, found())
+    if not callable(found):
+        raise ArgumentError(f"{target} must be a function, got {found!r}.")
+    needed = [
+        p.name
+        for p in inspect.signature(found).parameters.values()
+        if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    if needed:
+        raise ArgumentError(f"{target} must take no arguments, but it needs {', '.join(needed)}.")
+    with user_code(f"calling {target}"):
+        returned = found()
+    return _check_program(target, returned)
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        hint = f"; did you mean {name.removesuffix('.py')}:...?" if name.endswith(".py") else ""
+        raise ArgumentError(f"there is no module {name!r} here ({Path.cwd()}) or on sys.path{hint}.") from error
+
+
+@contextmanager
+def user_code(doing: str) -> Iterator[None]:
+    """Report an exception of the user's code with the frames that are theirs, and end."""
+    try:
+        yield
+    except (EjkernelError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        own = str(Path(__file__).parents[1])
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename, own)]
+        click.echo("".join(traceback.format_list(frames)), err=True, nl=False)
+        raise click.ClickException(f"{doing} raised {type(error).__name__}: {error}") from error
+
+
+def _is_ours(filename: str, own: str) -> bool:
+    return filename.startswith((own, "<frozen")) or "/importlib/" in filename
 
 
 def _check_program(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -6,11 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ejkernel import ops
-from ejkernel.ops import ConfigSelectorChain, Executor, Kernel
+from ejkernel.modules import flash_attention
+from ejkernel.ops import ArgumentError, ConfigSelectorChain, Executor, Kernel, default_executor
 
 X = np.arange(8, dtype=np.float32)
 
@@ -106,3 +108,25 @@ def test_a_chooser_of_ones_own_is_explained():
 
     explanation = Executor(Always()).explain(Times(), X)
     assert (explanation.source, explanation.config) == ("chooser", 3)
+
+
+def test_a_function_is_explained_call_by_call_forward_and_backward():
+    kernel = Times("times")
+    explained = default_executor().explain(jax.value_and_grad(lambda x: kernel(x).sum()), X)
+    assert [why.op_id_v for why in explained] == ["times@v0", "times.bwd@v0"]
+    assert "times.bwd@v0  key" in str(explained)
+
+
+def test_static_arguments_of_a_function_stay_static():
+    x = jnp.ones((1, 16, 2, 8))
+    (why,) = default_executor().explain(flash_attention, x, x, x, causal=True)
+    assert why.op_id_v == "flash_attention@v0"
+
+
+def test_a_function_without_calls_has_no_explanations():
+    assert str(default_executor().explain(jnp.sin, jnp.ones(3))) == "no kernel is called"
+
+
+def test_what_is_no_function_is_a_clear_error():
+    with pytest.raises(ArgumentError, match="a kernel or a function is needed, got 3"):
+        default_executor().explain(3)

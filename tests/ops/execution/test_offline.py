@@ -261,13 +261,18 @@ def test_the_default_executors_chain_is_tuned_if_none_is_given(chain, executor, 
     assert chain.cache.get(Invocation(kernel=kernel, args=(X,)).key) == 7
 
 
+def test_a_function_without_calls_is_a_warning():
+    with pytest.warns(OfflineWarning, match="calls no kernel; there is nothing to tune"):
+        assert ops.autotune(jnp.sin, jnp.ones(3)).entries == ()
+
+
 def test_a_chooser_that_is_no_chain_cannot_be_tuned():
     class Always:
         def choose(self, inv, kernel):
             return 1
 
     ops.set_default_executor(Executor(Always()))
-    with pytest.raises(ArgumentError, match="chooser must be a ConfigSelectorChain to be tuned, got Always; pass"):
+    with pytest.raises(ArgumentError, match="selector must be a ConfigSelectorChain, which tunes and"):
         ops.autotune_recorded()
 
 

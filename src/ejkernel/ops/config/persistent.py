@@ -115,6 +115,18 @@ class PersistentCache:
         """The folders that are read after `path`."""
         return self._layers
 
+    def why_not_writable(self) -> str | None:
+        """Return why nothing can be stored on disk, found out by trying; `None` if it can."""
+        if self._path is None:
+            return "there is no home folder to put it in"
+        try:
+            probe = self._path / f".{secrets.token_hex(8)}"
+            _replace(probe, "")
+            probe.unlink()
+        except OSError as error:
+            return str(error)
+        return None
+
     def __repr__(self) -> str:
         return f"PersistentCache({str(self._path)!r}, layers={[str(p) for p in self._layers]}, shipped={self._shipped})"
 

@@ -16,7 +16,7 @@ from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, hook
+from ejkernel.ops.core.kernel import Kernel, check_config, hook
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import NoConfigError, TuningError, TuningWarning, UnstableKeyError, UnstableKeyWarning
 from ejkernel.ops.utils import services
@@ -260,4 +260,5 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             config = hook(request.kernel, "heuristic_cfg", request.inv.platform)(request.inv)
         except NoConfigError:
             return "the kernel has neither heuristic_cfg nor config_space"
+        check_config(request.kernel, config, "what heuristic_cfg returns")
         return request.answer(config, "heuristic")

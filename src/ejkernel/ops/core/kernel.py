@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import typing
 from collections.abc import Callable, Collection
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Generic
 import numpy as np
 
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
+from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 
@@ -244,6 +245,17 @@ def platform_to_trace_for(kernel: Kernel[Any, Any], default: str) -> str:
         if any(overrides(kernel, f"run_{form}") for form in _FORMS.get(platform, ())):
             return platform
     raise _no_run(kernel, default)
+
+
+def check_config(kernel: Kernel[Any, Any], config: Any, name: str = "cfg") -> None:
+    """Raise unless `config` is of the dataclass that the kernel's class names, if it names one.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    expected = kernel.config_type
+    if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
+        raise ConfigError(f"{kernel.op_id}: {name} must be a {expected.__name__}, got {config!r}.")
 
 
 def candidates_of(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Collection[Any]:

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, cast
+from typing import Any, Generic, Protocol, cast, overload
 
 import jax
 import numpy as np
@@ -21,12 +21,13 @@ from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
 from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, check_config
 from ejkernel.ops.core.nodes import Choice, Forward
 from ejkernel.ops.core.primitive import Call, Override, call_p, types_of
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError, UnstableKeyError
-from ejkernel.ops.execution.explain import Explanation, explain_call
+from ejkernel.ops.execution.discovery import discover
+from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX, label, stamp
@@ -97,12 +98,21 @@ class Executor(Generic[Cfg, Out]):
         """Return the configuration that a call with these arguments would run with."""
         return self.resolve(self._invocation(kernel, args, kwargs, cfg)).config
 
-    def explain(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Explanation:
+    @overload
+    def explain(self, target: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Explanation: ...
+    @overload
+    def explain(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations: ...
+    def explain(self, target: Any, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Any:
         """Say which key a call has, what every tier answers, and which configuration it would run with.
 
-        Nothing is measured and nothing is remembered.
+        Nothing is measured. For a function, such as `flash_attention` or `jax.grad(loss)`, each kernel call in it is
+        explained, forward and backward; the function is lowered for that, not run.
         """
-        return explain_call(self.chooser, self._invocation(kernel, args, kwargs, cfg), self.stamp_prefix)
+        if isinstance(target, Kernel):
+            return explain_call(self.chooser, self._invocation(target, args, kwargs, cfg), self.stamp_prefix)
+        given = kwargs if cfg is None else {"cfg": cfg, **kwargs}
+        calls = discover(target, *args, **given)
+        return Explanations(explain_call(self.chooser, inv, self.stamp_prefix) for inv in calls)
 
     def compile(
         self, kernel: Kernel[Cfg, Out], *example_args: Any, cfg: Cfg | None = None, **example_kwargs: Any
@@ -184,8 +194,8 @@ class Executor(Generic[Cfg, Out]):
     ) -> Out:
         if not isinstance(kernel, Kernel):
             raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
-        if cfg is not None and kernel.config_type is not None and not isinstance(cfg, kernel.config_type):
-            raise ConfigError(f"{kernel.op_id}: cfg must be a {kernel.config_type.__name__}, got {cfg!r}.")
+        if cfg is not None:
+            check_config(kernel, cfg)
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
         values = (*args, *kwargs.values())

@@ -57,6 +57,13 @@ class Explanation:
         return "\n".join(lines)
 
 
+class Explanations(tuple[Explanation, ...]):
+    """One explanation for each kernel call of a function; `str()` of it is made for reading."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self)) or "no kernel is called"
+
+
 def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explanation:
     """Ask every tier of `chooser` about `inv`, without measuring or remembering anything."""
     kernel = inv.kernel
@@ -95,7 +102,7 @@ def _label_of(
 def _only_passes_inputs_on(inv: Invocation[Any, Any], config: Any) -> bool:
     node = inv.node
     arrays = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if hasattr(leaf, "shape")]
-    if inv.batch_sizes:
-        return False  # a batched call transposes its results, so an instruction makes them
+    if inv.batch_sizes or inv.direction != "fwd":
+        return False  # batched results are moved, derived ones are computed: an instruction makes them
     jaxpr = jax.make_jaxpr(node.flat(Choice(config=config, platform=inv.platform)))(*arrays).jaxpr
     return all(out in jaxpr.invars for out in jaxpr.outvars)

@@ -7,25 +7,24 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, overload
 
-import jax
-
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
+from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.outcome import Tuned
 from ejkernel.ops.execution.result import AutotuningResult, Entry
 from ejkernel.ops.execution.tuning import Autotuner
-from ejkernel.ops.registry import Recorded, get_invocations, recording
+from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.meta import LABEL_RE, find_labels_in_lowered, is_scope
 
 Report = Callable[[Invocation[Any, Any], "Tuned | None"], None]
 
 
-def autotune_lowered(selector: ConfigSelectorChain[Any, Any], lowered: Any) -> AutotuningResult:
+def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: Any) -> AutotuningResult:
     """Tune every distinct call of a lowered program, forward and backward, on this machine.
 
     The program's labels name its calls, and what was recorded when it was lowered says what they are; lower it with
@@ -36,7 +35,7 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any], lowered: Any) -> A
     >>> result = autotune_lowered(selector, lowered)  # doctest: +SKIP
 
     Args:
-        selector: The chain whose tuner measures, and which remembers.
+        selector: The chain whose tuner measures, and which remembers; an executor stands for its own.
         lowered: What `jax.jit(f).lower(...)` returns, or a program's text.
     """
     known = get_invocations(device_fingerprint())
@@ -57,11 +56,12 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any], lowered: Any) -> A
             "EJKERNEL_OPS_RECORD=1 or inside `with ejkernel.ops.recording():`."
         )
         warnings.warn(text, OfflineWarning, stacklevel=2)
-    return tune_invocations(selector, found)
+    return tune_invocations(_chain(selector), found)
 
 
 def autotune_recorded(
-    invocations: Mapping[str, Any] | None = None, selector: ConfigSelectorChain[Any, Any] | None = None
+    invocations: Mapping[str, Any] | None = None,
+    selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None = None,
 ) -> AutotuningResult:
     """Tune calls that were recorded on this device.
 
@@ -88,17 +88,6 @@ def _invocation(recorded: Any) -> Invocation[Any, Any]:
         return recorded.invocation
     kernel, args, kwargs = recorded
     return Invocation(kernel=kernel, args=args, kwargs=kwargs)
-
-
-def discover(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocation[Any, Any]]:
-    """Return the distinct calls of `fn(*args, **kwargs)`, forward and backward, in the order of lowering.
-
-    Nothing is run. The arguments may be abstract (`jax.ShapeDtypeStruct`).
-    """
-    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    with recording() as seen:
-        jitted.lower(*args, **kwargs)
-    return list({inv.key: inv for inv in seen}.values())
 
 
 def tune_invocations(
@@ -177,7 +166,10 @@ def autotune(
     if not isinstance(target, Kernel):
         if configs is not None:
             raise ArgumentError("configs are for a Kernel; the kernels in a function have their own candidates.")
-        return tune_invocations(chain, discover(target, *args, **kwargs))
+        found = discover(target, *args, **kwargs)
+        if not found:
+            warnings.warn(f"{target!r} calls no kernel; there is nothing to tune.", OfflineWarning, stacklevel=2)
+        return tune_invocations(chain, found)
     prepared_args, prepared_kwargs = target.prepare(*args, **kwargs)
     inv = Invocation(kernel=target, args=prepared_args, kwargs=prepared_kwargs)
     tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
@@ -186,14 +178,10 @@ def autotune(
     return tuned.config
 
 
-def _chain(selector: ConfigSelectorChain[Any, Any] | None) -> ConfigSelectorChain[Any, Any]:
-    if selector is not None:
-        return selector
-    executor: Executor[Any, Any] = default_executor()
-    chooser = executor.chooser
+def _chain(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None) -> ConfigSelectorChain[Any, Any]:
+    chooser: Any = default_executor() if selector is None else selector
+    if isinstance(chooser, Executor):
+        chooser = chooser.chooser
     if not isinstance(chooser, ConfigSelectorChain):
-        raise ArgumentError(
-            f"the default executor's chooser must be a ConfigSelectorChain to be tuned, got {type(chooser).__name__}; "
-            "pass selector=..."
-        )
+        raise ArgumentError(f"selector must be a ConfigSelectorChain, which tunes and remembers, got {chooser!r}.")
     return chooser

@@ -22,7 +22,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, candidates_of, hook, overrides
+from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, hook, overrides
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError, TuningWarning
 from ejkernel.ops.execution.checking import check_results
@@ -140,6 +140,8 @@ class Autotuner:
         if isinstance(others, ConfigSpace) and others.size > LISTED:
             candidates = self._search(others, first, bench, policy, progress)
         else:
+            for config in others:
+                check_config(kernel, config, "each candidate")
             candidates = _distinct((*first, *others))
             bench.prepare_all(candidates, len(candidates), progress)
         finalists = [candidate for candidate in candidates if candidate.compiled is not None]
@@ -266,9 +268,11 @@ class _Run:
 def _heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[Any]:
     """Return the heuristic's configuration, if the kernel has any to offer."""
     try:
-        return [hook(kernel, "heuristic_cfg", inv.platform)(inv)]
+        config = hook(kernel, "heuristic_cfg", inv.platform)(inv)
     except NoConfigError:
         return []
+    check_config(kernel, config, "what heuristic_cfg returns")
+    return [config]
 
 
 def _first(inv: Invocation[Any, Any], first: Sequence[Any], others: Collection[Any]) -> Any:

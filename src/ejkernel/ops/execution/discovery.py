@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding the kernel calls in a function, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.registry import recording
+from ejkernel.ops.utils.signature import is_array
+
+
+def discover(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocation[Any, Any]]:
+    """Return the distinct calls of `fn(*args, **kwargs)`, forward and backward, in the order of lowering.
+
+    Nothing is run. Arrays may be abstract (`jax.ShapeDtypeStruct`). Unless `fn` is under `jax.jit` already, arguments
+    that are not arrays are static.
+
+    Raises:
+        ArgumentError: `fn` cannot be called.
+    """
+    if not callable(fn):
+        raise ArgumentError(f"a kernel or a function is needed, got {fn!r}.")
+    with recording() as seen:
+        if hasattr(fn, "lower"):
+            fn.lower(*args, **kwargs)
+        else:
+            _lower(fn, args, kwargs)
+    return list({inv.key: inv for inv in seen}.values())
+
+
+def _lower(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def of_arrays(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for index, array in zip(positions, arrays, strict=True):
+            filled[index] = array
+        all_args, all_kwargs = jax.tree.unflatten(tree, filled)
+        return fn(*all_args, **all_kwargs)
+
+    jax.jit(of_arrays).lower(*[leaves[index] for index in positions])

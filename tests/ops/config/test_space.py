@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration spaces: what they hold, how they are sampled, and what a search sees of them."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel.ops.config.space import ENUMERATED, ConfigSpace
+from ejkernel.ops.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    block_q: int
+    block_kv: int
+    stages: int | None = None
+
+
+AXES = {"block_q": [16, 32, 64], "block_kv": [16, 32, 64, 128], "order": ["row", "column"]}
+
+VALUES = st.one_of(
+    st.lists(st.integers(1, 512), min_size=1, max_size=6, unique=True),
+    st.lists(st.floats(-4, 4, width=16), min_size=1, max_size=4, unique=True),
+    st.lists(st.sampled_from(["row", "column", None, "auto"]), min_size=1, max_size=4, unique=True),
+    st.just([False, True]),
+)
+
+
+@st.composite
+def spaces(draw):
+    """A space with a constraint that about half of its assignments meet, and at least one does."""
+    axes = {f"axis{i}": draw(VALUES) for i in range(draw(st.integers(1, 4)))}
+    products = list(itertools.product(*(range(len(values)) for values in axes.values())))
+    kept = draw(st.sampled_from(products))
+    parity = draw(st.booleans())
+
+    def allowed(assignment):
+        levels = tuple(axes[name].index(value) for name, value in assignment.items())
+        return levels == kept or sum(levels) % 2 == parity
+
+    return ConfigSpace(axes, constraints=allowed), allowed
+
+
+def large():
+    axes = {f"axis{i}": [1, 2, 4, 8, 16, 32, 64, 128] for i in range(12)}
+    return ConfigSpace(axes, constraints=lambda axis0, axis1: axis0 * axis1 <= 64)
+
+
+def test_a_configuration_is_by_default_the_assignment():
+    assert {"block_q": 16, "block_kv": 16, "order": "row"} == next(iter(ConfigSpace(AXES)))
+
+
+def test_build_may_be_a_dataclass():
+    space = ConfigSpace({"block_q": [16], "block_kv": [32], "stages": [None, 2]}, build=Tile)
+    assert [Tile(16, 32), Tile(16, 32, 2)] == list(space)
+
+
+def test_build_may_be_a_function_of_the_assignment():
+    space = ConfigSpace({"block_q": [16, 32]}, build=lambda assignment: Tile(**assignment, block_kv=64))
+    assert [Tile(16, 64), Tile(32, 64)] == list(space)
+
+
+def test_a_configuration_has_its_point_and_the_point_its_configuration():
+    space = ConfigSpace({"block_q": [16, 32], "block_kv": [32, 64]}, build=Tile)
+    assert Tile(32, 64) == space.config(space.point(Tile(32, 64)))
+
+
+def test_read_is_the_way_back_where_the_names_differ():
+    space = ConfigSpace(
+        {"rows": [16, 32]},
+        build=lambda assignment: Tile(assignment["rows"], 64),
+        read=lambda config: {"rows": config.block_q},
+    )
+    assert (1,) == space.point(Tile(32, 64))
+
+
+def test_without_read_a_configuration_must_have_the_axes():
+    space = ConfigSpace({"rows": [16, 32]}, build=lambda assignment: Tile(assignment["rows"], 64))
+    with pytest.raises(ConfigError, match=r"has no \['rows'\]; give the space `read=`"):
+        space.point(Tile(32, 64))
+
+
+def test_a_constraint_gets_the_axes_that_it_names():
+    space = ConfigSpace(AXES, constraints=lambda block_q, block_kv: block_q < block_kv)
+    assert 12 == len(space)
+    assert all(config["block_q"] < config["block_kv"] for config in space)
+
+
+def test_a_constraint_may_take_the_whole_assignment():
+    assert 12 == len(ConfigSpace(AXES, constraints=lambda a: a["order"] == "row"))
+
+
+def test_all_constraints_have_to_hold():
+    constraints = [lambda block_q: block_q > 16, lambda a: a["order"] == "row", lambda block_kv: block_kv == 128]
+    assert [(32, "row"), (64, "row")] == [
+        (c["block_q"], c["order"]) for c in ConfigSpace(AXES, constraints=constraints)
+    ]
+
+
+def test_constraints_prune_before_later_axes_are_chosen():
+    calls = []
+
+    def few(axis0):
+        calls.append(axis0)
+        return axis0 == 1
+
+    axes = {"axis0": list(range(1, 9)), "axis1": list(range(1000))}
+    assert 1000 == len(ConfigSpace(axes, constraints=few))
+    assert len(calls) <= 8
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({}, "at least one axis"),
+        ({"a": []}, "axis 'a' must have at least one value"),
+        ({"a": [1, 2, 1]}, "axis 'a' must name each value once, got 1 twice"),
+        ({"a": "row"}, "map a name to a sequence of values"),
+    ],
+)
+def test_axes_are_checked(axes, message):
+    with pytest.raises(ConfigError, match=message):
+        ConfigSpace(axes)
+
+
+def test_a_constraint_on_an_unknown_axis_is_an_error():
+    with pytest.raises(ConfigError, match=r"got \['block_k'\]; axes: \('block_q'"):
+        ConfigSpace(AXES, constraints=lambda block_q, block_k: block_q < block_k)
+
+
+@pytest.mark.parametrize("use", [len, lambda space: space.sample(np.random.default_rng(0), 1)])
+def test_constraints_that_nothing_meets_are_an_error(use):
+    space = ConfigSpace(AXES, constraints=lambda order: order == "diagonal")
+    with pytest.raises(ConfigError, match="no configuration of ConfigSpace"):
+        use(space)
+
+
+def test_constraints_that_nothing_meets_are_an_error_in_a_large_space_too():
+    axes = {f"axis{i}": list(range(8)) for i in range(8)}
+    space = ConfigSpace(axes, constraints=lambda a: False)
+    with pytest.raises(ConfigError, match="no configuration of ConfigSpace"):
+        space.sample(np.random.default_rng(0), 1)
+
+
+def test_true_is_not_one():
+    assert [True, 1] == [config["a"] for config in ConfigSpace({"a": [True, 1]})]
+    assert {"a": 1} not in ConfigSpace({"a": [True, False]})
+
+
+def test_membership_is_meeting_the_constraints():
+    space = ConfigSpace(AXES, constraints=lambda block_q: block_q > 16)
+    assert {"block_q": 32, "block_kv": 16, "order": "row"} in space
+    assert {"block_q": 16, "block_kv": 16, "order": "row"} not in space
+    assert {"block_q": 48, "block_kv": 16, "order": "row"} not in space
+    assert "row" not in space
+
+
+def test_a_list_of_configurations_is_a_space():
+    tiles = [Tile(64, 32), Tile(16, 128, 2), Tile(64, 32), Tile(32, 32)]
+    space = ConfigSpace.listed(tiles)
+    assert [Tile(64, 32), Tile(16, 128, 2), Tile(32, 32)] == list(space)
+    assert Tile(64, 128) not in space
+
+
+def test_listed_returns_the_very_configurations():
+    tiles = [Tile(64, 32), Tile(16, 128)]
+    assert all(mine is theirs for mine, theirs in zip(tiles, ConfigSpace.listed(tiles), strict=True))
+
+
+@pytest.mark.parametrize("configurations", [[], [{"a": 1}, {"b": 1}], [{}], [3]])
+def test_listed_configurations_must_have_the_same_fields(configurations):
+    with pytest.raises(ConfigError, match="configurations must be"):
+        ConfigSpace.listed(configurations)
+
+
+@given(spaces())
+@settings(deadline=None)
+def test_a_small_space_is_all_that_meets_the_constraints(made):
+    space, allowed = made
+    every = [dict(zip(space.names, v, strict=True)) for v in itertools.product(*(axis.values for axis in space.axes))]
+    assert [assignment for assignment in every if allowed(assignment)] == list(space)
+
+
+@given(spaces(), st.integers(0, 2**32), st.integers(0, 40))
+@settings(deadline=None)
+def test_samples_meet_the_constraints_and_differ(made, seed, count):
+    space, allowed = made
+    sample = space.sample(np.random.default_rng(seed), count)
+    assert all(map(allowed, sample))
+    assert len(sample) == len({space.point(config) for config in sample}) == min(count, len(space))
+
+
+@given(st.integers(0, 2**32))
+@settings(deadline=None, max_examples=10)
+def test_samples_depend_on_the_generator_alone(seed):
+    one, two = (large().sample(np.random.default_rng(seed), 20) for _ in range(2))
+    assert one == two
+
+
+def test_a_large_space_is_sampled_and_not_listed():
+    space = large()
+    assert space.points() is None
+    sample = space.sample(np.random.default_rng(0), 500)
+    assert 500 == len({tuple(config.values()) for config in sample})
+    assert all(config["axis0"] * config["axis1"] <= 64 for config in sample)
+
+
+def test_the_size_of_a_large_space_is_estimated():
+    exact = 8**10 * sum(a * b <= 64 for a, b in itertools.product([2**i for i in range(8)], repeat=2))
+    assert exact / 1.2 < len(large()) < exact * 1.2
+
+
+def test_tight_constraints_are_followed_where_rejection_is_hopeless():
+    axes = {f"axis{i}": list(range(10)) for i in range(10)}
+    constraints = [eval(f"lambda axis{i}, axis{i + 1}: axis{i + 1} in (axis{i}, axis{i} + 1)") for i in range(9)]
+    space = ConfigSpace({**axes, "free": list(range(10))}, constraints=constraints)
+    sample = space.sample(np.random.default_rng(0), 50)
+    assert 50 == len(sample)
+    assert all(config in space for config in sample)
+
+
+def test_a_space_is_small_up_to_a_number_of_configurations():
+    assert ConfigSpace({"a": list(range(ENUMERATED))}).points() is not None
+    assert ConfigSpace({"a": list(range(ENUMERATED + 1))}).points() is None
+
+
+def test_a_large_space_can_be_walked_a_little():
+    assert [1, 2, 4] == [config["axis11"] for config in itertools.islice(large(), 3)]
+
+
+def test_a_space_is_true_without_being_counted():
+    assert ConfigSpace({"a": [1]}, constraints=lambda a: pytest.fail("counted"))
+
+
+@given(spaces(), st.data())
+@settings(deadline=None)
+def test_neighbours_are_valid_differ_on_one_axis_and_are_mutual(made, data):
+    space, allowed = made
+    config = data.draw(st.sampled_from(list(space)))
+    for neighbour in space.neighbours(config):
+        assert allowed(neighbour)
+        assert 1 == sum(a != b for a, b in zip(space.point(config), space.point(neighbour), strict=True))
+        assert config in space.neighbours(neighbour)
+
+
+def test_adjacent_values_are_the_first_neighbours():
+    space = ConfigSpace({"a": [1, 2, 4, 8], "mode": ["x", "y", "z"]})
+    neighbours = [tuple(config.values()) for config in space.neighbours({"a": 2, "mode": "z"})]
+    assert [(1, "z"), (4, "z"), (2, "x"), (2, "y"), (8, "z")] == neighbours
+
+
+@given(spaces())
+@settings(deadline=None)
+def test_the_encoding_of_points_is_that_of_their_assignments(made):
+    space, _ = made
+    points = space.points()
+    for one, two in zip(space.encode_points(points), space.encode([space.assignment(p) for p in points]), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@given(spaces())
+@settings(deadline=None)
+def test_encodings_are_finite_and_tell_configurations_apart(made):
+    space, _ = made
+    points = space.points()
+    columns = np.concatenate([*space.encode_points(points), np.zeros((len(points), 0))], axis=1)
+    assert np.isfinite(columns).all()
+    assert 0.0 <= columns.min(initial=0.0)
+    assert columns.max(initial=1.0) <= 1.0
+    assert len(points) == len(np.unique(columns, axis=0))
+
+
+def encoded(values, **options):
+    return ConfigSpace({"a": values}).encode([{"a": value} for value in values], **options)[0]
+
+
+def test_geometric_values_are_encoded_by_their_logarithm():
+    np.testing.assert_allclose(encoded([16, 32, 64, 128, 256]), [[0.0], [0.25], [0.5], [0.75], [1.0]])
+
+
+def test_other_numbers_are_encoded_linearly():
+    np.testing.assert_allclose(encoded([0.0, 0.25, 1.0]), [[0.0], [0.25], [1.0]])
+
+
+def test_numbers_that_two_divides_differently_get_a_column_for_it():
+    np.testing.assert_allclose(encoded([32, 48, 64, 96])[:, 1], [0.5, 0.0, 1.0, 0.5])
+    assert (4, 1) == encoded([32, 48, 64, 96], aligned_from=5).shape
+
+
+def test_categories_are_equally_far_from_each_other():
+    columns = encoded(["row", "column", None])
+    distances = {round(math.dist(a, b), 12) for a, b in itertools.combinations(columns.tolist(), 2)}
+    assert {1.0} == distances
+
+
+def test_an_axis_with_one_value_is_not_encoded():
+    assert [] == ConfigSpace({"a": [1]}).encode([{"a": 1}])
+
+
+def test_numbers_beside_the_axis_can_be_encoded():
+    np.testing.assert_allclose([[0.5]], ConfigSpace({"a": [16, 64]}).encode([{"a": 32}])[0])
+
+
+def test_text_on_a_numeric_axis_is_an_error():
+    with pytest.raises(ConfigError, match="axis 'a' has numbers, got 'x'"):
+        ConfigSpace({"a": [16, 64]}).encode([{"a": "x"}])
