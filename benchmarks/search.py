@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-import jax
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.execution.searching import ModelSearch, Random, Record, SearchOptions, Strategy
 
@@ -59,14 +58,18 @@ class Space:
 
     @classmethod
     def load(cls, path: Path) -> Space:
+        """Read a file of `recorded_spaces`."""
         with gzip.open(path, "rt", encoding="utf-8") as file:
             data = json.load(file)
         rows = data["rows"]
         times = np.array([math.nan if row[1] is None else row[1] for row in rows])
-        return cls(path.name.removesuffix(".json.gz"), tuple(dict(zip(data["axes"], r[0], strict=True)) for r in rows), times)
+        return cls(
+            path.name.removesuffix(".json.gz"), tuple(dict(zip(data["axes"], r[0], strict=True)) for r in rows), times
+        )
 
     @property
     def kernel(self) -> str:
+        """The kernel, without the device."""
         return self.name.split("__")[0]
 
     @property
@@ -76,6 +79,7 @@ class Space:
 
     @property
     def optimum(self) -> float:
+        """The least time."""
         return float(self.valid[0])
 
     @property
@@ -184,7 +188,9 @@ class Bench:
     def __init__(self, seeds: int, pool: Any) -> None:
         self.seeds, self._map = seeds, (map if pool is None else pool.imap)
 
-    def collect(self, label: str, tasks_of: Callable[[Space, int], Task | None]) -> tuple[dict[str, Any], dict[str, list[Run]]]:
+    def collect(
+        self, label: str, tasks_of: Callable[[Space, int], Task | None]
+    ) -> tuple[dict[str, Any], dict[str, list[Run]]]:
         """Run the tasks of every space and seed; print and return the figures, and the runs."""
         tasks = [task for s in _spaces.values() for seed in range(self.seeds) if (task := tasks_of(s, seed))]
         runs: dict[str, list[Run]] = {}
@@ -273,8 +279,13 @@ def document(results: dict[str, Any]) -> str:
         "random": "Random, as a check of the score",
     }
     lines = ["# Search, replayed on recorded spaces", ""]
-    lines += [f"{results['date']}, {results['seeds']} seeds; " + ", ".join(f"{k} {v}" for k, v in results["versions"].items())]
-    lines += ["", "`python benchmarks/search.py --spaces DIR --choose`; the file says how the score is defined. 'Found': at most"]
+    lines += [
+        f"{results['date']}, {results['seeds']} seeds; " + ", ".join(f"{k} {v}" for k, v in results["versions"].items())
+    ]
+    lines += [
+        "",
+        "`python benchmarks/search.py --spaces DIR --choose`; the file says how the score is defined. 'Found': at most",
+    ]
     lines += [f"{NEAR} times the optimum. 'Own ms': the strategy's processor time an evaluation, on one core.", ""]
     for key, label in labels.items():
         lines += render(label, results["tables"][key])
@@ -309,8 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Forked, so that the spaces are shared; nothing here starts threads.
     with multiprocessing.get_context("fork").Pool(args.jobs) if args.jobs > 1 else _Here() as pool:
         measured = measure(Bench(args.seeds, pool), choose=args.choose)
-    versions = {"ejkernel": ejkernel.__version__, "numpy": np.__version__, "python": platform.python_version()}
-    date = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    versions = {"numpy": np.__version__, "python": platform.python_version()}
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     results = {"date": date, "seeds": args.seeds, "versions": versions, **measured}
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ def large():
 
 
 def test_a_configuration_is_by_default_the_assignment():
-    assert {"block_q": 16, "block_kv": 16, "order": "row"} == next(iter(ConfigSpace(AXES)))
+    assert next(iter(ConfigSpace(AXES))) == {"block_q": 16, "block_kv": 16, "order": "row"}
 
 
 def test_build_may_be_a_dataclass():
@@ -76,7 +76,7 @@ def test_read_is_the_way_back_where_the_names_differ():
         build=lambda assignment: Tile(assignment["rows"], 64),
         read=lambda config: {"rows": config.block_q},
     )
-    assert (1,) == space.point(Tile(32, 64))
+    assert space.point(Tile(32, 64)) == (1,)
 
 
 def test_without_read_a_configuration_must_have_the_axes():
@@ -87,18 +87,19 @@ def test_without_read_a_configuration_must_have_the_axes():
 
 def test_a_constraint_gets_the_axes_that_it_names():
     space = ConfigSpace(AXES, constraints=lambda block_q, block_kv: block_q < block_kv)
-    assert 12 == len(space)
+    assert len(space) == 12
     assert all(config["block_q"] < config["block_kv"] for config in space)
 
 
 def test_a_constraint_may_take_the_whole_assignment():
-    assert 12 == len(ConfigSpace(AXES, constraints=lambda a: a["order"] == "row"))
+    assert len(ConfigSpace(AXES, constraints=lambda a: a["order"] == "row")) == 12
 
 
 def test_all_constraints_have_to_hold():
     constraints = [lambda block_q: block_q > 16, lambda a: a["order"] == "row", lambda block_kv: block_kv == 128]
-    assert [(32, "row"), (64, "row")] == [
-        (c["block_q"], c["order"]) for c in ConfigSpace(AXES, constraints=constraints)
+    assert [(c["block_q"], c["order"]) for c in ConfigSpace(AXES, constraints=constraints)] == [
+        (32, "row"),
+        (64, "row"),
     ]
 
 
@@ -110,7 +111,7 @@ def test_constraints_prune_before_later_axes_are_chosen():
         return axis0 == 1
 
     axes = {"axis0": list(range(1, 9)), "axis1": list(range(1000))}
-    assert 1000 == len(ConfigSpace(axes, constraints=few))
+    assert len(ConfigSpace(axes, constraints=few)) == 1000
     assert len(calls) <= 8
 
 
@@ -148,7 +149,7 @@ def test_constraints_that_nothing_meets_are_an_error_in_a_large_space_too():
 
 
 def test_true_is_not_one():
-    assert [True, 1] == [config["a"] for config in ConfigSpace({"a": [True, 1]})]
+    assert [config["a"] for config in ConfigSpace({"a": [True, 1]})] == [True, 1]
     assert {"a": 1} not in ConfigSpace({"a": [True, False]})
 
 
@@ -206,7 +207,7 @@ def test_a_large_space_is_sampled_and_not_listed():
     space = large()
     assert space.points() is None
     sample = space.sample(np.random.default_rng(0), 500)
-    assert 500 == len({tuple(config.values()) for config in sample})
+    assert len({tuple(config.values()) for config in sample}) == 500
     assert all(config["axis0"] * config["axis1"] <= 64 for config in sample)
 
 
@@ -220,7 +221,7 @@ def test_tight_constraints_are_followed_where_rejection_is_hopeless():
     constraints = [eval(f"lambda axis{i}, axis{i + 1}: axis{i + 1} in (axis{i}, axis{i} + 1)") for i in range(9)]
     space = ConfigSpace({**axes, "free": list(range(10))}, constraints=constraints)
     sample = space.sample(np.random.default_rng(0), 50)
-    assert 50 == len(sample)
+    assert len(sample) == 50
     assert all(config in space for config in sample)
 
 
@@ -230,7 +231,7 @@ def test_a_space_is_small_up_to_a_number_of_configurations():
 
 
 def test_a_large_space_can_be_walked_a_little():
-    assert [1, 2, 4] == [config["axis11"] for config in itertools.islice(large(), 3)]
+    assert [config["axis11"] for config in itertools.islice(large(), 3)] == [1, 2, 4]
 
 
 def test_a_space_is_true_without_being_counted():
@@ -244,14 +245,14 @@ def test_neighbours_are_valid_differ_on_one_axis_and_are_mutual(made, data):
     config = data.draw(st.sampled_from(list(space)))
     for neighbour in space.neighbours(config):
         assert allowed(neighbour)
-        assert 1 == sum(a != b for a, b in zip(space.point(config), space.point(neighbour), strict=True))
+        assert sum(a != b for a, b in zip(space.point(config), space.point(neighbour), strict=True)) == 1
         assert config in space.neighbours(neighbour)
 
 
 def test_adjacent_values_are_the_first_neighbours():
     space = ConfigSpace({"a": [1, 2, 4, 8], "mode": ["x", "y", "z"]})
     neighbours = [tuple(config.values()) for config in space.neighbours({"a": 2, "mode": "z"})]
-    assert [(1, "z"), (4, "z"), (2, "x"), (2, "y"), (8, "z")] == neighbours
+    assert neighbours == [(1, "z"), (4, "z"), (2, "x"), (2, "y"), (8, "z")]
 
 
 @given(spaces())
@@ -270,7 +271,7 @@ def test_encodings_are_finite_and_tell_configurations_apart(made):
     points = space.points()
     columns = np.concatenate([*space.encode_points(points), np.zeros((len(points), 0))], axis=1)
     assert np.isfinite(columns).all()
-    assert 0.0 <= columns.min(initial=0.0)
+    assert columns.min(initial=0.0) >= 0.0
     assert columns.max(initial=1.0) <= 1.0
     assert len(points) == len(np.unique(columns, axis=0))
 
@@ -289,7 +290,7 @@ def test_other_numbers_are_encoded_linearly():
 
 def test_numbers_that_two_divides_differently_get_a_column_for_it():
     np.testing.assert_allclose(encoded([32, 48, 64, 96])[:, 1], [0.5, 0.0, 1.0, 0.5])
-    assert (4, 1) == encoded([32, 48, 64, 96], aligned_from=5).shape
+    assert encoded([32, 48, 64, 96], aligned_from=5).shape == (4, 1)
 
 
 def test_categories_are_equally_far_from_each_other():
@@ -299,7 +300,7 @@ def test_categories_are_equally_far_from_each_other():
 
 
 def test_an_axis_with_one_value_is_not_encoded():
-    assert [] == ConfigSpace({"a": [1]}).encode([{"a": 1}])
+    assert ConfigSpace({"a": [1]}).encode([{"a": 1}]) == []
 
 
 def test_numbers_beside_the_axis_can_be_encoded():
