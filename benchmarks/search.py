@@ -41,8 +41,8 @@ HALVES = (("convolution", "gemm"), ("dedispersion", "pnpoly"))
 GRID = (
     SearchOptions(),
     SearchOptions(scattered=8),
-    SearchOptions(additive=0.0),
-    SearchOptions(additive=0.5),
+    SearchOptions(additive=(0.0,)),
+    SearchOptions(additive=(0.5,)),
     SearchOptions(aligned_from=5),
     SearchOptions(aligned_from=10**6),
 )
