@@ -30,11 +30,10 @@ def check_main(query: Any, key: Any, value: Any) -> None:
                 f"{name} must have four axes, [batch, length, heads, head_dim], none of them empty; got shape "
                 f"{tuple(x.shape)}."
             )
-        if str(x.dtype) not in _DTYPES or x.dtype != query.dtype:
-            raise ArgumentError(
-                f"{name} must have the dtype of query, one of {', '.join(_DTYPES)}; got {x.dtype} beside query's "
-                f"{query.dtype}. Cast it with .astype."
-            )
+        if str(x.dtype) not in _DTYPES:
+            raise ArgumentError(f"{name} must be {', '.join(_DTYPES)}; got {x.dtype}. Cast it with .astype.")
+        if x.dtype != query.dtype:
+            raise ArgumentError(f"{name} must have query's dtype, {query.dtype}; got {x.dtype}. Cast it with .astype.")
     batch, _, heads, head_dim = query.shape
     groups = key.shape[2]
     if key.shape[0] != batch or key.shape[3] != head_dim:
