@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -89,13 +88,6 @@ def lowering_platforms(ctx: Any) -> tuple[str, ...]:
     return tuple(ctx.module_context.platforms)
 
 
-def num_devices(ctx: Any) -> int:
-    """Return over how many devices a lowering rule's program runs."""
-    axis_context = ctx.module_context.axis_context
-    mesh = getattr(axis_context, "mesh", None)
-    return int(mesh.size if mesh is not None else getattr(axis_context, "num_devices", 1) or 1)
-
-
 _axis_context: contextvars.ContextVar[Any] = contextvars.ContextVar("axis_context", default=None)
 _platforms: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("platforms", default=())
 
@@ -147,14 +139,6 @@ def run_on_platform(branches: Mapping[str, Callable[..., Any]], *values: Any) ->
 def lowered_text(lowered: Any) -> str:
     """Return the text of a `jax.stages.Lowered`, or of anything that has `as_text()`; a string is its own text."""
     return lowered if isinstance(lowered, str) else lowered.as_text()
-
-
-@functools.cache
-def distributed_client() -> Any:
-    """Return the client of JAX's coordination service, or `None` in a program of one process."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
 
 
 def cupti_seconds(work: Callable[[], Any]) -> float | None:

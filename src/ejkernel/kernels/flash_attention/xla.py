@@ -202,10 +202,6 @@ class _Grid:
     def query_blocks(self) -> int:
         return -(-self.queries // self.q_block)
 
-    @property
-    def key_blocks(self) -> int:
-        return -(-self.keys // self.kv_block)
-
 
 def _grid(call: AttentionCall, params: FwdParams | BwdParams) -> _Grid:
     queries, keys = call.query[1], call.key[1]

@@ -21,8 +21,6 @@ from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.meta import LABEL_RE, find_labels_in_lowered, is_scope
 
-Report = Callable[[Invocation[Any, Any], "Tuned | None"], None]
-
 
 def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: Any) -> AutotuningResult:
     """Tune every distinct call of a lowered program, forward and backward, on this machine.
@@ -93,7 +91,6 @@ def _invocation(recorded: Any) -> Invocation[Any, Any]:
 def tune_invocations(
     selector: ConfigSelectorChain[Any, Any],
     invocations: Iterable[Invocation[Any, Any]],
-    report: Report | None = None,
     progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
 ) -> AutotuningResult:
     """Tune each call, forwards before what is derived of them, and let the chain remember the answers.
@@ -106,14 +103,10 @@ def tune_invocations(
             tuned = _tune_one(selector, inv, progress)
         except TuningError as error:
             warnings.warn(str(error), TuningWarning, stacklevel=3)
-            if report is not None:
-                report(inv, None)
             continue
         selector.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
         entries.append(Entry(inv.op_id_v, inv.call_key, tuned.config))
         searches.append(tuned)
-        if report is not None:
-            report(inv, tuned)
     return AutotuningResult(device_fingerprint(), tuple(entries), tuple(searches))
 
 
