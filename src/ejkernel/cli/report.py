@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.execution.outcome import MEASURED, Tuned
+from ejkernel.ops.execution.outcome import MEASURED, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.signature import is_array
@@ -94,7 +94,7 @@ def table(result: AutotuningResult, *, verbose: bool = False) -> str:
     return text + "\n" + "\n".join(candidates(tuned) for tuned in result.searches) if verbose else text
 
 
-def candidates(tuned: Tuned) -> str:
+def candidates(tuned: AutotuneData) -> str:
     """Return the fate of every candidate of a search, the fastest first."""
     rows = Table("configuration", "status", "median", "spread", "compiled in", title=tuned.inv.op_id)
     for outcome in sorted(tuned.outcomes, key=lambda o: o.measurement.median if o.measurement else float("inf")):
@@ -109,13 +109,13 @@ def candidates(tuned: Tuned) -> str:
     return render(rows)
 
 
-def _speedup(tuned: Tuned) -> str:
+def _speedup(tuned: AutotuneData) -> str:
     if tuned.winner is tuned.heuristic:
         return "kept"
     return "-" if tuned.speedup is None else f"{tuned.speedup:.2f}x"
 
 
-def _fates(tuned: Tuned) -> str:
+def _fates(tuned: AutotuneData) -> str:
     counts = [outcome.status for outcome in tuned.outcomes]
     others = [f"{counts.count(status)} {status}" for status in dict.fromkeys(counts) if status != MEASURED]
     return ", ".join([str(len(counts)), *others])

@@ -142,11 +142,11 @@ def test_a_program_for_two_platforms_has_the_form_of_each(executor):
 
 
 def test_other_hooks_have_platform_forms_too(executor):
-    class Tuned(Times):
+    class AutotuneData(Times):
         def heuristic_cfg_cpu(self, inv):
             return 7
 
-    assert executor(Tuned(), X)[1] == 7
+    assert executor(AutotuneData(), X)[1] == 7
 
 
 # --- names ---

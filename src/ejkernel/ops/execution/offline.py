@@ -14,7 +14,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.outcome import Tuned
+from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult, Entry
 from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.registry import Recorded, get_invocations
@@ -114,10 +114,10 @@ def _tune_one(
     selector: ConfigSelectorChain[Any, Any],
     inv: Invocation[Any, Any],
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
-) -> Tuned:
+) -> AutotuneData:
     step = None if progress is None else (lambda done, total: progress(inv, done, total))
     policy = effective_policy(selector.policy, selector)
-    tuned: Tuned = selector.tuner.tune(inv, inv.kernel, policy=policy, progress=step)
+    tuned: AutotuneData = selector.tuner.tune(inv, inv.kernel, policy=policy, progress=step)
     return tuned
 
 

@@ -39,7 +39,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tuned:
+class AutotuneData:
     """A search that found a configuration.
 
     Attributes:

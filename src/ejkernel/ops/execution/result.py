@@ -13,7 +13,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.execution.outcome import Tuned
+from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.utils.serialize import from_json, to_data, to_json
 from ejkernel.ops.utils.typenames import decode_config, type_name
 
@@ -70,7 +70,7 @@ class AutotuningResult:
 
     device: str
     entries: tuple[Entry, ...]
-    searches: tuple[Tuned, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    searches: tuple[AutotuneData, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self.entries))

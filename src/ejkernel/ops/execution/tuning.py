@@ -28,7 +28,7 @@ from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationErro
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.measuring import Measurement, apart, interleaved
 from ejkernel.ops.execution.measuring import benchmark as benchmark
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, SAME, SKIPPED, WRONG, Outcome, Tuned
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, SAME, SKIPPED, WRONG, Outcome, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.searching import default_strategy
@@ -105,7 +105,7 @@ class Autotuner:
         candidates: Collection[Any] | None = None,
         policy: AutotunePolicy | None = None,
         progress: Progress | None = None,
-    ) -> Tuned:
+    ) -> AutotuneData:
         """Return the search for the best configuration of `inv`.
 
         Args:
@@ -129,7 +129,7 @@ class Autotuner:
         given: Collection[Any] | None,
         policy: AutotunePolicy,
         progress: Progress | None,
-    ) -> Tuned:
+    ) -> AutotuneData:
         start = self._clock()
         first = _heuristic(inv, kernel)
         others = candidates_of(kernel, inv) if given is None else given
@@ -152,7 +152,7 @@ class Autotuner:
         if progress is not None:
             progress(len(candidates), len(candidates))
         outcomes = tuple(candidate.outcome() for candidate in candidates)
-        tuned = Tuned(inv=inv, config=winner.config, outcomes=outcomes, seconds=self._clock() - start)
+        tuned = AutotuneData(inv=inv, config=winner.config, outcomes=outcomes, seconds=self._clock() - start)
         _report(tuned)
         return tuned
 
@@ -357,7 +357,7 @@ def _beats(challenger: Measurement, incumbent: Measurement) -> bool:
     return sum(mine < theirs for mine, theirs in pairs) >= _MOST * len(pairs)
 
 
-def _report(tuned: Tuned) -> None:
+def _report(tuned: AutotuneData) -> None:
     others = [outcome for outcome in tuned.outcomes[1:] if outcome.status != SAME]
     rejected = [outcome for outcome in others if outcome.status in (FAILED, WRONG)]
     if others and len(rejected) == len(others):
