@@ -28,7 +28,7 @@ from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationErro
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.measuring import Measurement, apart, interleaved
 from ejkernel.ops.execution.measuring import benchmark as benchmark
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, SAME, SKIPPED, WRONG, Outcome, AutotuneData
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, SAME, SKIPPED, WRONG, AutotuneData, Outcome
 from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.searching import default_strategy
