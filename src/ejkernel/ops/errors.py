@@ -44,6 +44,10 @@ class TuningError(EjkernelError, RuntimeError):
     """Tuning could not produce a configuration."""
 
 
+class DeviceLostError(TuningError):
+    """The device does not work in this process any more, as after an illegal access."""
+
+
 class NoConfigError(EjkernelError, LookupError):
     """No tier had a configuration."""
 

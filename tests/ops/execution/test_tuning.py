@@ -16,7 +16,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
-from ejkernel.ops.execution import tuning
+from ejkernel.ops.execution import bench
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.tuning import Autotuner
 
@@ -53,7 +53,7 @@ def race(monkeypatch):
             found = [costs[config["block"] if isinstance(config, dict) else config] for config in configs]
             return [Measurement(samples=s if isinstance(s, tuple) else (s,) * ROUNDS) for s in found]
 
-        monkeypatch.setattr(tuning, "interleaved", interleaved)
+        monkeypatch.setattr(bench, "interleaved", interleaved)
 
     return setup
 
@@ -287,33 +287,35 @@ def test_a_keyboard_interrupt_ends_the_search(race):
 # --- budgets and progress ---
 
 
-def clock_of(*seconds):
-    """A clock that shows the given times, and then stands still."""
-    remaining = list(seconds)
-    return lambda: remaining.pop(0) if len(remaining) > 1 else remaining[0]
+def tune_until(finished, budget_s=1.0):
+    """Tune one candidate at a time, and let the budget be spent when so many are finished."""
+    now = [0.0]
+    kernel = Double()
+
+    def progress(done, total):
+        now[0] = 9.0 if done >= finished else 0.0
+
+    tuner = Autotuner(clock=lambda: now[0], width=1)
+    policy = AutotunePolicy(budget_s=budget_s)
+    return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy, progress=progress)
 
 
 def test_a_spent_budget_skips_the_candidates_whose_turn_has_not_come(race):
     race({1: 2.0, 2: 1.0})
-    kernel = Double()
-    tuner = Autotuner(clock=clock_of(0.0, 0.5, 1.5))
-    tuned = tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=AutotunePolicy(budget_s=1.0))
+    tuned = tune_until(finished=2)
     assert tuned.config == 2
     assert fates(tuned)[3] == ("skipped", "the budget was spent before its turn")
 
 
 def test_a_spent_budget_still_measures_the_heuristic(race):
     race({1: 1.0})
-    kernel = Double()
-    tuner = Autotuner(clock=clock_of(0.0, 99.0))
-    tuned = tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=AutotunePolicy(budget_s=1.0))
-    assert tuned.config == 1
+    assert tune_until(finished=0).config == 1
 
 
 def test_a_search_says_how_long_it_took(race):
     race({1: 2.0, 2: 1.0, 3: 1.0})
     kernel = Double()
-    tuned = Autotuner(clock=clock_of(10.0, 13.5)).tune(Invocation(kernel=kernel, args=(X,)), kernel)
+    tuned = Autotuner(clock=iter([10.0, 13.5]).__next__).tune(Invocation(kernel=kernel, args=(X,)), kernel)
     assert tuned.seconds == 3.5
 
 
@@ -354,7 +356,7 @@ def test_a_winner_that_loses_the_second_race_is_not_admitted(monkeypatch):
         times = next(lucky)
         return [Measurement(samples=(times[function.config],) * ROUNDS) for function in functions]
 
-    monkeypatch.setattr(tuning, "interleaved", interleaved)
+    monkeypatch.setattr(bench, "interleaved", interleaved)
     assert tune(Double()).config == 1
 
 
@@ -365,18 +367,18 @@ def test_the_speed_up_is_that_of_the_second_race(monkeypatch):
         times = next(lucky)
         return [Measurement(samples=(times[function.config],) * ROUNDS) for function in functions]
 
-    monkeypatch.setattr(tuning, "interleaved", interleaved)
+    monkeypatch.setattr(bench, "interleaved", interleaved)
     assert tune(Double()).speedup == 2.0
 
 
 def test_nobody_is_dropped_on_a_few_samples():
-    assert tuning._still_in_the_race([[1.0, 1.0], [9.0, 9.0]]) == [True, True]
-    assert tuning._still_in_the_race([[1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]) == [True, False]
-    assert tuning._still_in_the_race([[9.0, 9.0, 9.0], [1.0, 1.0, 1.0]]) == [True, True]
+    assert bench.still_in_the_race([[1.0, 1.0], [9.0, 9.0]]) == [True, True]
+    assert bench.still_in_the_race([[1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]) == [True, False]
+    assert bench.still_in_the_race([[9.0, 9.0, 9.0], [1.0, 1.0, 1.0]]) == [True, True]
 
 
 def test_one_bad_sample_drops_nobody():
-    assert tuning._still_in_the_race([[1.0, 1.0, 1.0], [9.0, 1.0, 1.0]]) == [True, True]
+    assert bench.still_in_the_race([[1.0, 1.0, 1.0], [9.0, 1.0, 1.0]]) == [True, True]
 
 
 def test_a_search_in_which_only_the_heuristic_survives_warns_with_the_first_reason(race):

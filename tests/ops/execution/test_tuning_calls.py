@@ -21,7 +21,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import KernelError, TuningError, TuningWarning
 from ejkernel.ops.execution.executor import Executor
-from ejkernel.ops.execution.measuring import apart
+from ejkernel.ops.execution.threads import apart
 from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.registry import recording
 

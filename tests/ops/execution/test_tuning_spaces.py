@@ -12,7 +12,7 @@ from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops import AutotunePolicy, ConfigSpace, Invocation, Kernel
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.execution import tuning
+from ejkernel.ops.execution import bench
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.outcome import MEASURED
 from ejkernel.ops.execution.tuning import Autotuner
@@ -58,12 +58,12 @@ def races(monkeypatch):
     """Make up the times of all candidates; gives the list of `(rounds, configurations)` of every race."""
     seen = []
 
-    def race(bench, runners, rounds):
+    def race(bench, runners, rounds, warmup, deadline):
         seen.append((rounds, [runner.config for runner in runners]))
         for runner in runners:
             runner.measurement, runner.status = Measurement(samples=(seconds(runner.config),) * rounds), MEASURED
 
-    monkeypatch.setattr(tuning._Bench, "race", race)
+    monkeypatch.setattr(bench.Bench, "race", race)
     return seen
 
 

@@ -21,6 +21,7 @@ class AutotunePolicy:
         heuristic: Answer with the kernel's heuristic; off, a miss is a `NoConfigError`.
         validate: While tuning, reject candidates whose results differ from the reference.
         budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
+        isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
         max_candidates: How many candidates of a `ConfigSpace` a search measures; a list is measured whole.
     """
 
@@ -28,10 +29,11 @@ class AutotunePolicy:
     heuristic: bool = True
     validate: bool = True
     budget_s: float | None = None
+    isolate: bool = False
     max_candidates: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("autotune", "heuristic", "validate"):
+        for name in ("autotune", "heuristic", "validate", "isolate"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.budget_s is not None and not self.budget_s > 0:

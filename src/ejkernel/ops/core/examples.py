@@ -39,6 +39,13 @@ def random_inputs(tree: Any, rng: np.random.Generator) -> Any:
     return jax.tree.map(lambda leaf: random_array(leaf, rng) if is_array(leaf) else leaf, tree)
 
 
+def example_types(inv: Invocation[Any, Any]) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of what `example_arrays` returns."""
+    levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
+    types = inv.array_types or _batched_types(inv, levels)
+    return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in types]
+
+
 def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: Choice) -> list[Any]:
     """Return arrays for all arguments of `inv.node`: residuals, the call's own arrays, tangents or cotangents.
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.errors import CandidateError
@@ -39,6 +38,7 @@ _TOLERANCE = {
 # An accelerator multiplies float32 matrices in fewer bits unless told otherwise.
 _LOOSE_FLOAT32 = Tolerance(5e-3, 5e-2)
 _DEFAULT = Tolerance(0.1, 0.5)  # 8-bit floats
+_TINY = 1e-300  # no division by zero
 
 
 def tolerance(dtype: Any, *, platform: str, precision: str | None) -> Tolerance:
@@ -66,34 +66,81 @@ def _check_array(index: int, result: Any, true: Any, platform: str, precision: s
         raise CandidateError(f"result {index} has shape {result.shape}, the reference {true.shape}")
     if compat.dtypes.issubdtype(result.dtype, compat.dtypes.prng_key):
         result, true = jax.random.key_data(result), jax.random.key_data(true)
-    got, want = np.asarray(result), np.asarray(true)
     if not jnp.issubdtype(result.dtype, jnp.inexact):
-        if not np.array_equal(got, want):
-            raise CandidateError(f"result {index} differs from the reference in {np.sum(got != want)} places")
-        return
-    wide = np.complex128 if np.iscomplexobj(got) else np.float64
-    got, want = got.astype(wide), want.astype(wide)
-    _check_floats(index, got, want, tolerance(result.dtype, platform=platform, precision=precision))
+        differing = int(_count_differing(result, true))
+        if differing:
+            raise CandidateError(f"result {index} differs from the reference in {differing} places")
+    elif result.size:
+        allowed = tolerance(result.dtype, platform=platform, precision=precision)
+        _judge(index, jax.device_get(_compare(result, true, allowed.worst)), allowed)
 
 
-def _check_floats(index: int, got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], allowed: Tolerance) -> None:
-    finite = np.isfinite(want)
-    if not np.array_equal(finite, np.isfinite(got)) or not np.array_equal(got[~finite], want[~finite], equal_nan=True):
+@jax.jit
+def _count_differing(got: Any, want: Any) -> Any:
+    return jnp.sum(got != want)
+
+
+class _Comparison(NamedTuple):
+    """How two arrays of floats differ.
+
+    Attributes:
+        same_kinds: Whether NaN and infinities are in the same places, and the same.
+        size: Root mean square of the wanted finite values.
+        overall: Root mean square of the differences.
+        got, want, error: The element that exceeds the tolerance most, and how far it is off.
+        scale: What `error` is relative to.
+    """
+
+    same_kinds: Any
+    size: Any
+    overall: Any
+    got: Any
+    want: Any
+    error: Any
+    scale: Any
+
+
+@jax.jit
+def _compare(got: Any, want: Any, worst: float) -> _Comparison:
+    """Compare on the device: large results take seconds to be fetched and compared on the host."""
+    wide = got.dtype if got.dtype.itemsize >= 4 else jnp.float32  # 8-bit floats are not promoted by themselves
+    got, want = got.astype(wide).ravel(), want.astype(wide).ravel()
+    finite = jnp.isfinite(want)
+    same = (got == want) | (jnp.isnan(got) & jnp.isnan(want))
+    count = jnp.maximum(finite.sum(), 1)
+    difference = jnp.where(finite, jnp.abs(got - want), 0)
+    magnitude = jnp.where(finite, jnp.abs(want), 0)
+    size = _root_mean_square(magnitude, count)
+    scale = magnitude + size
+    at = jnp.argmax(jnp.where(finite, difference - worst * scale, -jnp.inf))
+    return _Comparison(
+        same_kinds=jnp.all(jnp.where(finite, jnp.isfinite(got), same)),
+        size=size,
+        overall=_root_mean_square(difference, count),
+        got=got[at],
+        want=want[at],
+        error=difference[at],
+        scale=scale[at],
+    )
+
+
+def _root_mean_square(values: Any, count: Any) -> Any:
+    largest = jnp.max(values)  # squares of large values would overflow, those of small ones vanish
+    unit = jnp.where(largest > 0, largest, 1)
+    return largest * jnp.sqrt(jnp.sum((values / unit) ** 2) / count)
+
+
+def _judge(index: int, found: _Comparison, allowed: Tolerance) -> None:
+    found = _Comparison(*(value.item() for value in found))
+    if not found.same_kinds:
         raise CandidateError(f"result {index} has NaN or infinity where the reference has not, or the other way round")
-    if not finite.any():
-        return
-    got, want = got[finite], want[finite]
-    size = np.sqrt(np.mean(np.abs(want) ** 2))
-    error, scale = np.abs(got - want), np.abs(want) + size
-    overall = np.sqrt(np.mean(error**2))
-    worst = int(np.argmax(error - allowed.worst * scale))
-    if error[worst] > allowed.worst * scale[worst]:
+    if found.error > allowed.worst * found.scale:
         raise CandidateError(
-            f"result {index} differs from the reference: {got[worst]:.6g} instead of {want[worst]:.6g}, "
-            f"{error[worst] / max(scale[worst], 1e-300):.2g} relative (allowed: {allowed.worst:g})"
+            f"result {index} differs from the reference: {found.got:.6g} instead of {found.want:.6g}, "
+            f"{found.error / max(found.scale, _TINY):.2g} relative (allowed: {allowed.worst:g})"
         )
-    if overall > allowed.overall * size:
+    if found.overall > allowed.overall * found.size:
         raise CandidateError(
-            f"result {index} differs from the reference by {overall / max(size, 1e-300):.2g} of its root mean square "
-            f"(allowed: {allowed.overall:g})"
+            f"result {index} differs from the reference by {found.overall / max(found.size, _TINY):.2g} of its root "
+            f"mean square (allowed: {allowed.overall:g})"
         )

@@ -3,29 +3,21 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils import services
+from ejkernel.ops.execution.threads import apart
 from ejkernel.ops.utils.fingerprint import default_device, platform_kind
-
-T = TypeVar("T")
 
 _CLOCK = time.perf_counter
 _SAMPLE_SECONDS = 2e-3  # a sample is as many calls as take this long, so that the clock and dispatch do not count
-
-_inside = threading.local()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,44 +44,6 @@ class Measurement:
             return 0.0
         low, high = np.quantile(self.samples, (0.25, 0.75), method="weibull")
         return float(high - low) / self.median
-
-
-@functools.lru_cache(maxsize=64)
-def _thread_of(device: jax.Device, depth: int) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"ejkernel-measure-{device.id}-{depth}")
-
-
-def _depth() -> int:
-    """Return how many measurements this thread is part of: 0 outside, 1 on a measuring thread, more where they nest."""
-    return getattr(_inside, "depth", 0)
-
-
-def apart(work: Callable[[], T]) -> T:
-    """Run `work` on the default device's measuring thread, where no trace, mesh or transformation is open.
-
-    The caller's matmul precision, 64-bit mode, device and overlays hold there; recording does not. Called on a
-    measuring thread, by a candidate that runs a kernel itself, `work` has another one: the candidate's trace is open
-    on the first, which waits.
-    """
-    depth = _depth()
-    device = default_device()
-    precision, x64 = compat.matmul_precision(), compat.x64_enabled()
-    scope = dataclasses.replace(current_scope(), recording=())
-
-    def inside() -> T:
-        _inside.depth = depth + 1
-        try:
-            with (
-                jax.default_matmul_precision(precision),
-                jax.enable_x64(x64),
-                jax.default_device(device),
-                entered(scope),
-            ):
-                return work()
-        finally:
-            _inside.depth = 0
-
-    return _thread_of(device, depth).submit(inside).result()
 
 
 def calls_per_sample(function: Callable[[], Any], warmup: int) -> int:
@@ -176,6 +130,3 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warm
         return float(np.median(times)) * 1e3
 
     return apart(work)
-
-
-services.provide(is_measuring=lambda: _depth() > 0)

@@ -29,6 +29,7 @@ class Outcome:
         reason: Why it was not measured.
         measurement: Its times.
         compile_seconds: How long lowering and compiling took.
+        peak_bytes: Memory that a call takes, inputs and results included, where the compiler tells.
     """
 
     config: Any
@@ -36,6 +37,7 @@ class Outcome:
     reason: str = ""
     measurement: Measurement | None = None
     compile_seconds: float | None = None
+    peak_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +49,16 @@ class AutotuneData:
         config: The winner.
         outcomes: What became of each candidate; the heuristic is the first.
         seconds: How long the search took.
+        checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
+        interrupted: Whether it was stopped before its end, and this is the best so far.
     """
 
     inv: Invocation[Any, Any]
     config: Any
     outcomes: tuple[Outcome, ...]
     seconds: float
+    checked: tuple[str, ...] = ()
+    interrupted: bool = False
 
     @property
     def key(self) -> ConfigKey:

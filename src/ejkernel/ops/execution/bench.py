@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call's inputs and the truth about them: candidates are compiled, checked and timed on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.examples import example_arrays, example_types
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import overrides
+from ejkernel.ops.core.nodes import Choice, Node
+from ejkernel.ops.errors import CandidateError, DeviceLostError, TuningError
+from ejkernel.ops.execution.checking import check_results
+from ejkernel.ops.execution.compiling import CompileThreads, Patience
+from ejkernel.ops.execution.measuring import Measurement, interleaved
+from ejkernel.ops.execution.memory import check_room, num_bytes, peak_bytes
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, SAME, SKIPPED, WRONG, Outcome
+from ejkernel.ops.execution.threads import carried
+
+_HOPELESS = 1.5  # times the best median so far, after a few samples: no noise that was seen makes up for that
+_FEW = 3
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Candidate:
+    """A candidate under way."""
+
+    config: Any
+    compiled: Callable[..., Any] | None = None
+    status: str = SKIPPED
+    reason: str = "the budget was spent before its turn"
+    compile_seconds: float | None = None
+    peak_bytes: int | None = None
+    measurement: Measurement | None = None
+
+    def fail(self, status: str, error: BaseException) -> None:
+        """Note the reason alone: a traceback would keep the candidate's arrays alive."""
+        self.status, self.compiled, self.measurement = status, None, None
+        text = str(error).strip() or "no message"
+        self.reason = text if isinstance(error, CandidateError) else f"{type(error).__name__}: {text}"
+
+    def outcome(self) -> Outcome:
+        """Return what became of it."""
+        return Outcome(
+            config=self.config,
+            status=self.status,
+            reason="" if self.status == MEASURED else self.reason,
+            measurement=self.measurement,
+            compile_seconds=self.compile_seconds,
+            peak_bytes=self.peak_bytes,
+        )
+
+
+class Watch(Protocol):
+    """Whoever must know what is under way, in case this process does not survive it."""
+
+    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
+        """Say that the given candidates are worked on, and for how many seconds at most without a sign of life."""
+
+    def running(self, index: int) -> None:
+        """Say that the candidate at `index` of those that `begin` named last is called now."""
+
+
+class Unwatched:
+    """Nobody watches."""
+
+    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
+        """See `Watch`."""
+
+    def running(self, index: int) -> None:
+        """See `Watch`."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Limits:
+    """How long the parts of a search may take; in this process only compiling can be given up.
+
+    Attributes:
+        compile: Lowering and compiling one candidate.
+        run: The first call of one candidate.
+        idle: A race, without a sign of life.
+    """
+
+    compile: Patience = dataclasses.field(default_factory=lambda: Patience(first=300.0, least=30.0))
+    run: Patience = dataclasses.field(default_factory=lambda: Patience(first=120.0, least=20.0, factor=50.0))
+    idle: float = 60.0
+
+
+class _SameProgram(CandidateError):
+    def __init__(self, owner: Candidate) -> None:
+        super().__init__(f"the same program as {owner.config!r}")
+        self.owner = owner
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bench:
+    """A call's inputs and the truth about them.
+
+    Attributes:
+        inv: The call.
+        baseline: The configuration that stands for a reference where the kernel has none; its residuals are used.
+        policy: Whether results are checked.
+        seed: Of the random inputs.
+        width: How many candidates are compiled at a time.
+        limits: How long the parts may take.
+        watch: Who must know what is under way.
+        stop: Whether to end as soon as possible.
+    """
+
+    inv: Invocation[Any, Any]
+    baseline: Any
+    policy: AutotunePolicy
+    seed: int = 0
+    width: int | None = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    watch: Watch = dataclasses.field(default_factory=Unwatched)
+    stop: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self._owners: dict[str, Candidate] = {}
+        self._lock = threading.Lock()
+        self._arrays: list[Any] | None = None
+        self._truth: Sequence[Any] | None = None
+        self._choice = Choice(config=self.baseline, platform=self.inv.platform)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The inputs; made when first asked for."""
+        if self._arrays is None:
+            self._arrays = self.inputs(self.seed)
+        return self._arrays
+
+    def prepare(
+        self, candidates: Sequence[Candidate], finished: Callable[[Candidate], None] = lambda candidate: None
+    ) -> None:
+        """Compile candidates side by side, run each once as soon as it is there, and compare its results.
+
+        A failure is noted, whatever it is. Candidates that are the same program are compiled once; of these the
+        first in the order of `candidates` is the one that counts.
+
+        Raises:
+            TuningError: there are no inputs, or no truth about them.
+            DeviceLostError: the device no longer works in this process.
+        """
+        jobs = [carried(functools.partial(self._compile, candidate)) for candidate in candidates]
+
+        def started(running: Sequence[int]) -> None:
+            self.watch.begin("compile", [candidates[i].config for i in running], self.limits.compile.seconds)
+
+        threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_start=started)
+        self._find_truth()  # while the first candidates are compiled
+        for done in threads.results(self.stop):
+            candidate = candidates[done.index]
+            candidate.compile_seconds = done.seconds
+            if isinstance(done.error, _SameProgram):
+                candidate.status, candidate.reason = SAME, str(done.error)
+            elif isinstance(done.error, KeyboardInterrupt):
+                raise done.error
+            elif done.error is not None:
+                candidate.fail(FAILED, done.error)
+            else:
+                self._check(candidate, done.result)
+            if candidate.status != SAME:
+                finished(candidate)
+        self._settle(candidates, finished)
+
+    def _compile(self, candidate: Candidate) -> Any:
+        choice = Choice(config=candidate.config, platform=self.inv.platform)
+        lowered = jax.jit(self.inv.node.flat(choice)).lower(*example_types(self.inv))
+        program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        with self._lock:
+            owner = self._owners.setdefault(program, candidate)
+        if owner is not candidate:
+            raise _SameProgram(owner)
+        return lowered.compile()
+
+    def _settle(self, candidates: Sequence[Candidate], finished: Callable[[Candidate], None]) -> None:
+        """Give a shared program to the first of those that share it: which one was compiled is a matter of luck."""
+        order = {id(candidate): index for index, candidate in enumerate(candidates)}
+        for program, owner in self._owners.items():
+            first = min(
+                (c for c in candidates if c.status == SAME and c.reason == str(_SameProgram(owner))),
+                key=lambda c: order[id(c)],
+                default=None,
+            )
+            if first is not None and order[id(first)] < order.get(id(owner), -1):
+                _exchange(first, owner)
+                self._owners[program] = first
+        for candidate in candidates:
+            if candidate.status == SAME:
+                finished(candidate)
+
+    def _find_truth(self) -> None:
+        """Make the inputs and the reference's results, if that was not done before."""
+        if self._arrays is not None:
+            return
+        has_reference = overrides(self.inv.node.spec.kernel, "reference")
+        what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
+        self.watch.begin("the reference", [], self.limits.compile.first)
+        try:
+            self._arrays = self.inputs(self.seed)
+            self._truth = self.truth_about(self.inv.node, self._arrays) if self.policy.validate else None
+        except TuningError:
+            raise
+        except Exception as error:  # whatever it is, without inputs and truth no candidate can be judged
+            raise TuningError(
+                f"{self.inv.op_id}: example inputs or {what} failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def inputs(self, seed: int) -> list[Any]:
+        """Return random inputs of the call.
+
+        Raises:
+            TuningError: the device has no room for them.
+        """
+        types = example_types(self.inv)
+        check_room(sum(map(num_bytes, types)), f"{self.inv.op_id}: its inputs")
+        arrays = example_arrays(self.inv, np.random.default_rng(seed), self._choice)
+        return list(jax.block_until_ready(arrays))
+
+    def truth_about(self, node: Node, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Return what the reference makes of `arrays`; where the kernel has none, the baseline."""
+        has_reference = overrides(node.spec.kernel, "reference")
+        choice = dataclasses.replace(self._choice, reference=has_reference)
+        return list(jax.block_until_ready(jax.jit(node.flat(choice))(*arrays)))
+
+    def _check(self, candidate: Candidate, compiled: Any) -> None:
+        self.watch.begin("run", [candidate.config], self.limits.run.seconds)
+        candidate.peak_bytes = peak_bytes(compiled)
+        start = time.perf_counter()
+        try:
+            check_room(candidate.peak_bytes or 0, "it")
+            results = jax.block_until_ready(compiled(*self.arrays))
+            self.limits.run.note(time.perf_counter() - start)
+            if self._truth is not None:
+                self.compare(results, self._truth)
+        except CandidateError as error:
+            candidate.fail(WRONG, error)
+        except TuningError as error:
+            candidate.fail(FAILED, CandidateError(str(error)))
+        except Exception as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
+            candidate.fail(FAILED, error)
+            self._probe(candidate)
+        else:
+            candidate.compiled = compiled
+
+    def compare(self, results: Sequence[Any], truth: Sequence[Any]) -> None:
+        """Raise a `CandidateError` unless the results are as near to the truth as their dtypes allow."""
+        check_results(results, truth, platform=self.inv.platform, precision=self.inv.precision)
+
+    def _probe(self, culprit: Candidate) -> None:
+        """Find out whether the device still works: after an illegal access every later call in the process fails."""
+        try:
+            jax.block_until_ready(jnp.zeros((), jnp.float32) + 1)
+        except Exception as error:
+            raise DeviceLostError(
+                f"{self.inv.op_id}: the device does not work in this process any more, after {culprit.config!r}: "
+                f"{culprit.reason}; tune in a worker process (AutotunePolicy(isolate=True), or the command)."
+            ) from error
+
+    def race(self, runners: Sequence[Candidate], rounds: int, warmup: int, deadline: float | None) -> None:
+        """Measure compiled candidates in turns; one that fails on the way leaves the race, and the rest starts anew."""
+        runners = list(runners)
+        while runners:
+            self.watch.begin("measure", [runner.config for runner in runners], self.limits.idle)
+            functions = [_Run(runner, index, self) for index, runner in enumerate(runners)]
+            try:
+                measurements = interleaved(
+                    functions, rounds=rounds, warmup=warmup, keep=still_in_the_race, deadline=deadline
+                )
+            except _FailedError as failure:
+                failure.candidate.fail(FAILED, failure.reason)
+                self._probe(failure.candidate)
+                runners.remove(failure.candidate)
+                continue
+            for runner, measurement in zip(runners, measurements, strict=True):
+                runner.measurement, runner.status = measurement, MEASURED
+            return
+
+
+class _FailedError(Exception):
+    """A candidate that had worked failed while it was measured."""
+
+    def __init__(self, candidate: Candidate, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.candidate, self.reason = candidate, reason.with_traceback(None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """One call of a candidate."""
+
+    candidate: Candidate
+    index: int
+    bench: Bench
+
+    @property
+    def config(self) -> Any:
+        return self.candidate.config
+
+    def __call__(self) -> Any:
+        self.bench.watch.running(self.index)
+        assert self.candidate.compiled is not None
+        try:
+            return self.candidate.compiled(*self.bench.arrays)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this candidate's
+            raise _FailedError(self.candidate, error) from None
+
+
+def still_in_the_race(samples: Sequence[Sequence[float]]) -> list[bool]:
+    """Say who is worth another round; the heuristic always is, for it is what a winner is compared with."""
+    if len(samples[0]) < _FEW:
+        return [True] * len(samples)
+    medians = [float(np.median(values)) for values in samples]
+    return [index == 0 or median < _HOPELESS * min(medians) for index, median in enumerate(medians)]
+
+
+def _exchange(one: Candidate, other: Candidate) -> None:
+    """Swap all that was found out about two candidates that are the same program."""
+    for field in dataclasses.fields(Candidate):
+        if field.name != "config":
+            mine, theirs = getattr(one, field.name), getattr(other, field.name)
+            setattr(one, field.name, theirs)
+            setattr(other, field.name, mine)
+    other.reason = f"the same program as {one.config!r}"

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last check of a winner: on inputs that no search has seen, and of its gradient."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.ops.core.derived import Vjp, innermost
+from ejkernel.ops.core.examples import random_array
+from ejkernel.ops.core.nodes import Choice, Forward, is_inexact
+from ejkernel.ops.errors import CandidateError
+from ejkernel.ops.execution.bench import Bench, Candidate
+
+logger = logging.getLogger(__name__)
+
+
+def confirm(bench: Bench, candidate: Candidate) -> tuple[str, ...]:
+    """Check a winner on fresh inputs: its results and, if the call is a forward that has one, its gradient.
+
+    Returns:
+        What was checked: nothing, `("outputs",)` or `("outputs", "gradients")`.
+
+    Raises:
+        CandidateError: it is wrong, or fails where the reference does not.
+    """
+    if not bench.policy.validate:
+        return ()
+    bench.watch.begin("confirm", [candidate.config], bench.limits.compile.first)
+    try:
+        arrays = bench.inputs(bench.seed + 1)
+        truth = bench.truth_about(bench.inv.node, arrays)
+    except Exception as error:  # noqa: BLE001 - it was checked on other inputs; no room for more is no fault of it
+        logger.warning("%s: the winner was not checked on fresh inputs: %s", bench.inv.op_id, error)
+        return ("outputs",)
+    assert candidate.compiled is not None
+    bench.compare(_run(candidate.compiled, arrays, "on fresh inputs"), truth)
+    return ("outputs", "gradients") if _has_right_gradient(bench, candidate, arrays) else ("outputs",)
+
+
+def _has_right_gradient(bench: Bench, candidate: Candidate, arrays: Sequence[Any]) -> bool:
+    """Return whether there is a gradient, which then is right.
+
+    Raises:
+        CandidateError: it is wrong, or fails where the reference's does not.
+    """
+    inv = bench.inv
+    if not isinstance(innermost(inv.node), Forward):
+        return False
+    choice = Choice(config=candidate.config, platform=inv.platform)
+    results = jax.eval_shape(inv.node.flat(choice), *arrays)
+    wrt, outs = (tuple(map(is_inexact, values)) for values in (arrays, results))
+    if not any(wrt) or not any(outs):
+        return False
+    gradient = Vjp(inv.node, len(arrays), wrt, outs)
+    rng = np.random.default_rng(bench.seed + 2)
+    inputs = [*arrays, *(random_array(like, rng) for like, has in zip(results, outs, strict=True) if has)]
+    try:
+        truth = bench.truth_about(gradient, inputs)
+    except Exception as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
+        logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, error)
+        return False
+    try:
+        bench.compare(_run(jax.jit(gradient.flat(choice)), inputs, "in the gradient"), truth)
+    except CandidateError as error:
+        raise CandidateError(f"gradient: {error}") from None
+    return True
+
+
+def _run(function: Any, arrays: Sequence[Any], where: str) -> Any:
+    try:
+        return jax.block_until_ready(function(*arrays))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the candidate's
+        raise CandidateError(f"it fails {where}: {type(error).__name__}: {error}") from None

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads of our own for measuring and compiling, where no trace, mesh or transformation of the caller is open."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+from ejkernel import compat
+from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.utils import services
+from ejkernel.ops.utils.fingerprint import default_device
+
+T = TypeVar("T")
+
+_inside = threading.local()
+
+
+@functools.lru_cache(maxsize=64)
+def _thread_of(device: jax.Device, depth: int) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"ejkernel-measure-{device.id}-{depth}")
+
+
+def _depth() -> int:
+    """Return how many searches this thread is part of: 0 outside, 1 on a search's threads, more where they nest."""
+    return getattr(_inside, "depth", 0)
+
+
+def carried(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
+    """Return `work` for another thread, with this thread's matmul precision, 64-bit mode, device and overlays.
+
+    Recording does not carry over. With `deeper`, the other thread is one level of searches further down.
+    """
+    depth = _depth() + deeper
+    device = default_device()
+    precision, x64 = compat.matmul_precision(), compat.x64_enabled()
+    scope = dataclasses.replace(current_scope(), recording=())
+
+    def inside() -> T:
+        before, _inside.depth = _depth(), depth
+        try:
+            with (
+                jax.default_matmul_precision(precision),
+                jax.enable_x64(x64),
+                jax.default_device(device),
+                entered(scope),
+            ):
+                return work()
+        finally:
+            _inside.depth = before
+
+    return inside
+
+
+def apart(work: Callable[[], T], *, on_interrupt: Callable[[], None] | None = None) -> T:
+    """Run `work` on the default device's measuring thread, with the caller's settings; see `carried`.
+
+    Called on a measuring thread, by a candidate that runs a kernel itself, `work` has another one: the candidate's
+    trace is open on the first, which waits.
+
+    Args:
+        work: What to run.
+        on_interrupt: Called on Ctrl-C, after which `work` is waited for; a second one is raised.
+    """
+    future = _thread_of(default_device(), _depth()).submit(carried(work, deeper=True))
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        if on_interrupt is None or future.done():
+            raise
+        on_interrupt()
+        return future.result()
+
+
+services.provide(is_measuring=lambda: _depth() > 0)
