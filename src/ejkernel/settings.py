@@ -46,6 +46,18 @@ def current() -> Settings:
     return Settings.from_env(os.environ)
 
 
+def share_device(environ: Mapping[str, str]) -> None:
+    """Prepare a process that has the device not alone, before JAX initialises it.
+
+    A GPU's memory is taken as it is needed, not most of it at once; what the user set stays.
+
+    Args:
+        environ: Variables to set.
+    """
+    os.environ.update(environ)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def _cache_dir(env: Mapping[str, str]) -> Path:
     given = env.get("EJKERNEL_CACHE_DIR", "").strip()
     if given:

@@ -22,6 +22,9 @@ class _Hole:
     def __repr__(self) -> str:
         return "<array>"
 
+    def __reduce__(self) -> str:
+        return "_HOLE"  # there is one in every process
+
 
 _HOLE = _Hole()
 
@@ -44,6 +47,10 @@ class CallSpec:
     method: str | None
     statics: tuple[Any, ...] = dataclasses.field(compare=False, repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a PyTreeDef with nodes of the user's own classes cannot be pickled, but the tree itself can
+        return _restored, (self.kernel, jax.tree.unflatten(self.treedef, self.statics), self.tokens, self.method)
+
     @property
     def num_arrays(self) -> int:
         """How many arrays the call has."""
@@ -60,6 +67,11 @@ class CallSpec:
         """Return, for each positional argument, its structure and which of its leaves are arrays."""
         args, _ = jax.tree.unflatten(self.treedef, [leaf is _HOLE for leaf in self.statics])
         return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
+
+
+def _restored(kernel: Kernel[Any, Any], tree: Any, tokens: tuple[Any, ...], method: str | None) -> CallSpec:
+    leaves, treedef = jax.tree.flatten(tree)
+    return CallSpec(kernel, treedef, tokens, method, tuple(leaves))
 
 
 def take_apart(

@@ -25,7 +25,7 @@ from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.measuring import Measurement, interleaved
 from ejkernel.ops.execution.memory import check_room, num_bytes, peak_bytes
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, SAME, SKIPPED, WRONG, Outcome
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, Outcome
 from ejkernel.ops.execution.threads import carried
 
 _HOPELESS = 1.5  # times the best median so far, after a few samples: no noise that was seen makes up for that
@@ -55,7 +55,7 @@ class Candidate:
         return Outcome(
             config=self.config,
             status=self.status,
-            reason="" if self.status == MEASURED else self.reason,
+            reason="" if self.status in (MEASURED, READY) else self.reason,
             measurement=self.measurement,
             compile_seconds=self.compile_seconds,
             peak_bytes=self.peak_bytes,
@@ -65,15 +65,21 @@ class Candidate:
 class Watch(Protocol):
     """Whoever must know what is under way, in case this process does not survive it."""
 
+    def compiling(self, configs: Sequence[Any]) -> None:
+        """Say which candidates are being compiled now, in threads."""
+
     def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
-        """Say that the given candidates are worked on, and for how many seconds at most without a sign of life."""
+        """Say what the device works on, and for how many seconds at most without a sign of life."""
 
     def running(self, index: int) -> None:
-        """Say that the candidate at `index` of those that `begin` named last is called now."""
+        """Say that the candidate at `index` of those that `begin` named last is called now; a sign of life."""
 
 
 class Unwatched:
     """Nobody watches."""
+
+    def compiling(self, configs: Sequence[Any]) -> None:
+        """See `Watch`."""
 
     def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
         """See `Watch`."""
@@ -155,10 +161,10 @@ class Bench:
         """
         jobs = [carried(functools.partial(self._compile, candidate)) for candidate in candidates]
 
-        def started(running: Sequence[int]) -> None:
-            self.watch.begin("compile", [candidates[i].config for i in running], self.limits.compile.seconds)
+        def changed(running: Sequence[int]) -> None:
+            self.watch.compiling([candidates[index].config for index in running])
 
-        threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_start=started)
+        threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_change=changed)
         self._find_truth()  # while the first candidates are compiled
         for done in threads.results(self.stop):
             candidate = candidates[done.index]
@@ -173,6 +179,7 @@ class Bench:
                 self._check(candidate, done.result)
             if candidate.status != SAME:
                 finished(candidate)
+            self.watch.begin("compiling", [], self.limits.compile.seconds)
         self._settle(candidates, finished)
 
     def _compile(self, candidate: Candidate) -> Any:
@@ -207,7 +214,7 @@ class Bench:
             return
         has_reference = overrides(self.inv.node.spec.kernel, "reference")
         what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
-        self.watch.begin("the reference", [], self.limits.compile.first)
+        self.watch.begin("running the reference", [], self.limits.compile.first)
         try:
             self._arrays = self.inputs(self.seed)
             self._truth = self.truth_about(self.inv.node, self._arrays) if self.policy.validate else None
@@ -236,7 +243,7 @@ class Bench:
         return list(jax.block_until_ready(jax.jit(node.flat(choice))(*arrays)))
 
     def _check(self, candidate: Candidate, compiled: Any) -> None:
-        self.watch.begin("run", [candidate.config], self.limits.run.seconds)
+        self.watch.begin("running", [candidate.config], self.limits.run.seconds)
         candidate.peak_bytes = peak_bytes(compiled)
         start = time.perf_counter()
         try:
@@ -253,7 +260,7 @@ class Bench:
             candidate.fail(FAILED, error)
             self._probe(candidate)
         else:
-            candidate.compiled = compiled
+            candidate.compiled, candidate.status = compiled, READY
 
     def compare(self, results: Sequence[Any], truth: Sequence[Any]) -> None:
         """Raise a `CandidateError` unless the results are as near to the truth as their dtypes allow."""
@@ -273,7 +280,7 @@ class Bench:
         """Measure compiled candidates in turns; one that fails on the way leaves the race, and the rest starts anew."""
         runners = list(runners)
         while runners:
-            self.watch.begin("measure", [runner.config for runner in runners], self.limits.idle)
+            self.watch.begin("measuring", [runner.config for runner in runners], self.limits.idle)
             functions = [_Run(runner, index, self) for index, runner in enumerate(runners)]
             try:
                 measurements = interleaved(

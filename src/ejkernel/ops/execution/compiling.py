@@ -72,7 +72,7 @@ class CompileThreads(Generic[T]):
         jobs: What to run.
         width: How many at a time; the number of cores by default.
         patience: How long each may take; learns from those that end well.
-        on_start: Called with the indices of the jobs under way, whenever one begins.
+        on_change: Called with the indices of the jobs under way, whenever one begins or ends.
         clock: Source of seconds.
     """
 
@@ -82,13 +82,13 @@ class CompileThreads(Generic[T]):
         *,
         width: int | None = None,
         patience: Patience,
-        on_start: Callable[[Sequence[int]], None] = lambda running: None,
+        on_change: Callable[[Sequence[int]], None] = lambda running: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._waiting = collections.deque(enumerate(jobs))
         self._width = width or default_width()
         self._patience = patience
-        self._on_start = on_start
+        self._on_change = on_change
         self._clock = clock
         self._running: dict[int, float] = {}
         self._ended: queue.SimpleQueue[Done[T]] = queue.SimpleQueue()
@@ -104,6 +104,7 @@ class CompileThreads(Generic[T]):
                 continue
             if self._running.pop(done.index, None) is None:
                 continue  # it was given up
+            self._on_change(list(self._running))
             if done.error is None:
                 self._patience.note(done.seconds)
             self._fill()
@@ -113,7 +114,7 @@ class CompileThreads(Generic[T]):
         while self._waiting and len(self._running) < self._width:
             index, job = self._waiting.popleft()
             start = self._running[index] = self._clock()
-            self._on_start(list(self._running))
+            self._on_change(list(self._running))  # before it begins: it may end the process
             threading.Thread(target=self._work, args=(index, job, start), name="ejkernel-compile", daemon=True).start()
 
     def _work(self, index: int, job: Callable[[], T], start: float) -> None:
@@ -129,6 +130,7 @@ class CompileThreads(Generic[T]):
         allowed, now = self._patience.seconds, self._clock()
         for index in [index for index, start in self._running.items() if now - start > allowed]:
             seconds = now - self._running.pop(index)
+            self._on_change(list(self._running))
             self._fill()
             error = CandidateError(f"compiling was given up after {seconds:.1f} s (allowed: {allowed:.1f} s)")
             yield Done(index, None, error, seconds)

@@ -30,7 +30,7 @@ def confirm(bench: Bench, candidate: Candidate) -> tuple[str, ...]:
     """
     if not bench.policy.validate:
         return ()
-    bench.watch.begin("confirm", [candidate.config], bench.limits.compile.first)
+    bench.watch.begin("confirming", [candidate.config], bench.limits.compile.first)
     try:
         arrays = bench.inputs(bench.seed + 1)
         truth = bench.truth_about(bench.inv.node, arrays)

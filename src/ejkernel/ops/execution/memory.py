@@ -15,7 +15,8 @@ from ejkernel.ops.utils.fingerprint import default_device
 def num_bytes(like: Any) -> int:
     """Return the bytes of an array of this shape and dtype; keys of random numbers count as eight bytes."""
     is_key = compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key)
-    return math.prod(like.shape) * (8 if is_key else like.dtype.itemsize)
+    each: int = 8 if is_key else like.dtype.itemsize
+    return int(math.prod(like.shape)) * each
 
 
 def peak_bytes(compiled: Any) -> int | None:

@@ -11,11 +11,13 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.utils.serialize import to_data
 
+READY = "ready"
 MEASURED = "measured"
 FAILED = "failed"
 WRONG = "wrong"
 SKIPPED = "skipped"
 SAME = "same"
+CRASHED = "crashed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,8 @@ class Outcome:
     Attributes:
         config: The candidate.
         status: `measured`; `failed` (raised); `wrong` (results differ from the reference); `same` (the program of
-            another candidate); `skipped` (out of time).
+            another candidate); `crashed` (its process ended, or had to be ended); `skipped` (out of time).
+            While the search goes on, also `ready` (compiled and checked).
         reason: Why it was not measured.
         measurement: Its times.
         compile_seconds: How long lowering and compiling took.
@@ -86,7 +89,7 @@ class AutotuneData:
         failures = [
             {"config": to_data(outcome.config), "status": outcome.status, "reason": outcome.reason}
             for outcome in self.outcomes
-            if outcome.status in (FAILED, WRONG)
+            if outcome.status in (FAILED, WRONG, CRASHED)
         ]
         return {
             "winner": _times(self.winner),

@@ -21,11 +21,12 @@ from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Unwatched, Wa
 from ejkernel.ops.execution.confirming import confirm
 from ejkernel.ops.execution.events import CandidateFinished, SearchStarted, emit
 from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.outcome import MEASURED, SKIPPED, WRONG, AutotuneData, Outcome
+from ejkernel.ops.execution.outcome import CRASHED, FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, AutotuneData, Outcome
 from ejkernel.ops.execution.searching import Record, default_strategy
 
 Progress = Callable[[int, int], None]
 
+_REJECTED = (FAILED, WRONG, SAME, CRASHED)
 LISTED = 24  # configurations up to which a space is measured whole
 _SCREENING = 3  # rounds of a candidate that a search asked for
 _BATCH = 8  # candidates that a search asks for at once, so that they compile side by side and run in turns
@@ -125,6 +126,9 @@ class TuningRun:
         else:
             self._take_all(first, others)
         winner, checked = self._decide()
+        for candidate in self._tried:
+            if candidate.status == READY:
+                candidate.status = SKIPPED
         self._note_progress(self._total)
         return AutotuneData(
             inv=inv,
@@ -193,8 +197,9 @@ class TuningRun:
         todo = []
         for candidate in candidates:
             known = self._known.get(config_id(candidate.config))
-            if known is not None and known.status not in (MEASURED, SKIPPED):
+            if known is not None and known.status in _REJECTED:
                 candidate.status, candidate.reason = known.status, known.reason
+                candidate.compile_seconds, candidate.peak_bytes = known.compile_seconds, known.peak_bytes
                 self._one_finished(candidate)
             else:
                 todo.append(candidate)
@@ -216,7 +221,7 @@ class TuningRun:
 
     def _must_end(self) -> bool:
         """Return whether to end with the best so far: but the very first candidate has its turn."""
-        if not self._tried or (self._tried[0].status == SKIPPED and self._tried[0].compiled is None):
+        if not self._tried or self._tried[0].status == SKIPPED:
             return False
         return self._stop() or (self._deadline is not None and self._clock() > self._deadline)
 

@@ -18,11 +18,11 @@ from ejkernel.ops.errors import TuningWarning
 from ejkernel.ops.execution.bench import Limits
 from ejkernel.ops.execution.events import SearchFinished, emit
 from ejkernel.ops.execution.measuring import benchmark as benchmark
-from ejkernel.ops.execution.outcome import FAILED, SAME, WRONG, AutotuneData
+from ejkernel.ops.execution.outcome import CRASHED, FAILED, SAME, WRONG, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
-from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
 from ejkernel.ops.execution.searching import Record
+from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
 from ejkernel.ops.execution.threads import apart
 from ejkernel.ops.utils import services
 
@@ -108,18 +108,18 @@ class Autotuner:
 
     def _here(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
         stop = threading.Event()
-        search = TuningRun(task, progress=progress, stop=stop.is_set, clock=self._clock)
-        return apart(search.run, on_interrupt=stop.set)
+        run = TuningRun(task, progress=progress, stop=stop.is_set, clock=self._clock)
+        return apart(run.run, on_interrupt=stop.set)
 
     def _in_worker(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
-        from ejkernel.ops.execution.workers import shared_workers
+        from ejkernel.ops.execution.isolation import tune_isolated  # imports multiprocessing
 
-        return shared_workers().tune(task, progress)
+        return tune_isolated(task, progress)
 
 
 def _report(data: AutotuneData) -> None:
     others = [outcome for outcome in data.outcomes[1:] if outcome.status != SAME]
-    rejected = [outcome for outcome in others if outcome.status in (FAILED, WRONG)]
+    rejected = [outcome for outcome in others if outcome.status in (FAILED, WRONG, CRASHED)]
     if others and len(rejected) == len(others):
         text = (
             f"{data.inv.op_id}: all {len(others)} candidates beside the heuristic were rejected; the first, "

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning tasks in worker processes: a candidate that ends its process costs itself, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ejkernel.ops.config.policy import PolicyChange
+from ejkernel.ops.core.context import Scope, current_scope, entered
+from ejkernel.ops.errors import DeviceLostError, TuningError
+from ejkernel.ops.execution.events import CandidateFinished, Event, SearchStarted, WorkerRestarted, emit, on_event
+from ejkernel.ops.execution.outcome import CRASHED, AutotuneData, Outcome
+from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask, config_id
+from ejkernel.ops.execution.threads import apart
+from ejkernel.ops.execution.workers import Worker, WorkerDiedError, reports, shared_worker, worker_session
+
+
+def tune_isolated(task: TuningTask, progress: Progress | None) -> AutotuneData:
+    """Carry out a task in a worker process, and go on in a new one as often as a candidate ends it.
+
+    Raises:
+        TuningError: no candidate could be measured; there is no truth to compare with; or a worker ended for no
+            reason that could be found.
+    """
+    journal = _Journal(task, progress)
+    here = current_scope()
+    # what a candidate tunes in its turn is tuned in the worker itself
+    policies = (*here.policies, PolicyChange(None, (("isolate", False),)))
+    scope = dataclasses.replace(here, policies=policies, recording=())
+    with worker_session():
+        while True:
+            try:
+                with shared_worker() as journal.worker:
+                    data = journal.worker.call(_carry_out, journal.task(), scope, on_event=journal.note)
+            except (WorkerDiedError, DeviceLostError) as death:
+                journal.bury(death)
+            else:
+                found: AutotuneData = dataclasses.replace(data, inv=task.inv)
+                return found
+
+
+def _carry_out(task: TuningTask, scope: Scope) -> AutotuneData:
+    """Run a task in this process, which is a worker, and tell the parent what happens."""
+    mine = reports()
+    assert mine is not None  # only workers are sent here
+    mine.stop.clear()
+    run = TuningRun(task, watch=mine, stop=mine.stop.is_set)
+    with (
+        entered(scope),
+        jax.default_matmul_precision(task.inv.precision),
+        jax.enable_x64(task.inv.x64),
+        on_event(lambda event: mine.send("event", event)),
+    ):
+        return apart(run.run)
+
+
+class _Journal:
+    """What is known of a task, whatever becomes of the workers."""
+
+    def __init__(self, task: TuningTask, progress: Progress | None) -> None:
+        self._task = task
+        self._progress = progress
+        self._known: dict[Any, Outcome] = {}
+        self._suspects: dict[Any, Any] = {}
+        self._total = 0
+        self._unexplained = 0
+        self.worker: Worker | None = None
+
+    def task(self) -> TuningTask:
+        """Return the task as it is left to do."""
+        return dataclasses.replace(
+            self._task, known=tuple(self._known.values()), suspects=tuple(self._suspects.values())
+        )
+
+    def note(self, event: Event) -> None:
+        """Keep what a worker says, and pass on what is new."""
+        is_new = True
+        if isinstance(event, SearchStarted):
+            is_new, self._total = self._total == 0, event.candidates
+        elif isinstance(event, CandidateFinished):
+            token = config_id(event.outcome.config)
+            is_new, self._known[token] = self._known.get(token) != event.outcome, event.outcome
+        if self._progress is not None:
+            self._progress(min(len(self._known), self._total), self._total)
+        if is_new:
+            emit(event)
+
+    def bury(self, death: TuningError) -> None:
+        """Find out who was to blame for the end of a worker.
+
+        Raises:
+            TuningError: nobody was, twice.
+        """
+        assert self.worker is not None
+        doing, culprit = self.worker.doing, self.worker.culprit
+        compiling = [] if getattr(death, "timed_out", False) and culprit is not None else list(doing.compiling)
+        accused = [*([] if culprit is None else [culprit]), *compiling]
+        if len(accused) == 1:
+            self._known[config_id(accused[0])] = Outcome(config=accused[0], status=CRASHED, reason=str(death))
+            self._suspects.pop(config_id(accused[0]), None)
+        elif accused:
+            self._suspects |= {config_id(config): config for config in accused}
+        else:
+            self._unexplained += 1
+            if self._unexplained > 1:
+                raise TuningError(f"{self._task.inv.op_id}: the worker process ends without any candidate: {death}")
+        emit(WorkerRestarted(self._task.inv.key, str(death)))

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process of its own for what a process may not survive: a crash, a kernel that never returns.
+
+The worker holds the device, carries out tuning tasks, and says what it is at. The parent keeps what was found out so
+far, ends a worker that shows no sign of life, and lets a new one go on without the candidate that was to blame.
+
+Tasks and answers are pickled: they go between a process and its own child, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle  # noqa: TID251 - between a process and its own child
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ejkernel import settings
+from ejkernel.ops.errors import DeviceLostError, TuningError
+from ejkernel.ops.execution.events import Event
+
+_LOOK = 0.2  # seconds between two looks at whether a worker is alive
+_START = 120.0  # seconds in which a worker must have started
+_GOODBYE = 5.0  # seconds that a worker has to end by itself
+
+
+class WorkerDiedError(TuningError):
+    """A worker process ended, or had to be ended, before it had an answer."""
+
+    def __init__(self, reason: str, *, timed_out: bool = False) -> None:
+        super().__init__(reason)
+        self.timed_out = timed_out
+
+
+@dataclasses.dataclass(slots=True)
+class Doing:
+    """What a worker is at.
+
+    Attributes:
+        what: In words.
+        configs: The candidates that the device works on, in turns.
+        compiling: The candidates that are compiled meanwhile.
+        allowed: Seconds without a sign of life after which the worker is ended.
+    """
+
+    what: str = "starting"
+    configs: Sequence[Any] = ()
+    compiling: Sequence[Any] = ()
+    allowed: float = _START
+
+
+class Worker:
+    """One worker process; it ends with this process, or with `close`.
+
+    Args:
+        environ: Variables to set in the worker's environment, such as `CUDA_VISIBLE_DEVICES`.
+    """
+
+    def __init__(self, environ: dict[str, str] | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pulse = context.RawArray("q", 2)  # which candidate runs, and how often one was called
+        self._stop = context.Event()
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(other, self._pulse, self._stop, environ or {}), name="ejkernel-worker", daemon=True
+        )
+        self._process.start()
+        other.close()
+        self.doing = Doing()
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process."""
+        return self._process.pid
+
+    @property
+    def culprit(self) -> Any:
+        """The candidate that the device worked on last; `None` if it did not work on one."""
+        configs = self.doing.configs
+        return configs[min(self._pulse[0], len(configs) - 1)] if configs else None
+
+    def call(self, function: Callable[..., Any], *args: Any, on_event: Callable[[Event], None] | None = None) -> Any:
+        """Return `function(*args)`, computed in the worker; what it raises is raised here.
+
+        Raises:
+            WorkerDiedError: the worker ended, or showed no sign of life for as long as it had said; it is gone.
+            TuningError: the function or its arguments cannot be sent to another process.
+        """
+        try:
+            request = pickle.dumps((function, args))
+        except Exception as error:
+            raise TuningError(
+                f"this cannot be sent to a worker process: {type(error).__name__}: {error}. Kernels and their "
+                "configurations must be defined at the top of a module; or tune in this process (isolate=False)."
+            ) from error
+        self.doing = Doing(what="receiving its task")
+        try:
+            self._pipe.send_bytes(request)
+            return self._answer(on_event)
+        except (BrokenPipeError, ConnectionResetError, EOFError):
+            self._process.join(_GOODBYE)
+            raise WorkerDiedError(self._last_words()) from None
+
+    def _answer(self, on_event: Callable[[Event], None] | None) -> Any:
+        alive, beats = time.monotonic(), self._pulse[1]
+        while True:
+            ready = self._wait()
+            now = time.monotonic()
+            if ready:
+                alive = now
+                kind, value = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 - our own child wrote it
+                if kind == "done":
+                    return value
+                if kind == "error":
+                    raise value
+                self._take_note(kind, value, on_event)
+            elif self._pulse[1] != beats:
+                alive, beats = now, self._pulse[1]
+            elif not self._process.is_alive() and not self._pipe.poll():
+                raise WorkerDiedError(self._last_words())
+            elif now - alive > self.doing.allowed:
+                self.kill()
+                text = f"no sign of life for {now - alive:.1f} s while {self.doing.what} (allowed: "
+                raise WorkerDiedError(f"{text}{self.doing.allowed:.1f} s)", timed_out=True)
+
+    def _wait(self) -> bool:
+        """Return whether a message is there. The first Ctrl-C asks the worker to end its search; a second is raised."""
+        try:
+            multiprocessing.connection.wait([self._pipe, self._process.sentinel], timeout=_LOOK)
+            return self._pipe.poll()
+        except KeyboardInterrupt:
+            if self._stop.is_set():
+                self.kill()
+                raise
+            self._stop.set()
+            return False
+
+    def _take_note(self, kind: str, value: Any, on_event: Callable[[Event], None] | None) -> None:
+        if kind == "begin":
+            self.doing.what, self.doing.configs, self.doing.allowed = value
+            self._pulse[0] = 0
+        elif kind == "compiling":
+            self.doing.compiling = value
+        elif kind == "warning":
+            warnings.warn(value, stacklevel=2)
+        elif on_event is not None:
+            on_event(value)
+
+    def _last_words(self) -> str:
+        code = self._process.exitcode
+        if code is None:
+            return f"the worker closed its connection while {self.doing.what}"
+        if code < 0:
+            return f"the worker was ended by {signal.Signals(-code).name} while {self.doing.what}"
+        return f"the worker exited with status {code} while {self.doing.what}"
+
+    def kill(self) -> None:
+        """End the worker and whatever it started, now."""
+        if self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not have made its group yet
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join(_GOODBYE)
+
+    def close(self) -> None:
+        """Let the worker end by itself, if it does so soon."""
+        self._pipe.close()
+        self._process.join(_GOODBYE)
+        if self._process.is_alive():
+            self.kill()
+
+
+# --- in the worker ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reports:
+    """The worker's side: a `Watch` that tells the parent."""
+
+    pipe: Any
+    pulse: Any
+    stop: Any
+    lock: Any
+
+    def send(self, kind: str, value: Any) -> None:
+        data = pickle.dumps((kind, value))
+        with self.lock:
+            self.pipe.send_bytes(data)
+
+    def compiling(self, configs: Sequence[Any]) -> None:
+        self.send("compiling", list(configs))
+
+    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
+        self.send("begin", (doing, list(configs), allowed))
+
+    def running(self, index: int) -> None:
+        self.pulse[0] = index
+        self.pulse[1] += 1
+
+
+_reports: list[_Reports] = []  # of this process, if it is a worker
+
+
+def reports() -> _Reports | None:
+    """Return how this process tells its parent what it is at; `None` if it is no worker."""
+    return _reports[0] if _reports else None
+
+
+def _serve(pipe: Any, pulse: Any, stop: Any, environ: dict[str, str]) -> None:
+    os.setsid()  # Ctrl-C is the parent's to handle, and the whole group can be ended
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # results on stdout are the parent's to print
+    settings.share_device(environ)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    mine = _Reports(pipe, pulse, stop, threading.Lock())
+    _reports.append(mine)
+    warnings.showwarning = lambda message, *_, **__: mine.send("warning", message)
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)  # threads that never end must not keep the process
+        mine.send(*_carry_out(request))
+
+
+def _carry_out(request: bytes) -> tuple[str, Any]:
+    try:
+        function, args = pickle.loads(request)  # noqa: S301 - our own parent wrote it
+        return "done", function(*args)
+    except Exception as error:  # noqa: BLE001 - it is raised in the parent
+        return "error", _sendable(error)
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return the error, or its text if it cannot be pickled."""
+    error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
+    bare = error.with_traceback(None)
+    try:
+        pickle.loads(pickle.dumps(bare))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - then its text has to do
+        return TuningError(f"{type(error).__name__}: {error}")
+    return bare
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+# --- workers that are shared ---
+
+_shared: list[Worker] = []
+_users = [0]
+_guard = threading.RLock()
+
+
+@contextlib.contextmanager
+def worker_session() -> Iterator[None]:
+    """Keep one worker for all that is done inside the `with` block; the outermost block closes it."""
+    with _guard:
+        _users[0] += 1
+    try:
+        yield
+    finally:
+        with _guard:
+            _users[0] -= 1
+            if _users[0] == 0:
+                while _shared:
+                    _shared.pop().close()
+
+
+@contextlib.contextmanager
+def shared_worker() -> Iterator[Worker]:
+    """Give the session's worker, to one thread at a time; one that has died is replaced the next time."""
+    with worker_session(), _guard:
+        if not _shared:
+            _shared.append(Worker())
+        worker = _shared[0]
+        try:
+            yield worker
+        except (WorkerDiedError, DeviceLostError, KeyboardInterrupt):
+            worker.kill()
+            _shared.remove(worker)
+            raise
