@@ -58,6 +58,11 @@ def share_device(environ: Mapping[str, str]) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+def compile_without_gpu() -> None:
+    """Let JAX's CUDA plugin load where there is no GPU, so that it compiles for one."""
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
 def _cache_dir(env: Mapping[str, str]) -> Path:
     given = env.get("EJKERNEL_CACHE_DIR", "").strip()
     if given:

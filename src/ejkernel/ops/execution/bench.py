@@ -8,19 +8,20 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.examples import example_arrays, example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.nodes import Choice, Node
-from ejkernel.ops.errors import CandidateError, DeviceLostError, TuningError
+from ejkernel.ops.errors import CandidateError, DeviceLostError, SerializationError, TuningError
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.measuring import Measurement, interleaved
@@ -60,6 +61,25 @@ class Candidate:
             compile_seconds=self.compile_seconds,
             peak_bytes=self.peak_bytes,
         )
+
+
+def config_id(config: Any) -> Any:
+    """Return what tells a configuration from others.
+
+    Raises:
+        TuningError: it is not plain data.
+    """
+    try:
+        return config_token(config)
+    except SerializationError as error:
+        raise TuningError(f"configurations must be plain data, got {config!r}: {error}") from error
+
+
+class Loader(Protocol):
+    """A program that was compiled before."""
+
+    def load(self) -> Any:
+        """Return the program, ready to run on the default device."""
 
 
 class Watch(Protocol):
@@ -121,6 +141,7 @@ class Bench:
         width: How many candidates are compiled at a time.
         limits: How long the parts may take.
         watch: Who must know what is under way.
+        programs: Programs that were compiled before, by what tells their configurations from others.
         stop: Whether to end as soon as possible.
     """
 
@@ -131,6 +152,7 @@ class Bench:
     width: int | None = None
     limits: Limits = dataclasses.field(default_factory=Limits)
     watch: Watch = dataclasses.field(default_factory=Unwatched)
+    programs: Mapping[Any, Loader] = dataclasses.field(default_factory=dict)
     stop: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -183,6 +205,9 @@ class Bench:
         self._settle(candidates, finished)
 
     def _compile(self, candidate: Candidate) -> Any:
+        compiled_before = self.programs.get(config_id(candidate.config))
+        if compiled_before is not None:
+            return compiled_before.load()
         choice = Choice(config=candidate.config, platform=self.inv.platform)
         lowered = jax.jit(self.inv.node.flat(choice)).lower(*example_types(self.inv))
         program = hashlib.sha256(lowered.as_text().encode()).hexdigest()

@@ -11,9 +11,10 @@ import jax
 from ejkernel.ops.config.policy import PolicyChange
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.errors import DeviceLostError, TuningError
+from ejkernel.ops.execution.bench import config_id
 from ejkernel.ops.execution.events import CandidateFinished, Event, SearchStarted, WorkerRestarted, emit, on_event
 from ejkernel.ops.execution.outcome import CRASHED, AutotuneData, Outcome
-from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask, config_id
+from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
 from ejkernel.ops.execution.threads import apart
 from ejkernel.ops.execution.workers import Worker, WorkerDiedError, reports, shared_worker, worker_session
 

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, hook
-from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
-from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Unwatched, Watch
+from ejkernel.ops.errors import CandidateError, NoConfigError, TuningError
+from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Loader, Unwatched, Watch, config_id
 from ejkernel.ops.execution.confirming import confirm
 from ejkernel.ops.execution.events import CandidateFinished, SearchStarted, emit
 from ejkernel.ops.execution.measuring import Measurement
@@ -45,6 +44,7 @@ class TuningTask:
         policy: `validate`, `budget_s` and `max_candidates` are heeded.
         records: What was measured elsewhere, the nearest first.
         known: Outcomes of an earlier attempt, which a worker process did not survive.
+        programs: Configurations that were compiled before, with what loads their programs.
         suspects: Configurations of which one ended that process; they are compiled one at a time.
         rounds, warmup, seed, width, limits: See `Autotuner`.
     """
@@ -54,6 +54,7 @@ class TuningTask:
     policy: AutotunePolicy = dataclasses.field(default_factory=AutotunePolicy)
     records: tuple[Record, ...] = ()
     known: tuple[Outcome, ...] = ()
+    programs: tuple[tuple[Any, Loader], ...] = ()
     suspects: tuple[Any, ...] = ()
     rounds: int = 8
     warmup: int = 2
@@ -109,7 +110,7 @@ class TuningRun:
         task, inv = self.task, self.task.inv
         start = self._clock()
         self._deadline = None if task.policy.budget_s is None else start + task.policy.budget_s
-        first = _heuristic(inv, task.kernel)
+        first = heuristic_of(inv, task.kernel)
         others = candidates_of(task.kernel, inv) if task.candidates is None else task.candidates
         self._bench = Bench(
             inv=inv,
@@ -119,6 +120,7 @@ class TuningRun:
             width=task.width,
             limits=task.limits,
             watch=self._watch,
+            programs={config_id(config): program for config, program in task.programs},
             stop=self._must_end,
         )
         if isinstance(others, ConfigSpace) and others.size > LISTED:
@@ -264,7 +266,7 @@ class TuningRun:
         return _beats(winner.measurement, heuristic.measurement)
 
 
-def _heuristic(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[Any]:
+def heuristic_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[Any]:
     """Return the heuristic's configuration, if the kernel has any to offer."""
     try:
         config = hook(kernel, "heuristic_cfg", inv.platform)(inv)
@@ -289,18 +291,6 @@ def _distinct(configs: Iterable[Any], but: Sequence[Candidate] = ()) -> list[Can
         if token not in known:
             found.setdefault(token, Candidate(config))
     return list(found.values())
-
-
-def config_id(config: Any) -> Any:
-    """Return what tells a configuration from others.
-
-    Raises:
-        TuningError: it is not plain data.
-    """
-    try:
-        return config_token(config)
-    except SerializationError as error:
-        raise TuningError(f"configurations must be plain data, got {config!r}: {error}") from error
 
 
 def _finalists(tried: Sequence[Candidate]) -> list[Candidate]:

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
@@ -25,6 +25,9 @@ from ejkernel.ops.execution.searching import Record
 from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
 from ejkernel.ops.execution.threads import apart
 from ejkernel.ops.utils import services
+
+if TYPE_CHECKING:
+    from ejkernel.ops.execution.bundles import BundledCall
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class Autotuner:
         candidates: Collection[Any] | None = None,
         policy: AutotunePolicy | None = None,
         records: Sequence[Record] = (),
+        compiled: BundledCall | None = None,
         progress: Progress | None = None,
     ) -> AutotuneData:
         """Return the search for the best configuration of `inv`.
@@ -84,6 +88,7 @@ class Autotuner:
                 measured whole; of a larger `ConfigSpace`, what a search asks for.
             policy: `validate`, `budget_s`, `max_candidates` and `isolate` are heeded.
             records: What was measured elsewhere for the same operation, the nearest first.
+            compiled: The candidates, compiled before; they replace `candidates`.
             progress: Called with how many candidates are compiled and checked, and how many there are.
 
         Raises:
@@ -92,7 +97,9 @@ class Autotuner:
         inv = dataclasses.replace(inv.abstract(), kernel=kernel)
         task = TuningTask(
             inv=inv,
-            candidates=candidates,
+            candidates=candidates if compiled is None else compiled.configs,
+            known=() if compiled is None else compiled.rejected,
+            programs=() if compiled is None else compiled.programs,
             policy=policy or AutotunePolicy(),
             records=tuple(records),
             rounds=self.rounds,

@@ -51,8 +51,12 @@ def device_fingerprint(device: jax.Device | None = None) -> str:
     if device is None:
         device = default_device()
     kind = platform_kind(device.platform)
-    chip = _cpu_name() if kind == "cpu" else _slug(device.device_kind)
-    return f"{kind}:{chip}"
+    return f"cpu:{_cpu_name()}" if kind == "cpu" else fingerprint_of(kind, device.device_kind)
+
+
+def fingerprint_of(kind: str, chip: str) -> str:
+    """Return the fingerprint of an accelerator of that kind and name."""
+    return f"{kind}:{_slug(chip)}"
 
 
 def platform_fingerprint(name: str) -> str:
