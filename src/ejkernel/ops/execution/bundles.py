@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
@@ -27,7 +26,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError
-from ejkernel.ops.execution.bench import config_id
+from ejkernel.ops.execution.bench import config_id, program_digest
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.outcome import FAILED, READY, SAME, Outcome
 from ejkernel.ops.execution.targets import Target
@@ -252,7 +251,7 @@ def _compile(inv: Invocation[Any, Any], target: Target, config: Any) -> _Made:
     with target.entered(), jax.default_matmul_precision(inv.precision), jax.enable_x64(inv.x64):
         lowered = jax.jit(inv.node.flat(Choice(config=config, platform=inv.platform))).lower(*types)
         text = lowered.as_text()
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = program_digest(text) or ""
         if target.platform == "gpu" and target.description and _TUNED_BY_XLA.search(text):
             reason = "XLA tunes a part of it on the device, so it is compiled where it runs"
             return _Made(config, digest, status=_HERE, reason=reason)

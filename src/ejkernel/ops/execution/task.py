@@ -243,6 +243,7 @@ class TuningRun:
             except CandidateError as error:
                 winner.fail(WRONG, error)
                 emit(CandidateFinished(self.task.inv.key, winner.outcome()))
+                self._race(self._tried, self.task.rounds)  # some were dropped for being slower than that one
 
     def _winner(self) -> Candidate:
         """Return the fastest finalist that ran in every round, if it beats the heuristic, the first candidate."""

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates that end, stop or mislead their process: the search ends with the right winner, and nothing leaks."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.ops import faulty_kernels
+from tests.ops.faulty_kernels import BEST, SHAPE
+
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import TuningError
+from ejkernel.ops.execution.bench import Limits
+from ejkernel.ops.execution.compiling import Patience
+from ejkernel.ops.execution.events import SearchStarted, WorkerRestarted, on_event
+from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.execution.workers import Worker, WorkerDiedError, worker_session
+
+X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+
+
+def tune(kernel, *, isolate=True, **limits):
+    # one after the other: the heuristic, whose times teach patience, comes first
+    tuner = Autotuner(limits=Limits(**limits), width=1)
+    return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=AutotunePolicy(isolate=isolate))
+
+
+def fates(data):
+    return {outcome.config.kind: (outcome.status, outcome.reason) for outcome in data.outcomes[1:]}
+
+
+# --- what a process does not survive ---
+
+
+def test_a_candidate_that_ends_its_process_costs_itself_alone():
+    events = []
+    with on_event(events.append):
+        data = tune(faulty_kernels.crashing)
+    assert data.config == BEST
+    found = fates(data)
+    assert found["abort"] == ("crashed", "the worker was ended by SIGABRT while running")
+    assert found["exit"] == ("crashed", "the worker exited with status 3 while running")
+    assert found["abort while tracing"][0] == "crashed"
+    assert sum(isinstance(event, SearchStarted) for event in events) == 1
+    assert sum(isinstance(event, WorkerRestarted) for event in events) >= 3
+    assert float(jnp.sum(jnp.ones(3))) == 3.0  # this process still works
+
+
+def test_the_culprit_is_found_among_candidates_that_are_compiled_side_by_side():
+    kernel = faulty_kernels.crashing
+    data = Autotuner(width=4).tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=AutotunePolicy(isolate=True))
+    assert data.config == BEST
+    assert {kind: status for kind, (status, _) in fates(data).items()} == {
+        "abort": "crashed",
+        "exit": "crashed",
+        "abort while tracing": "crashed",
+        "": "measured",
+    }
+
+
+def test_a_candidate_that_never_returns_is_ended_at_its_deadline():
+    data = tune(faulty_kernels.hanging, run=Patience(first=120.0, least=2.0, factor=5.0))
+    assert data.config == BEST
+    status, reason = fates(data)["never"]
+    assert status == "crashed"
+    assert "no sign of life for 2." in reason
+
+
+def test_a_worker_that_ends_without_any_candidate_is_an_error():
+    with pytest.raises(TuningError, match="ends without any candidate: the worker was ended by SIGABRT"):
+        tune(faulty_kernels.broken_reference)
+
+
+def test_no_worker_is_left_behind():
+    tune(faulty_kernels.failing)
+    assert multiprocessing.active_children() == []
+
+
+# --- what a process survives ---
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
+def test_a_candidate_that_fails_or_is_wrong_is_an_outcome(isolate):
+    data = tune(faulty_kernels.failing, isolate=isolate)
+    assert data.config == BEST
+    assert data.checked == ("outputs", "gradients")
+    found = fates(data)
+    assert found["raise"] == ("failed", "ValueError: it raises")
+    assert found["nan"][0] == "wrong"
+    assert found["wrong"][0] == "wrong"
+    assert found["memory"][0] == "failed"
+    assert found["terabyte"][0] == "failed"
+    assert re.match(r"it would take 10\d\d\.\d GiB; the device has", found["terabyte"][1])
+
+
+def test_a_fast_candidate_with_a_wrong_gradient_is_not_admitted(monkeypatch):
+    from ejkernel.ops.execution import bench
+    from ejkernel.ops.execution.measuring import Measurement
+
+    def wrong_is_fastest(functions, **_):
+        return [
+            Measurement(samples=(0.5 if function.config.kind else 1.0 + function.config.repeats,) * 8)
+            for function in functions
+        ]
+
+    monkeypatch.setattr(bench, "interleaved", wrong_is_fastest)
+    data = tune(faulty_kernels.failing, isolate=False)
+    assert data.config == BEST
+    assert fates(data)["wrong gradient"][0] == "wrong"
+    assert fates(data)["wrong gradient"][1].startswith("gradient: result 0 differs from the reference")
+
+
+def test_failed_candidates_leave_no_arrays():
+    tune(faulty_kernels.failing_on_device, isolate=False)
+    gc.collect()
+    before = len(jax.live_arrays())
+    tune(faulty_kernels.failing_on_device, isolate=False)
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+
+
+def test_a_candidate_that_fails_in_the_middle_of_a_race_leaves_it():
+    calls = []
+
+    class Tiring(Kernel[int, jax.Array]):
+        """The second candidate fails on its third call."""
+
+        def run(self, x, *, cfg):
+            def callback(x):
+                calls.append(cfg)
+                if cfg == 2 and calls.count(2) >= 3:
+                    raise RuntimeError("tired")
+                return x
+
+            return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        def reference(self, x):
+            return x
+
+        def config_space(self, inv):
+            return [1, 2, 3]
+
+    kernel = Tiring("tiring")
+    data = Autotuner().tune(Invocation(kernel=kernel, args=(X,)), kernel)
+    assert [outcome.status for outcome in data.outcomes] == ["measured", "failed", "measured"]
+    assert "tired" in data.outcomes[1].reason
+
+
+# --- the worker itself ---
+
+
+def test_one_worker_serves_a_session():
+    pids = []
+    with worker_session():
+        for _ in range(2):
+            tune(faulty_kernels.failing)
+            pids.append([child.pid for child in multiprocessing.active_children()])
+    assert len(pids[0]) == 1
+    assert pids[0] == pids[1]
+
+
+def test_a_worker_answers_and_raises_what_its_work_raises():
+    worker = Worker()
+    try:
+        assert worker.call(os.getpid) == worker.pid != os.getpid()
+        with pytest.raises(ZeroDivisionError):
+            worker.call(divmod, 1, 0)
+        assert worker.call(np.add, 1, 2) == 3
+    finally:
+        worker.close()
+
+
+def test_a_worker_that_is_killed_says_so():
+    worker = Worker()
+    assert worker.call(os.getpid) == worker.pid
+    worker.kill()
+    with pytest.raises(WorkerDiedError, match="the worker was ended by SIGKILL"):
+        worker.call(os.getpid)
+
+
+def test_what_cannot_be_sent_is_a_clear_error():
+    class Local(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return x
+
+        def config_space(self, inv):
+            return [1, 2]
+
+    with pytest.raises(TuningError, match=r"cannot be sent to a worker process.*top of a module.*isolate=False"):
+        tune(Local("local"))

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel whose candidates fail in every way that there is; worker processes import it from here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops import Kernel
+
+SHAPE = (64, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A configuration: what goes wrong, and how much is done before."""
+
+    kind: str = ""
+    repeats: int = 0
+
+
+HEURISTIC = Fault(repeats=12)
+BEST = Fault(repeats=1)
+
+
+def _strike(kind):
+    """Do what the host's side of a program can do to its process."""
+
+    def callback(x):
+        if kind == "abort":
+            os.abort()
+        if kind == "exit":
+            os._exit(3)
+        if kind == "never":
+            threading.Event().wait()
+        if kind == "memory":
+            np.ones(2**40, np.uint8)
+        return x
+
+    return callback
+
+
+class Faulty(Kernel[Fault, jax.Array]):
+    """`x`, by way of `repeats` products; of its candidates the heuristic is right and slow, `BEST` right and fast."""
+
+    kinds: tuple[str, ...] = ()
+
+    def run(self, x, *, cfg):
+        if cfg.kind == "raise":
+            raise ValueError("it raises")
+        if cfg.kind == "abort while tracing":
+            os.abort()
+        for _ in range(cfg.repeats):
+            x = x + 1e-30 * jnp.sin(x @ x)
+        if cfg.kind in ("abort", "exit", "never", "memory"):
+            return jax.pure_callback(_strike(cfg.kind), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        if cfg.kind == "nan":
+            return x * jnp.nan
+        if cfg.kind == "wrong":
+            return x * 1.01
+        if cfg.kind == "terabyte":
+            return x + jnp.sort(x[0, 0] * jnp.arange(2.0**19)[:, None] * jnp.arange(2.0**19), 1)[:64, :64]
+        return x
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        factor = 2.0 if cfg.kind == "wrong gradient" else 1.0
+        return (factor * cotangents[0],)
+
+    def reference(self, x):
+        return x
+
+    def heuristic_cfg(self, inv):
+        return HEURISTIC
+
+    def config_space(self, inv):
+        return [*(Fault(kind) for kind in self.kinds), BEST]
+
+
+class Crashing(Faulty):
+    kinds = ("abort", "exit", "abort while tracing")
+
+
+class Hanging(Faulty):
+    kinds = ("never",)
+
+
+class Failing(Faulty):
+    kinds = ("raise", "nan", "wrong", "memory", "terabyte", "wrong gradient")
+
+
+class FailingOnDevice(Faulty):
+    kinds = ("raise", "nan", "wrong", "terabyte", "wrong gradient")
+
+
+class BrokenReference(Faulty):
+    def reference(self, x):
+        os.abort()
+
+
+crashing, hanging, failing = Crashing("crashing"), Hanging("hanging"), Failing("failing")
+failing_on_device = FailingOnDevice("failing_on_device")
+broken_reference = BrokenReference("broken_reference")
