@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.derived import Vmapped
+from ejkernel.ops.core.derived import Level, Vmapped
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
@@ -52,7 +52,8 @@ def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: 
     Residuals must belong to the arrays, so they are computed, with `choice`; the rest is random.
     """
     made = _primals(inv, rng)
-    types = inv.array_types or tuple(abstract(value) for value in made)
+    own = [abstract(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs))) if is_array(leaf)]
+    types = inv.array_types or inv.node.argument_types(choice, own)
     lead = inv.node.lead
     saved = _residuals(inv.node.forward, made, choice) if lead else []
     made = [*saved, *made]
@@ -100,16 +101,8 @@ def _one_example(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], rng: np.ra
 def _batched_types(inv: Invocation[Any, Any], levels: Sequence[tuple[Any, int]]) -> list[jax.ShapeDtypeStruct]:
     types = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if is_array(leaf)]
     for axes, size in reversed(levels):
-        types = [_with_axis(like, axis, size) for like, axis in zip(types, axes, strict=True)]
+        types = list(map(Level(size, axes, None, None).batched, types, axes))
     return types
-
-
-def _with_axis(like: Any, axis: int | None, size: int) -> jax.ShapeDtypeStruct:
-    if axis is None:
-        return jax.ShapeDtypeStruct(like.shape, like.dtype)
-    shape = list(like.shape)
-    shape.insert(axis, size)
-    return jax.ShapeDtypeStruct(tuple(shape), like.dtype)
 
 
 def _stack(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> list[Any]:

@@ -13,9 +13,10 @@ from typing import Any, Generic
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.derived import Level, Vmapped
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, overrides
 from ejkernel.ops.core.nodes import Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError
@@ -114,6 +115,17 @@ class Invocation(Generic[Cfg, Out]):
         return self.device_fingerprint.partition(":")[0]
 
     @functools.cached_property
+    def representative(self) -> Invocation[Cfg, Out]:
+        """The call that stands for this one: the key is its, and it is what is measured. See `Kernel.bucket`.
+
+        Raises:
+            KernelError: the kernel's `bucket` returns what cannot stand for the call.
+        """
+        if self.kernel is None or not overrides(self.kernel, "bucket"):
+            return self
+        return representative_of(self, self.kernel, self._node)
+
+    @functools.cached_property
     def node(self) -> Node:
         """The call as a function that is still to be given its configuration."""
         if self._node is not None:
@@ -135,7 +147,7 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             UnstableKeyError: a static argument cannot be named stably.
         """
-        args, kwargs = self.args, dict(self.kwargs)
+        args, kwargs = self.representative.args, dict(self.representative.kwargs)
         if self.kernel is not None:  # a keyword for a positional parameter is the same call
             spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
             args, kwargs = spec.join([abstract(array) for array in arrays])
