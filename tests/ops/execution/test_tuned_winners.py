@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from tests.ops.sample_kernels import WithResiduals, WithRule, told_apart
 
 from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, tune
-from ejkernel.ops.execution import tuning
+from ejkernel.ops.execution import bench
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.tuning import Autotuner
 
@@ -63,7 +63,7 @@ def made_up_times(monkeypatch):
         blocks = [f.config["block"] if isinstance(f.config, dict) else f.config for f in functions]
         return [Measurement(samples=(SECONDS[block],) * rounds) for block in blocks]
 
-    monkeypatch.setattr(tuning, "interleaved", interleaved)
+    monkeypatch.setattr(bench, "interleaved", interleaved)
 
 
 def mesh():

@@ -16,7 +16,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.signature import abstract, is_array
+from ejkernel.ops.utils.signature import is_array
 
 
 def random_array(like: Any, rng: np.random.Generator) -> Any:
@@ -41,9 +41,7 @@ def random_inputs(tree: Any, rng: np.random.Generator) -> Any:
 
 def example_types(inv: Invocation[Any, Any]) -> list[jax.ShapeDtypeStruct]:
     """Return the types of what `example_arrays` returns."""
-    levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
-    types = inv.array_types or _batched_types(inv, levels)
-    return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in types]
+    return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in inv.argument_types]
 
 
 def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: Choice) -> list[Any]:
@@ -52,14 +50,12 @@ def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: 
     Residuals must belong to the arrays, so they are computed, with `choice`; the rest is random.
     """
     made = _primals(inv, rng)
-    own = [abstract(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs))) if is_array(leaf)]
-    types = inv.array_types or inv.node.argument_types(choice, own)
     lead = inv.node.lead
     saved = _residuals(inv.node.forward, made, choice) if lead else []
     made = [*saved, *made]
     return [
         made[index] if index < len(made) and made[index].shape == like.shape else random_array(like, rng)
-        for index, like in enumerate(types)
+        for index, like in enumerate(inv.argument_types)
     ]
 
 

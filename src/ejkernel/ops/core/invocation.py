@@ -16,12 +16,12 @@ from ejkernel import compat
 from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.derived import Level, Vmapped
-from ejkernel.ops.core.kernel import Kernel, overrides
-from ejkernel.ops.core.nodes import Forward, Node
+from ejkernel.ops.core.kernel import Kernel, hook, overrides
+from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
-from ejkernel.ops.utils.signature import abstract, abstract_tree, describe
+from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, is_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,6 +139,19 @@ class Invocation(Generic[Cfg, Out]):
                 raise ArgumentError(f"batch_axes must have one entry for each of {len(arrays)} arrays, got {axes!r}.")
             node = Vmapped(node, Level(size, axes, None, None))
         return node
+
+    @functools.cached_property
+    def argument_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Types of all arrays that `node` takes: `array_types`, or what they are for a call that was not traced."""
+        if self.array_types:
+            return self.array_types
+        own = [abstract(leaf) for leaf in jax.tree.leaves((self.args, dict(self.kwargs))) if is_array(leaf)]
+        choice = Choice(platform=self.platform, config_for_types=lambda *_: self._heuristic_of_the_forward())
+        return tuple(self.node.argument_types(choice, own))
+
+    def _heuristic_of_the_forward(self) -> Any:
+        """Return a configuration under which residuals and results have the types that they have under any."""
+        return hook(self.node.spec.kernel, "heuristic_cfg", self.platform)(self.forward or self)
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
