@@ -440,3 +440,17 @@ def test_a_miss_is_tuned_where_the_policy_allows_it():
     key = Invocation(kernel=cubed, args=(X,)).key
     assert isinstance(key, ConfigKey)
     assert chain.cache.remembered(key).source == "autotune"
+
+
+def test_a_worker_process_tunes_a_tuned_function(tmp_path):
+    (tmp_path / "module.py").write_text(textwrap.dedent(MODULE))
+    tell = """
+        import numpy as np, module, json
+        from ejkernel.ops import AutotunePolicy, Autotuner, Invocation
+        inv = Invocation(kernel=module.total, args=(np.ones(4, np.float32),), kwargs={"tile": (8, 8)})
+        if __name__ == "__main__":
+            policy = AutotunePolicy(isolate=True, validate=False)
+            tuned = Autotuner(rounds=1).tune(inv, module.total, policy=policy)
+            print(json.dumps([outcome.status for outcome in tuned.outcomes]))
+    """
+    assert json.loads(run_in(tmp_path, tell)) == ["measured"] * 3
