@@ -58,6 +58,7 @@ DOCUMENTED = [
     "autotune_lowered",
     "autotune_recorded",
     "benchmark",
+    "bucketed",
     "default_executor",
     "default_key_builder_with_sharding",
     "device_fingerprint",
@@ -78,6 +79,7 @@ DOCUMENTED = [
     "sharding_fingerprint",
     "stable_json",
     "to_json",
+    "tune",
     "vmap_with_config",
 ]
 

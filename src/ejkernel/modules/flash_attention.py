@@ -18,6 +18,7 @@ from ejkernel import compat
 from ejkernel.kernels.flash_attention import IMPLEMENTATIONS, load, xla
 from ejkernel.kernels.flash_attention.common import AttentionCall, Operands, Rules, describe
 from ejkernel.kernels.flash_attention.reference import attention
+from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError, ConfigError, UnsupportedError
@@ -156,7 +157,28 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         )
 
 
+class _BucketedFlashAttention(FlashAttention):
+    """The same operation for varying lengths: it has the keys, and so what was tuned, of lengths that are rounded up.
+
+    Every configuration runs for every length: blocks are cut to it, and the last ones are padded.
+    """
+
+    def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with lengths of powers of two, where the same implementations run these."""
+        own, options = inv.abstract_args, inv.abstract_kwargs
+        query, key, value, bias, mask, segments = (*own, None, None, None)[:6]
+        rounded = (
+            *(bucketed(x, 1) for x in (query, key, value)),
+            *(bucketed(x, 2, 3) for x in (bias, mask)),
+            None if segments is None else tuple(bucketed(x, 1) for x in segments),
+        )[: len(own)]
+        stand_in = dataclasses.replace(inv, args=rounded)
+        same = _implementations(stand_in, self._call(stand_in)) == _implementations(inv, self._call(inv))
+        return rounded if same else own, options
+
+
 _flash_attention = FlashAttention()
+_bucketed_flash_attention = _BucketedFlashAttention()
 
 
 def flash_attention(
@@ -172,6 +194,7 @@ def flash_attention(
     sliding_window: SlidingWindow | None = None,
     logits_soft_cap: float | None = None,
     implementation: str | None = None,
+    bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Softmax attention, with grouped key/value heads and every usual mask, without the matrix of scores in memory.
@@ -190,6 +213,8 @@ def flash_attention(
             `None` for no limit. With `causal` the right side is 0.
         logits_soft_cap: Squash scaled products into `(-cap, cap)` by `cap * tanh(x / cap)`, before the bias is added.
         implementation: Run this one (`xla`, `cudnn`) or raise; `None` leaves the choice to the configuration.
+        bucket_lengths: Run with what was tuned for lengths that are rounded up to powers of two, so that a program
+            whose lengths vary is tuned once a power. Nothing is padded, and the result is the same.
         cfg: The configuration to run with, for this call and its gradient; `None` resolves one.
 
     Returns:
@@ -201,7 +226,8 @@ def flash_attention(
         UnsupportedError: `implementation` cannot run this call; the message says why. Where the platform is the
             reason, that is found when the program is lowered.
     """
-    return _flash_attention(
+    kernel = _bucketed_flash_attention if bucket_lengths else _flash_attention
+    return kernel(
         query,
         key,
         value,

@@ -9,6 +9,7 @@ from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain
 from ejkernel.ops.config.selection import Resolution as Resolution
 from ejkernel.ops.config.space import ConfigSpace as ConfigSpace
+from ejkernel.ops.core.bucketing import bucketed as bucketed
 from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.invocation import default_key_builder_with_sharding as default_key_builder_with_sharding
 from ejkernel.ops.core.kernel import Kernel as Kernel
@@ -44,6 +45,7 @@ from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorde
 from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.tuning import Autotuner as Autotuner
+from ejkernel.ops.functions import tune as tune
 from ejkernel.ops.registry import get_invocations as get_invocations
 from ejkernel.ops.registry import record_invocation as record_invocation
 from ejkernel.ops.registry import recording as recording

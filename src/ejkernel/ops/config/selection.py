@@ -16,9 +16,17 @@ from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, hook
+from ejkernel.ops.core.kernel import Kernel, check_config, hook, overrides
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.errors import NoConfigError, TuningError, TuningWarning, UnstableKeyError, UnstableKeyWarning
+from ejkernel.ops.errors import (
+    CacheWarning,
+    ConfigError,
+    NoConfigError,
+    TuningError,
+    TuningWarning,
+    UnstableKeyError,
+    UnstableKeyWarning,
+)
 from ejkernel.ops.utils import services
 
 logger = logging.getLogger(__name__)
@@ -119,7 +127,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         for consulted in self._consult(self._request(inv, kernel, dry=False)):
             tried.append(consulted.tier)
             if consulted.resolution is not None:
-                self._remember(consulted.resolution)
+                self._remember(consulted.resolution, shared=overrides(kernel, "bucket"))
                 logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
                 return consulted.resolution
         raise NoConfigError(inv.op_id, tuple(tried))
@@ -134,11 +142,14 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if self.persistent is not None and self.persist_autotune:
             self.persistent.put(key, config, **evidence)
 
-    def _remember(self, resolution: Resolution[Any]) -> None:
+    def _remember(self, resolution: Resolution[Any], *, shared: bool) -> None:
+        """Remember an answer; of the heuristic's for several calls that share a key, the first, for each holds."""
         key, source = resolution.key, resolution.source
         if key is None or source in ("override", "overlay"):
             return
         before = self.cache.remembered(key)
+        if before is not None and shared and before.source == source and source in _PROVISIONAL:
+            return
         if before is None or before.source != source or not same_config(before.config, resolution.config):
             self.cache.remember(key, resolution.config, source)
 
@@ -208,7 +219,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if request.key is None:
             return request.no_key
         config = self.persistent.get(request.key, cfg_type=request.kernel.config_type)
-        return "no entry" if config is None else request.answer(config, "persistent")
+        if config is None:
+            return "no entry"
+        try:
+            check_config(request.kernel, config, "its entry in the persistent cache")
+        except ConfigError as error:  # of an older version of the kernel: like an entry that cannot be decoded, a miss
+            if not request.dry:
+                warnings.warn(f"ignoring a cache entry: {error}", CacheWarning, stacklevel=2)
+            return f"its entry does not fit: {error}"
+        return request.answer(config, "persistent")
 
     def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.autotune:
@@ -230,7 +249,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     def _tune(self, request: _Request, key: ConfigKey) -> Resolution[Any] | str:
         try:
-            tuned = self.tuner.tune(request.inv, request.kernel, policy=request.policy)
+            tuned = self.tuner.tune(request.inv.representative, request.kernel, policy=request.policy)
         except TuningError as error:
             text = f"{request.inv.op_id}: tuning found no configuration, the heuristic is used: {error}"
             warnings.warn(text, TuningWarning, stacklevel=2)

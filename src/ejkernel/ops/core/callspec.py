@@ -56,6 +56,11 @@ class CallSpec:
         """How many arrays the call has."""
         return sum(leaf is _HOLE for leaf in self.statics)
 
+    @property
+    def structure(self) -> tuple[Any, tuple[bool, ...]]:
+        """The structure of `(args, kwargs)`, and which of their leaves are arrays."""
+        return self.treedef, tuple(leaf is _HOLE for leaf in self.statics)
+
     def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `(args, kwargs)` with `arrays` in their places."""
         remaining = iter(arrays)

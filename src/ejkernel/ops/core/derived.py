@@ -31,6 +31,13 @@ class Level:
         named: dict[str, Any] = {} if self.axis_name is None else {"axis_name": self.axis_name}
         return jax.vmap(function, in_axes=tuple(axes), axis_size=self.size, spmd_axis_name=self.spmd_axis_name, **named)
 
+    def batched(self, like: Any, axis: int | None) -> jax.ShapeDtypeStruct:
+        """Return the type `like` with this level's axis in it."""
+        shape = list(like.shape)
+        if axis is not None:
+            shape.insert(axis, self.size)
+        return jax.ShapeDtypeStruct(tuple(shape), like.dtype)
+
 
 def _unbatch(gradient: Any, axis: int | None) -> Any:
     """Return the gradient of an argument whose batch axis was `axis`; an unbatched argument's is the sum."""
@@ -82,6 +89,16 @@ class Vmapped:
         axes = self.level.axes[self.lead : self.lead + self.spec.num_arrays]
         return [*self.of.steps(), ["vmap", self.level.size, list(axes)]]
 
+    def argument_axes(self, count: int) -> list[int | None]:
+        """Return the batch axis of each of `count` arguments."""
+        del count
+        return list(self.level.axes)
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        types = self.of.argument_types(choice, own)
+        return list(map(self.level.batched, types, self.argument_axes(len(types))))
+
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
         return self.level.map(self.of.flat(choice), self.level.axes)
@@ -125,14 +142,17 @@ class TransposedVmapped(Vmapped):
         """See `Node`."""
         return self.original
 
+    def argument_axes(self, count: int) -> list[int | None]:
+        """Return the batch axis of each argument; cotangents are batched along their first."""
+        fixed = self.level.axes[: self.original.linear_from]
+        return [*fixed, *[0] * (count - len(fixed))]
+
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
-        fixed = self.level.axes[: self.original.linear_from]
 
         def transposed(*arrays: Any) -> tuple[Any, ...]:
-            axes = [*fixed, *[0] * (len(arrays) - len(fixed))]
-            batched = self.level.map(self.of.flat(choice), axes)(*arrays)
-            return tuple(map(_unbatch, batched, self.level.axes[len(fixed) :]))
+            batched = self.level.map(self.of.flat(choice), self.argument_axes(len(arrays)))(*arrays)
+            return tuple(map(_unbatch, batched, self.level.axes[self.original.linear_from :]))
 
         return transposed
 
@@ -185,6 +205,14 @@ class _Linear:
             )
         return tuple(wanted)
 
+    def _tangent_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        primals = self.of.argument_types(choice, own)
+        return [*primals, *[primal for primal, has in zip(primals, self.wrt, strict=True) if has]]
+
+    def _cotangent_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        primals = self.of.argument_types(choice, own)
+        return [*primals, *self._selected(jax.eval_shape(self.of.flat(choice), *primals))]
+
     def _selected(self, results: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(result for result, has in zip(results, self.outs, strict=True) if has)
 
@@ -193,6 +221,10 @@ class _Linear:
         return autodiff_vjp(self.flat(choice), count)
 
     def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+        raise NotImplementedError
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
         raise NotImplementedError
 
@@ -214,6 +246,10 @@ class Jvp(_Linear):
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
         return [*self.of.steps(), ["jvp", list(self.wrt)]]
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        return self._tangent_types(choice, own)
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -245,6 +281,10 @@ class Vjp(_Linear):
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
         return [*self.of.steps(), ["vjp", list(self.wrt)]]
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        return self._cotangent_types(choice, own)
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -279,6 +319,9 @@ class _ThroughResiduals(_Linear):
         """See `Node`."""
         return self.num_saved
 
+    def _saved_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        return list(jax.eval_shape(Forward(self.spec, residuals=True).flat(choice), *own))
+
     def _split(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         first, second = self.num_saved, self.num_saved + self.count
         return arrays[:first], arrays[first:second], arrays[second:]
@@ -298,6 +341,10 @@ class ResidualJvp(_ThroughResiduals):
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
         return [["jvp", list(self.wrt)]]
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        return [*self._saved_types(choice, own), *self._tangent_types(choice, own)]
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -325,6 +372,10 @@ class ResidualVjp(_ThroughResiduals):
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
         return [["vjp", list(self.wrt)]]
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        return [*self._saved_types(choice, own), *self._cotangent_types(choice, own)]
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
@@ -367,6 +418,14 @@ def differentiate(
         axes = (*[0] * lead, *level.axes, *tangent_axes)
         linear = LinearVmapped(linear, dataclasses.replace(level, axes=axes), lead + len(wrt))
     return forward, linear
+
+
+def with_spec(node: Any, spec: CallSpec) -> Any:
+    """Return the node with another kernel call, of the same structure, at its root."""
+    if isinstance(node, Forward):
+        return dataclasses.replace(node, spec=spec)
+    nested = ("of", "original") if isinstance(node, TransposedVmapped) else ("of",)
+    return dataclasses.replace(node, **{name: with_spec(getattr(node, name), spec) for name in nested})
 
 
 def innermost(node: Any) -> Any:

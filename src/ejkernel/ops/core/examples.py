@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.derived import Vmapped
+from ejkernel.ops.core.derived import Level, Vmapped
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.signature import abstract, is_array
+from ejkernel.ops.utils.signature import is_array
 
 
 def random_array(like: Any, rng: np.random.Generator) -> Any:
@@ -41,9 +41,7 @@ def random_inputs(tree: Any, rng: np.random.Generator) -> Any:
 
 def example_types(inv: Invocation[Any, Any]) -> list[jax.ShapeDtypeStruct]:
     """Return the types of what `example_arrays` returns."""
-    levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
-    types = inv.array_types or _batched_types(inv, levels)
-    return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in types]
+    return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in inv.argument_types]
 
 
 def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: Choice) -> list[Any]:
@@ -52,13 +50,12 @@ def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: 
     Residuals must belong to the arrays, so they are computed, with `choice`; the rest is random.
     """
     made = _primals(inv, rng)
-    types = inv.array_types or tuple(abstract(value) for value in made)
     lead = inv.node.lead
     saved = _residuals(inv.node.forward, made, choice) if lead else []
     made = [*saved, *made]
     return [
         made[index] if index < len(made) and made[index].shape == like.shape else random_array(like, rng)
-        for index, like in enumerate(types)
+        for index, like in enumerate(inv.argument_types)
     ]
 
 
@@ -100,16 +97,8 @@ def _one_example(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], rng: np.ra
 def _batched_types(inv: Invocation[Any, Any], levels: Sequence[tuple[Any, int]]) -> list[jax.ShapeDtypeStruct]:
     types = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if is_array(leaf)]
     for axes, size in reversed(levels):
-        types = [_with_axis(like, axis, size) for like, axis in zip(types, axes, strict=True)]
+        types = list(map(Level(size, axes, None, None).batched, types, axes))
     return types
-
-
-def _with_axis(like: Any, axis: int | None, size: int) -> jax.ShapeDtypeStruct:
-    if axis is None:
-        return jax.ShapeDtypeStruct(like.shape, like.dtype)
-    shape = list(like.shape)
-    shape.insert(axis, size)
-    return jax.ShapeDtypeStruct(tuple(shape), like.dtype)
 
 
 def _stack(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> list[Any]:

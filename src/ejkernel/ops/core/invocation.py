@@ -13,14 +13,15 @@ from typing import Any, Generic
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.derived import Level, Vmapped
-from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.nodes import Forward, Node
+from ejkernel.ops.core.kernel import Kernel, hook, overrides
+from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
-from ejkernel.ops.utils.signature import abstract, abstract_tree, describe
+from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, is_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,6 +115,17 @@ class Invocation(Generic[Cfg, Out]):
         return self.device_fingerprint.partition(":")[0]
 
     @functools.cached_property
+    def representative(self) -> Invocation[Cfg, Out]:
+        """The call that stands for this one: the key is its, and it is what is measured. See `Kernel.bucket`.
+
+        Raises:
+            KernelError: the kernel's `bucket` returns what cannot stand for the call.
+        """
+        if self.kernel is None or not overrides(self.kernel, "bucket"):
+            return self
+        return representative_of(self, self.kernel, self._node)
+
+    @functools.cached_property
     def node(self) -> Node:
         """The call as a function that is still to be given its configuration."""
         if self._node is not None:
@@ -129,13 +141,26 @@ class Invocation(Generic[Cfg, Out]):
         return node
 
     @functools.cached_property
+    def argument_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Types of all arrays that `node` takes: `array_types`, or what they are for a call that was not traced."""
+        if self.array_types:
+            return self.array_types
+        own = [abstract(leaf) for leaf in jax.tree.leaves((self.args, dict(self.kwargs))) if is_array(leaf)]
+        choice = Choice(platform=self.platform, config_for_types=lambda *_: self._heuristic_of_the_forward())
+        return tuple(self.node.argument_types(choice, own))
+
+    def _heuristic_of_the_forward(self) -> Any:
+        """Return a configuration under which residuals and results have the types that they have under any."""
+        return hook(self.node.spec.kernel, "heuristic_cfg", self.platform)(self.forward or self)
+
+    @functools.cached_property
     def description(self) -> dict[str, Any]:
         """The whole abstract call as plain data, the same in every process.
 
         Raises:
             UnstableKeyError: a static argument cannot be named stably.
         """
-        args, kwargs = self.args, dict(self.kwargs)
+        args, kwargs = self.representative.args, dict(self.representative.kwargs)
         if self.kernel is not None:  # a keyword for a positional parameter is the same call
             spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
             args, kwargs = spec.join([abstract(array) for array in arrays])

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic
 
 import numpy as np
@@ -85,8 +86,29 @@ class Kernel(Generic[Cfg, Out]):
         return typing.cast(Out, services.default_executor()(self, *args, cfg=cfg, **kwargs))
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments as `run` is to see them; runs once a call, under JAX's tracing."""
+        """Return the arguments as `run` is to see them; runs once a call, under JAX's tracing.
+
+        Arguments that spell out the whole configuration may be replaced by it: `cfg` among the keyword arguments that
+        are returned overrides every tier, as the caller's own `cfg=` does.
+        """
         return args, kwargs
+
+    def bucket(self, inv: Invocation[Cfg, Out]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments that stand for the call in its key; by default its own.
+
+        Calls for which equal arguments are returned share one key, and so one configuration: it is found with the
+        arguments that are returned, which may differ from the call's in the sizes of arrays and in static values.
+        `run` and `heuristic_cfg` see the call itself. To give the hook is to promise that every configuration runs
+        for every call of the bucket.
+
+        Args:
+            inv: The call. Under `vmap` its arguments are those of one example; sizes of batches stay in the key.
+
+        Returns:
+            Positional and keyword arguments, abstract ones (`jax.ShapeDtypeStruct`) for arrays; see `bucketed`.
+            For themselves these must stand too.
+        """
+        return inv.abstract_args, inv.abstract_kwargs
 
     # The hooks' signatures are the subclass's own: with *args: Any, **kwargs: Any, type checkers accept any.
     def run(self, *args: Any, **kwargs: Any) -> Out:
@@ -155,6 +177,22 @@ class Kernel(Generic[Cfg, Out]):
         from ejkernel.ops.core.examples import random_inputs
 
         return random_inputs(inv.args, rng), random_inputs(inv.kwargs, rng)
+
+    def _check_cfg(self, config: Any, name: str) -> None:
+        """Raise unless `config`, which the message calls `name`, is a configuration of this kernel."""
+        expected = self.config_type
+        if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
+            raise ConfigError(f"{self.op_id}: {name} must be a {expected.__name__}, got {config!r}.")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a kernel that its class's module keeps by name, so that another process has one of it, not two."""
+        module = type(self).__module__
+        # A script's kernels may be made where only the script itself comes by, under `if __name__ == "__main__"`.
+        if module != "__main__":
+            for name, value in list(vars(sys.modules.get(module, object)).items()):
+                if value is self:
+                    return name
+        return super().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.op_id_v!r})"
@@ -248,14 +286,12 @@ def platform_to_trace_for(kernel: Kernel[Any, Any], default: str) -> str:
 
 
 def check_config(kernel: Kernel[Any, Any], config: Any, name: str = "cfg") -> None:
-    """Raise unless `config` is of the dataclass that the kernel's class names, if it names one.
+    """Raise unless `config` is one of the kernel's: of the dataclass that its class names, if it names one.
 
     Raises:
         ConfigError: it is not.
     """
-    expected = kernel.config_type
-    if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
-        raise ConfigError(f"{kernel.op_id}: {name} must be a {expected.__name__}, got {config!r}.")
+    kernel._check_cfg(config, name)
 
 
 def candidates_of(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Collection[Any]:

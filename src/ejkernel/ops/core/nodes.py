@@ -72,6 +72,9 @@ class Node(Protocol):
     def steps(self) -> list[list[Any]]:
         """The transformations, innermost first, as plain data: a part of the call's key."""
 
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Types of all arguments, from those of the kernel's own arrays without any batch axis."""
+
     def flat(self, choice: Choice) -> Flat:
         """The function."""
 
@@ -122,6 +125,11 @@ class Forward:
     def steps(self) -> list[list[Any]]:
         """No transformation."""
         return []
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """The kernel's own."""
+        del choice
+        return list(own)
 
     def flat(self, choice: Choice) -> Flat:
         """The kernel's hook on flat arrays."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ejkernel import compat, settings
-from ejkernel.ops.config.cache import ConfigCache, config_token
+from ejkernel.ops.config.cache import ConfigCache, config_token, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic)
 _BY_VALUE = (bool, int, float, str, bytes, type, np.dtype)
 _METHODS = ("shard_map",)
+
+
+# Where an answer comes from that was given for this very call, rather than for all calls of its bucket.
+_FOR_THE_CALL_ITSELF = ("override", "heuristic", "chooser")
 
 
 class _SignedZero(Exception):
@@ -163,7 +167,12 @@ class Executor(Generic[Cfg, Out]):
         resolution = self.resolve(inv)
         choice = Choice(config=resolution.config, platform=inv.platform)
         with jax.named_scope(inv.op_id):
-            out = call.node.flat(choice)(*arrays)
+            try:
+                out = call.node.flat(choice)(*arrays)
+            except Exception as error:
+                if inv.representative is inv or resolution.source in _FOR_THE_CALL_ITSELF:
+                    raise
+                raise _does_not_fit(inv, resolution) from error
         _check_types(inv, resolution, expected, out)
         if resolution.key is None:
             return tuple(out)
@@ -243,7 +252,7 @@ class Executor(Generic[Cfg, Out]):
         cfg: Cfg | None,
         method: str | None = None,
     ) -> Out:
-        args, kwargs = kernel.prepare(*args, **kwargs)
+        args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         spec, arrays = take_apart(kernel, args, kwargs, method)
         call = Call(self, Forward(spec), override=None if cfg is None else Override(_override_token(cfg), cfg))
         types = types_of(call, [jax.typeof(array) for array in arrays])
@@ -279,8 +288,23 @@ class Executor(Generic[Cfg, Out]):
     def _invocation(
         self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
     ) -> Invocation[Cfg, Out]:
-        args, kwargs = kernel.prepare(*args, **kwargs)
+        args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
+
+
+def _prepared(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return the arguments as `run` is to see them, and the configuration that the caller insists on."""
+    args, kwargs = kernel.prepare(*args, **kwargs)
+    if "cfg" not in kwargs:
+        return args, kwargs, cfg
+    spelled_out = kwargs["cfg"]
+    if cfg is not None and not same_config(cfg, spelled_out):
+        raise ConfigError(
+            f"{kernel.op_id}: cfg is {cfg!r}, but the arguments say {spelled_out!r}; leave one of them out."
+        )
+    return args, {name: value for name, value in kwargs.items() if name != "cfg"}, spelled_out
 
 
 def _by_signs(
@@ -330,6 +354,15 @@ def _override_token(config: Any) -> Any:
         except TypeError:
             raise ConfigError(f"cfg must be hashable or plain data, got {config!r}: {error}") from error
         return (type(config), config)
+
+
+def _does_not_fit(inv: Invocation[Any, Any], resolution: Resolution[Any]) -> KernelError:
+    stands_for_it = (inv.representative.args, dict(inv.representative.kwargs))
+    return KernelError(
+        f"{inv.op_id}: {resolution.config!r} (from {resolution.source}) was found for {stands_for_it!r} and does not "
+        f"run for {(inv.args, dict(inv.kwargs))!r}; a kernel with a bucket hook must run every call of a bucket with "
+        "every configuration. Pad inside run, or return a bucket of its own for such a call."
+    )
 
 
 def _check_types(

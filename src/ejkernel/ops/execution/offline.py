@@ -117,7 +117,7 @@ def _tune_one(
 ) -> AutotuneData:
     step = None if progress is None else (lambda done, total: progress(inv, done, total))
     policy = effective_policy(selector.policy, selector)
-    tuned: AutotuneData = selector.tuner.tune(inv, inv.kernel, policy=policy, progress=step)
+    tuned: AutotuneData = selector.tuner.tune(inv.representative, inv.kernel, policy=policy, progress=step)
     return tuned
 
 
@@ -164,9 +164,14 @@ def autotune(
             warnings.warn(f"{target!r} calls no kernel; there is nothing to tune.", OfflineWarning, stacklevel=2)
         return tune_invocations(chain, found)
     prepared_args, prepared_kwargs = target.prepare(*args, **kwargs)
+    if "cfg" in prepared_kwargs:
+        raise ArgumentError(
+            f"{target.op_id}: the call says its whole configuration, {prepared_kwargs['cfg']!r}, so nothing is left to "
+            "tune; leave out what is to be found."
+        )
     inv = Invocation(kernel=target, args=prepared_args, kwargs=prepared_kwargs)
     tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
-    tuned = tuner.tune(inv, target, candidates=configs, policy=effective_policy(chain.policy, chain))
+    tuned = tuner.tune(inv.representative, target, candidates=configs, policy=effective_policy(chain.policy, chain))
     chain.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
     return tuned.config
 

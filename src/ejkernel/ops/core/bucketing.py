@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets: calls of varying lengths that share one key, and the call that stands for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ejkernel.ops.core.callspec import CallSpec, take_apart
+from ejkernel.ops.core.derived import with_spec
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.nodes import Node
+from ejkernel.ops.errors import ArgumentError, KernelError
+from ejkernel.ops.utils.signature import abstract, is_array
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.invocation import Invocation
+
+_StandIn = tuple[CallSpec, list[jax.ShapeDtypeStruct]]
+
+
+def bucketed(array: Any, *axes: int, least: int = 1) -> Any:
+    """Return the type of `array` with the sizes of `axes` rounded up to powers of two; see `Kernel.bucket`.
+
+    >>> import jax
+    >>> bucketed(jax.ShapeDtypeStruct((3, 100, 64), "float32"), 1).shape
+    (3, 128, 64)
+
+    Args:
+        array: An array, concrete or abstract, or `None`, which stays.
+        axes: Which sizes to round.
+        least: They become at least this, a power of two.
+
+    Raises:
+        ArgumentError: `array` is none, has no such axis, or `least` is not a power of two.
+    """
+    if array is None:
+        return None
+    if not is_array(array):
+        raise ArgumentError(f"array must be an array or None, got {array!r}.")
+    if type(least) is not int or least < 1 or least & (least - 1):
+        raise ArgumentError(f"least must be a power of two, got {least!r}.")
+    like = abstract(array)
+    shape = list(like.shape)
+    for axis in axes:
+        if not -len(shape) <= axis < len(shape):
+            raise ArgumentError(f"axes must be axes of an array of shape {tuple(shape)}, got {axis!r}.")
+        shape[axis] = max(least, 1 << (like.shape[axis] - 1).bit_length()) if like.shape[axis] else 0
+    return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
+
+
+def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node: Node | None) -> Invocation[Any, Any]:
+    """Return the call that `kernel.bucket` names for `inv`; `inv` itself if that is the one.
+
+    Args:
+        inv: The call.
+        kernel: Its kernel.
+        node: The node of a call that was traced.
+
+    Raises:
+        KernelError: `bucket` returns something that cannot stand for the call.
+    """
+    own = _taken_apart(kernel, inv.args, inv.kwargs, inv.method)
+    stand_in = _asked(kernel, inv, own)
+    if stand_in == own:
+        return inv
+    spec, types = stand_in
+    args, kwargs = spec.join(types)
+    # Without `array_types`: those of batches, residuals and cotangents follow from the arguments where they are needed.
+    other = dataclasses.replace(
+        inv, args=args, kwargs=kwargs, array_types=(), _node=None if node is None else with_spec(node, spec)
+    )
+    again = _asked(kernel, other, stand_in)
+    if again != stand_in:
+        raise KernelError(
+            f"{kernel.op_id}: bucket must leave alone what it returned itself, but it returned {_shown(stand_in)} for "
+            f"{_shown(own)}, and {_shown(again)} for that."
+        )
+    return other
+
+
+def _asked(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], own: _StandIn) -> _StandIn:
+    """Return what the kernel's hook says of a call, checked against the call itself, `own`."""
+    answer: Any = kernel.bucket(inv)
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
+        raise KernelError(f"{kernel.op_id}: bucket must return (args, kwargs), got {answer!r}.")
+    try:
+        spec, types = _taken_apart(kernel, answer[0], answer[1], inv.method)
+    except (TypeError, ArgumentError) as error:
+        raise KernelError(f"{kernel.op_id}: bucket must return arguments of the kernel: {error}") from error
+    if spec.structure != own[0].structure:
+        raise KernelError(
+            f"{kernel.op_id}: bucket must return arguments of the same structure as the call's, "
+            f"{_shown(own)}; got {_shown((spec, types))}."
+        )
+    for index, (mine, like) in enumerate(zip(types, own[1], strict=True)):
+        if mine.dtype != like.dtype or len(mine.shape) != len(like.shape):
+            raise KernelError(
+                f"{kernel.op_id}: bucket may change the sizes of arrays alone, but made {mine.dtype}{list(mine.shape)} "
+                f"of array {index}, {like.dtype}{list(like.shape)}."
+            )
+    return spec, [
+        jax.ShapeDtypeStruct(mine.shape, like.dtype, weak_type=like.weak_type)
+        for mine, like in zip(types, own[1], strict=True)
+    ]
+
+
+def _taken_apart(kernel: Kernel[Any, Any], args: Any, kwargs: Mapping[str, Any], method: str | None) -> _StandIn:
+    spec, arrays = take_apart(kernel, tuple(args), dict(kwargs), method)
+    return spec, [abstract(array) for array in arrays]
+
+
+def _shown(stand_in: _StandIn) -> str:
+    spec, types = stand_in
+    args, kwargs = spec.join(types)
+    return ", ".join([*map(str, args), *(f"{name}={value}" for name, value in kwargs.items())])
