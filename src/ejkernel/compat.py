@@ -162,7 +162,7 @@ def exported_text(data: bytes) -> str:
     import jax.export
 
     try:
-        return jax.export.deserialize(bytearray(data)).mlir_module()
+        return str(jax.export.deserialize(bytearray(data)).mlir_module())
     except Exception as error:  # flatbuffers answers foreign bytes with whatever they lead it into
         raise ValueError(f"not an exported program: {type(error).__name__}: {error}") from error
 

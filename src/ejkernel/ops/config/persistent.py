@@ -121,7 +121,7 @@ class PersistentCache:
             return "there is no home folder to put it in"
         try:
             probe = self._path / f".{secrets.token_hex(8)}"
-            _replace(probe, "")
+            write_file(probe, "")
             probe.unlink()
         except OSError as error:
             return str(error)
@@ -197,7 +197,7 @@ class PersistentCache:
         if self._path is None:
             return found
         try:
-            self._path.joinpath(*_location(wanted)).unlink()
+            self._path.joinpath(*location(wanted)).unlink()
         except (FileNotFoundError, NotADirectoryError):
             return found
         except OSError as error:
@@ -225,7 +225,7 @@ class PersistentCache:
             for file in _files(folder):
                 try:
                     entry = _read(file)
-                    if entry is not None and _location(entry.key)[-1] != file.name:
+                    if entry is not None and location(entry.key)[-1] != file.name:
                         raise _UnusableError(f"it holds another key: {entry.key!r}")
                 except _UnusableError as error:
                     _warn_of(str(file), error)
@@ -253,9 +253,9 @@ class PersistentCache:
         text = self._memory.get(identity)
         if text is not None:
             yield f"{identity} (in memory)", functools.partial(_parse, text, None)
-        location = _location(key)
+        parts = location(key)
         for folder in self._folders():
-            file = folder.joinpath(*location)
+            file = folder.joinpath(*parts)
             yield str(file), functools.partial(_read, file)
 
     def _folders(self) -> Iterator[Traversable]:
@@ -270,8 +270,8 @@ class PersistentCache:
         try:
             if self._path is None:
                 raise OSError("no home folder is known")
-            file = self._path.joinpath(*_location(key))
-            _replace(file, text)
+            file = self._path.joinpath(*location(key))
+            write_file(file, text)
         except OSError as error:
             self._memory[identity] = text
             self._warn_not_writable(error)
@@ -313,7 +313,7 @@ def _split_type(given: tuple[Any, ...], cfg_type: Any) -> tuple[tuple[Any, ...],
     return given[:-1], given[-1]
 
 
-def _location(key: Any) -> tuple[str, str, str]:
+def location(key: Any) -> tuple[str, str, str]:
     """Return folder, folder and file name of a key: readable, and unique through the digest of the whole key."""
     text = stable_json(key)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -349,14 +349,15 @@ def _expand(path: str | Path | None) -> Path | None:
 # --- files ---
 
 
-def _replace(file: Path, text: str) -> None:
+def write_file(file: Path, text: str) -> None:
+    """Write a file beside its place and rename it into it, so that readers see the old text or the new one, whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
     # not tempfile: its files are for their owner alone, and a folder may be shared by a group
     beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with beside.open("x", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
-        os.replace(beside, file)  # atomic on one file system: readers see the old entry or the new one
+        os.replace(beside, file)  # atomic on one file system
     except BaseException:
         beside.unlink(missing_ok=True)
         raise

@@ -22,6 +22,8 @@ class AutotunePolicy:
         validate: While tuning, reject candidates whose results differ from the reference.
         budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
         max_candidates: How many candidates of a `ConfigSpace` a search measures; a list is measured whole.
+        note_misses: Note each call that nothing was measured for in a file beside the persistent cache, so that
+            `ejkernel tune --missed` can tune it.
     """
 
     autotune: bool = False
@@ -29,9 +31,10 @@ class AutotunePolicy:
     validate: bool = True
     budget_s: float | None = None
     max_candidates: int = 100
+    note_misses: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("autotune", "heuristic", "validate"):
+        for name in ("autotune", "heuristic", "validate", "note_misses"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.budget_s is not None and not self.budget_s > 0:

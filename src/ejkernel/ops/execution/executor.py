@@ -362,7 +362,8 @@ class _Default:
         if self._executor is None:
             with self._lock:
                 if self._executor is None:
-                    policy = AutotunePolicy(autotune=settings.current().autotune)
+                    now = settings.current()
+                    policy = AutotunePolicy(autotune=now.autotune, heuristic=now.heuristic, note_misses=now.note_misses)
                     self._executor = Executor(ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=policy))
         return self._executor
 
@@ -377,7 +378,8 @@ _default = _Default()
 def default_executor() -> Executor[Any, Any]:
     """Return the executor behind `kernel(a, b)` and all modules.
 
-    It looks in memory and in the persistent cache, and tunes on a miss only if `EJKERNEL_AUTOTUNE=1`.
+    It looks in memory and in the persistent cache; `EJKERNEL_ON_MISS` says what happens on a miss, the heuristic's
+    answer by default.
     """
     return _default.get()
 
