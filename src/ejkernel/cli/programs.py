@@ -62,7 +62,7 @@ def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
     program = calls_in_text(_program_text(path), modules=modules)
     if program.bare:
         _warn(
-            f"{len(program.bare)} labels say nothing but their key ({listed(program.bare)}); lower the program with "
+            f"labels that carry no description of their call: {listed(program.bare)}; lower the program with "
             "EJKERNEL_OPS_STAMP=json, or tune it as MODULE:FUNCTION."
         )
     for reason in program.why_refused():

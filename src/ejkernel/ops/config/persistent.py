@@ -209,20 +209,29 @@ class PersistentCache:
         """Return the keys of all readable entries, each once: the written folder's first, each folder's sorted."""
         return [key for key, _ in self.entries()]
 
-    def entries(self) -> Iterator[tuple[Any, StoredEntry]]:
-        """Yield `(key, entry)` for each key, as `load` would find it."""
+    def problem(self, key: Any, cfg_type: Any = None) -> str | None:
+        """Return why the entries of a key cannot be used; `None` if there is none, or one that can be used."""
+        problems: list[str] = []
+        found = next(self._answers(_key((key,)), lambda entry: (_decode(entry, cfg_type),), problems.append), None)
+        return "; ".join(problems) or None if found is None else None
+
+    def entries(self, operation: str | None = None) -> Iterator[tuple[Any, StoredEntry]]:
+        """Yield `(key, entry)` for each key, as `load` would find it.
+
+        With `operation`, the name of one without its version, other operations' files are not read.
+        """
         seen = set()
-        for entry in self._all():
+        for entry in self._all(operation):
             identity = stable_json(entry.key)
             if identity not in seen:
                 seen.add(identity)
                 yield entry.key, entry
 
-    def _all(self) -> Iterator[StoredEntry]:
+    def _all(self, operation: str | None = None) -> Iterator[StoredEntry]:
         for text in list(self._memory.values()):
             yield _parse(text, None)
         for folder in self._folders():
-            for file in _files(folder):
+            for file in _files(folder, "" if operation is None else _slug(f"{operation}@v")):
                 try:
                     entry = _read(file)
                     if entry is not None and location(entry.key)[-1] != file.name:
@@ -233,8 +242,10 @@ class PersistentCache:
                     if entry is not None:
                         yield entry
 
-    def _answers(self, key: Any, use: Callable[[StoredEntry], Any]) -> Iterator[Any]:
-        """Yield what `use` makes of the entry of each place that has a usable one."""
+    def _answers(
+        self, key: Any, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
+    ) -> Iterator[Any]:
+        """Yield what `use` makes of the entry of each place that has a usable one; `problem` is told of the others."""
         identity = stable_json(key)
         for place, read in self._places(key, identity):
             try:
@@ -245,7 +256,10 @@ class PersistentCache:
                     raise _UnusableError(f"it holds another key: {entry.key!r}")
                 answer = use(entry)
             except _UnusableError as error:
-                _warn_of(place, error)
+                if problem is None:
+                    _warn_of(place, error)
+                else:
+                    problem(f"{place}: {error}")
             else:
                 yield answer
 
@@ -363,9 +377,9 @@ def write_file(file: Path, text: str) -> None:
         raise
 
 
-def _files(folder: Traversable) -> Iterator[Traversable]:
+def _files(folder: Traversable, prefix: str = "") -> Iterator[Traversable]:
     for device in _listed(folder):
-        for op in _listed(device):
+        for op in (op for op in _listed(device) if op.name.startswith(prefix)):
             yield from (file for file in _listed(op) if file.name.endswith(".json") and not file.name.startswith("."))
 
 

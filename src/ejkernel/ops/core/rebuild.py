@@ -10,7 +10,7 @@ from typing import Any, Final
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.derived import Level, LinearVmapped, TransposedVmapped, Vmapped, differentiate
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, living_kernels
@@ -74,6 +74,8 @@ def _checked(data: Any) -> dict[str, Any]:
     for name, value in data.items():
         if type(value) is not types.get(name, str):
             raise DescriptionError(f"its {name} is {shown(value)}")
+    if data.get("method", METHODS[0]) not in METHODS:
+        raise DescriptionError(f"there is no method {data['method']!r}")
     return data
 
 

@@ -18,7 +18,7 @@ from ejkernel.ops.config.cache import ConfigCache, config_token
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, check_config
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic)
 _BY_VALUE = (bool, int, float, str, bytes, type, np.dtype)
-_METHODS = ("shard_map",)
 
 
 class _SignedZero(Exception):
@@ -256,8 +255,8 @@ class Executor(Generic[Cfg, Out]):
         method = kwargs.pop("method")
         if method is None:
             return self(kernel, *args, cfg=cfg, **kwargs)
-        if method not in _METHODS:
-            raise ArgumentError(f"method must be one of {', '.join(_METHODS)}, or None; got {method!r}.")
+        if method not in METHODS:
+            raise ArgumentError(f"method must be one of {', '.join(METHODS)}, or None; got {method!r}.")
         missing = [name for name in ("mesh", "in_specs", "out_specs") if name not in kwargs]
         if missing:
             raise ArgumentError(f"method='shard_map' needs mesh=, in_specs= and out_specs=; missing {missing}.")

@@ -215,7 +215,7 @@ def _look_up(name: str) -> Any:
             # not getattr: a module's __getattr__ may import
             found = vars(found).get(part) if hasattr(found, "__dict__") else None
         if found is not None:
-            return found
+            return found.__func__ if isinstance(found, staticmethod) else found
     return None
 
 
