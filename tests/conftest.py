@@ -24,7 +24,14 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
     from ejkernel import ops
     from ejkernel.ops.registry import clear_invocations
 
-    for name in ("EJKERNEL_AUTOTUNE", "EJKERNEL_OPS_RECORD", "EJKERNEL_OPS_STAMP"):
+    names = (
+        "EJKERNEL_AUTOTUNE",
+        "EJKERNEL_ON_MISS",
+        "EJKERNEL_NOTE_MISSES",
+        "EJKERNEL_OPS_RECORD",
+        "EJKERNEL_OPS_STAMP",
+    )
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
     ops.set_default_executor(None)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,17 @@ def matmul_precision() -> str | None:
 def x64_enabled() -> bool:
     """Return whether 64-bit types are enabled."""
     return bool(_config.jax_enable_x64)
+
+
+@contextlib.contextmanager
+def numerics(precision: str | None, x64: bool) -> Iterator[None]:
+    """Put a default matmul precision and a 64-bit mode in force.
+
+    Raises:
+        ValueError: JAX knows no such precision.
+    """
+    with jax.default_matmul_precision(precision), jax.enable_x64(x64):
+        yield
 
 
 def jit_disabled() -> bool:
@@ -139,6 +151,32 @@ def run_on_platform(branches: Mapping[str, Callable[..., Any]], *values: Any) ->
 def lowered_text(lowered: Any) -> str:
     """Return the text of a `jax.stages.Lowered`, or of anything that has `as_text()`; a string is its own text."""
     return lowered if isinstance(lowered, str) else lowered.as_text()
+
+
+def exported_text(data: bytes) -> str:
+    """Return the program's text of what `jax.export`'s `Exported.serialize()` returned.
+
+    Raises:
+        ValueError: it is no such thing, or it names a type of the program's that this process does not know.
+    """
+    import jax.export
+
+    try:
+        return str(jax.export.deserialize(bytearray(data)).mlir_module())
+    except Exception as error:  # flatbuffers answers foreign bytes with whatever they lead it into
+        raise ValueError(f"not an exported program: {type(error).__name__}: {error}") from error
+
+
+def pytree_node(cls: type, aux: Any, children: Sequence[Any]) -> Any:
+    """Return the object of a registered pytree type that has these children."""
+    leaves, trees = [], []
+    for child in children:
+        more, tree = jax.tree.flatten(child)
+        leaves += more
+        trees.append(tree)
+    tree_type: Any = jax.tree_util.PyTreeDef
+    tree = tree_type.from_node_data_and_children(jax.tree_util.default_registry, (cls, aux), trees)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def cupti_seconds(work: Callable[[], Any]) -> float | None:

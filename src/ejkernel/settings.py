@@ -12,6 +12,7 @@ from ejkernel.ops.errors import ConfigError
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _STAMPS = ("hash", "json", "none")
+_ON_MISS = ("heuristic", "tune", "error")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,22 +21,29 @@ class Settings:
 
     Attributes:
         cache_dir: Folder of the persistent cache that is written (`EJKERNEL_CACHE_DIR`).
-        autotune: Whether the default executor tunes on a miss (`EJKERNEL_AUTOTUNE`).
+        autotune: Whether the default executor tunes on a miss (`EJKERNEL_ON_MISS=tune`, or `EJKERNEL_AUTOTUNE`).
+        heuristic: Whether it may answer a miss with the heuristic; not so with `EJKERNEL_ON_MISS=error`.
+        note_misses: Whether it notes, beside the cache, calls that nothing was measured for (`EJKERNEL_NOTE_MISSES`).
         record: Whether every call that is lowered is recorded (`EJKERNEL_OPS_RECORD`).
         stamp: What a label carries in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`).
     """
 
     cache_dir: Path
     autotune: bool = False
+    heuristic: bool = True
+    note_misses: bool = False
     record: bool = False
     stamp: str = "hash"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Settings:
         """Parse `env`; an unset or empty variable means its default."""
+        on_miss = _on_miss(env)
         return cls(
             cache_dir=_cache_dir(env),
-            autotune=_flag(env, "EJKERNEL_AUTOTUNE"),
+            autotune=on_miss == "tune",
+            heuristic=on_miss != "error",
+            note_misses=_flag(env, "EJKERNEL_NOTE_MISSES"),
             record=_flag(env, "EJKERNEL_OPS_RECORD"),
             stamp=_choice(env, "EJKERNEL_OPS_STAMP", _STAMPS),
         )
@@ -69,6 +77,14 @@ def _cache_dir(env: Mapping[str, str]) -> Path:
         return Path(given).expanduser()
     base = env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
     return Path(base).expanduser() / "ejkernel" / "configs"
+
+
+def _on_miss(env: Mapping[str, str]) -> str:
+    """Return what happens on a miss; `EJKERNEL_AUTOTUNE=1` is another way to say `tune`."""
+    asked, tune = _choice(env, "EJKERNEL_ON_MISS", _ON_MISS), _flag(env, "EJKERNEL_AUTOTUNE")
+    if tune and asked != "tune" and env.get("EJKERNEL_ON_MISS", "").strip():
+        raise ConfigError(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
+    return "tune" if tune else asked
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -159,7 +159,7 @@ def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsy
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("program", "must be MODULE:FUNCTION, got 'program'"),
+        ("program", "must be MODULE:FUNCTION or a file that exists, got 'program'"),
         ("absent:step", "there is no module 'absent'"),
         ("program:absent", "module 'program' has no 'absent'"),
         ("program:forgetful", "must return (callable, args)"),

@@ -19,14 +19,25 @@ def test_an_empty_environment_gives_the_defaults():
 
 
 @pytest.mark.parametrize(
-    "name", ["EJKERNEL_AUTOTUNE", "EJKERNEL_OPS_RECORD", "EJKERNEL_OPS_STAMP", "EJKERNEL_CACHE_DIR"]
+    "name",
+    [
+        "EJKERNEL_AUTOTUNE",
+        "EJKERNEL_CACHE_DIR",
+        "EJKERNEL_NOTE_MISSES",
+        "EJKERNEL_ON_MISS",
+        "EJKERNEL_OPS_RECORD",
+        "EJKERNEL_OPS_STAMP",
+    ],
 )
 def test_an_empty_variable_means_its_default(name):
     assert Settings.from_env({name: " "}) == Settings.from_env({})
 
 
 @pytest.mark.parametrize("raw", ["1", "true", "TRUE", "Yes", " on "])
-@pytest.mark.parametrize(("name", "field"), [("EJKERNEL_AUTOTUNE", "autotune"), ("EJKERNEL_OPS_RECORD", "record")])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("EJKERNEL_AUTOTUNE", "autotune"), ("EJKERNEL_OPS_RECORD", "record"), ("EJKERNEL_NOTE_MISSES", "note_misses")],
+)
 def test_a_flag_is_on(name, field, raw):
     assert getattr(Settings.from_env({name: raw}), field) is True
 
@@ -45,6 +56,30 @@ def test_a_bad_flag_is_an_error_with_its_name_and_value(name):
 @pytest.mark.parametrize(("raw", "stamp"), [("hash", "hash"), ("JSON", "json"), ("none", "none")])
 def test_a_stamp_is_chosen(raw, stamp):
     assert Settings.from_env({"EJKERNEL_OPS_STAMP": raw}).stamp == stamp
+
+
+@pytest.mark.parametrize(
+    ("raw", "autotune", "heuristic"),
+    [("", False, True), ("heuristic", False, True), ("Tune", True, True), ("error", False, False)],
+)
+def test_what_happens_on_a_miss_is_chosen(raw, autotune, heuristic):
+    got = Settings.from_env({"EJKERNEL_ON_MISS": raw})
+    assert (got.autotune, got.heuristic) == (autotune, heuristic)
+
+
+def test_a_bad_answer_to_a_miss_is_an_error_with_the_choices():
+    with pytest.raises(ConfigError, match=r"EJKERNEL_ON_MISS must be one of heuristic, tune, error; got 'panic'"):
+        Settings.from_env({"EJKERNEL_ON_MISS": "panic"})
+
+
+@pytest.mark.parametrize("asked", ["error", "heuristic"])
+def test_two_variables_that_contradict_each_other_are_an_error(asked):
+    with pytest.raises(ConfigError, match=f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict"):
+        Settings.from_env({"EJKERNEL_ON_MISS": asked, "EJKERNEL_AUTOTUNE": "1"})
+
+
+def test_two_variables_that_agree_are_fine():
+    assert Settings.from_env({"EJKERNEL_ON_MISS": "tune", "EJKERNEL_AUTOTUNE": "1"}).autotune
 
 
 def test_a_bad_stamp_is_an_error_with_the_choices():

@@ -21,7 +21,9 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("target", metavar="MODULE:FUNCTION")
+@click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
+@click.option("--import", "imports", multiple=True, metavar="MODULE", help="Import the kernels that FILE names.")
+@click.option("--missed", is_flag=True, help="Tune what was noted with EJKERNEL_NOTE_MISSES=1.")
 @click.option("--cache", type=click.Path(path_type=Path), help="Folder to save to; EJKERNEL_CACHE_DIR by default.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for each call's search.")
 @click.option("--force", is_flag=True, help="Tune calls that were tuned before, too.")
@@ -34,7 +36,12 @@ def tune(**options: Any) -> None:
     FUNCTION takes no arguments, and returns the program and its arguments: (callable, args) or (callable, args,
     kwargs). Arguments may be jax.ShapeDtypeStruct: the program is lowered, not run. The configurations are saved, and
     take effect the next time that the program starts.
+
+    FILE is the text of a program that was lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by
+    jax.export; --import names the modules that make its kernels. With --missed, neither is needed.
     """
+    if bool(options["target"]) == options["missed"]:
+        raise click.UsageError("give one of MODULE:FUNCTION, FILE and --missed.")
     from ejkernel.cli.tune import TuneOptions, run_tune
 
     run_tune(TuneOptions(**options))

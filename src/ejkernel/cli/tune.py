@@ -18,7 +18,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ejkernel.cli import report
+from ejkernel.cli import programs, report
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -42,6 +42,8 @@ class TuneOptions:
     dry_run: bool
     as_json: bool
     verbose: bool
+    imports: tuple[str, ...] = ()
+    missed: bool = False
 
 
 def run_tune(options: TuneOptions) -> None:
@@ -51,17 +53,17 @@ def run_tune(options: TuneOptions) -> None:
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
-    program, args, kwargs = load_program(options.target)
-    with user_code(f"lowering the program of {options.target}"):
-        calls = discover(program, *args, **kwargs)
-    console.print(report.found(options.target, calls, device_fingerprint()), soft_wrap=True)
+    found = _find(options, store)
+    calls = found.calls
+    console.print(report.found(found.name, calls, device_fingerprint()), soft_wrap=True)
     if options.dry_run:
         click.echo(report.calls_as_json(calls) if options.as_json else report.calls_as_text(calls))
+        _print_counts(found, console)
         return
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
         ConfigCache(), store, policy=AutotunePolicy(budget_s=options.budget)
     )
-    todo = calls if options.force else [inv for inv in calls if not _known(chain, inv)]
+    todo = list(calls) if options.force else [inv for inv in calls if not _known(chain, inv)]
     if len(todo) < len(calls):
         console.print(f"{len(calls) - len(todo)} of them were tuned before; --force tunes them again.")
     started = time.monotonic()
@@ -72,6 +74,26 @@ def run_tune(options: TuneOptions) -> None:
         console.print(
             f"{len(result)} of {len(todo)} calls tuned in {seconds:.1f} s, saved in {store.path}", soft_wrap=True
         )
+    found.settle(lambda inv: _known(chain, inv))
+    _print_counts(found, console)
+
+
+def _find(options: TuneOptions, store: PersistentCache) -> programs.Found:
+    """Return the calls that the options ask for."""
+    for name in options.imports:
+        _import_users(name)
+    if options.missed:
+        return programs.missed_calls(store.path, options.imports)
+    if Path(options.target).is_file():
+        return programs.calls_in_file(Path(options.target), options.imports)
+    program, args, kwargs = load_program(options.target)
+    with user_code(f"lowering the program of {options.target}"):
+        return programs.Found(name=options.target, calls=tuple(discover(program, *args, **kwargs)))
+
+
+def _print_counts(found: programs.Found, console: Console) -> None:
+    if found.counts:
+        console.print(found.counts, soft_wrap=True, highlight=False)
 
 
 def load_program(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -82,11 +104,8 @@ def load_program(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict
     """
     module_name, separator, function_name = target.partition(":")
     if not separator or not module_name or not function_name:
-        raise ArgumentError(f"the target must be MODULE:FUNCTION, got {target!r}.")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    with user_code(f"importing {module_name}"):
-        found: Any = _import(module_name)
+        raise ArgumentError(f"the target must be MODULE:FUNCTION or a file that exists, got {target!r}.")
+    found: Any = _import_users(module_name)
     for part in function_name.split("."):
         if not hasattr(found, part):
             raise ArgumentError(f"module {module_name!r} has no {function_name!r}.")
@@ -103,6 +122,14 @@ def load_program(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict
     with user_code(f"calling {target}"):
         returned = found()
     return _check_program(target, returned)
+
+
+def _import_users(name: str) -> Any:
+    """Import a module that the user named, from where they are."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    with user_code(f"importing {name}"):
+        return _import(name)
 
 
 def _import(name: str) -> Any:

@@ -20,6 +20,7 @@ from ejkernel.ops.errors import ArgumentError as ArgumentError
 from ejkernel.ops.errors import CacheWarning as CacheWarning
 from ejkernel.ops.errors import CandidateError as CandidateError
 from ejkernel.ops.errors import ConfigError as ConfigError
+from ejkernel.ops.errors import DescriptionError as DescriptionError
 from ejkernel.ops.errors import EjkernelError as EjkernelError
 from ejkernel.ops.errors import EjkernelWarning as EjkernelWarning
 from ejkernel.ops.errors import GradientError as GradientError
@@ -47,6 +48,7 @@ from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.tuning import Autotuner as Autotuner
 from ejkernel.ops.functions import tune as tune
 from ejkernel.ops.registry import get_invocations as get_invocations
+from ejkernel.ops.registry import missed as missed
 from ejkernel.ops.registry import record_invocation as record_invocation
 from ejkernel.ops.registry import recording as recording
 from ejkernel.ops.utils.datacarrier import BwdParams as BwdParams

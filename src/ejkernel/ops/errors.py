@@ -36,6 +36,10 @@ class UnstableKeyError(EjkernelError, TypeError):
     """A static argument has no name that is the same in every process, so the call has no key."""
 
 
+class DescriptionError(EjkernelError, ValueError):
+    """A description of a call, in a program's text or a file, cannot be turned back into the call."""
+
+
 class CandidateError(EjkernelError, RuntimeError):
     """One candidate could not be compiled, run or accepted."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that were seen, so that they can be tuned later. Only signatures are kept: no array, no tracer."""
+"""Calls that were seen, or missed, so that they can be tuned later. Only signatures are kept: no array, no tracer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import ConfigKey
 
 
 class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
@@ -30,6 +31,7 @@ class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
 Invocations = dict[str, dict[str, dict[str, Recorded]]]
 
 _invocations: Invocations = {}
+_missed: dict[ConfigKey, Recorded] = {}
 _collectors: dict[int, list[Invocation[Any, Any]]] = {}
 _tokens = itertools.count(1)
 _lock = threading.Lock()
@@ -58,9 +60,37 @@ def get_invocations(device: str | None = None) -> Any:
 
 
 def clear_invocations() -> None:
-    """Forget all recorded calls."""
+    """Forget all recorded and missed calls."""
     with _lock:
         _invocations.clear()
+        _missed.clear()
+
+
+def missed() -> Invocations:
+    """Return the calls of this process that nothing was measured for, in the form of `get_invocations()`.
+
+    They were answered by the heuristic, or by what was found for their forward. `autotune_recorded(missed())` tunes
+    them, and what was tuned is no longer among them.
+    """
+    found: Invocations = {}
+    with _lock:
+        for (device, op, call), recorded in _missed.items():
+            found.setdefault(device, {}).setdefault(op, {})[call] = recorded
+    return found
+
+
+def note_missed(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], key: ConfigKey) -> None:
+    """Keep a call that nothing was measured for."""
+    if key not in _missed:
+        recorded = Recorded(dataclasses.replace(inv, kernel=kernel).abstract())
+        with _lock:
+            _missed[key] = recorded
+
+
+def forget_missed(key: ConfigKey) -> None:
+    """Let go of a call that has been tuned since."""
+    with _lock:
+        _missed.pop(key, None)
 
 
 @contextlib.contextmanager

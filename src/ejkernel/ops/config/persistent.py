@@ -121,7 +121,7 @@ class PersistentCache:
             return "there is no home folder to put it in"
         try:
             probe = self._path / f".{secrets.token_hex(8)}"
-            _replace(probe, "")
+            write_file(probe, "")
             probe.unlink()
         except OSError as error:
             return str(error)
@@ -197,7 +197,7 @@ class PersistentCache:
         if self._path is None:
             return found
         try:
-            self._path.joinpath(*_location(wanted)).unlink()
+            self._path.joinpath(*location(wanted)).unlink()
         except (FileNotFoundError, NotADirectoryError):
             return found
         except OSError as error:
@@ -209,23 +209,32 @@ class PersistentCache:
         """Return the keys of all readable entries, each once: the written folder's first, each folder's sorted."""
         return [key for key, _ in self.entries()]
 
-    def entries(self) -> Iterator[tuple[Any, StoredEntry]]:
-        """Yield `(key, entry)` for each key, as `load` would find it."""
+    def problem(self, key: Any, cfg_type: Any = None) -> str | None:
+        """Return why the entries of a key cannot be used; `None` if there is none, or one that can be used."""
+        problems: list[str] = []
+        found = next(self._answers(_key((key,)), lambda entry: (_decode(entry, cfg_type),), problems.append), None)
+        return "; ".join(problems) or None if found is None else None
+
+    def entries(self, operation: str | None = None) -> Iterator[tuple[Any, StoredEntry]]:
+        """Yield `(key, entry)` for each key, as `load` would find it.
+
+        With `operation`, the name of one without its version, other operations' files are not read.
+        """
         seen = set()
-        for entry in self._all():
+        for entry in self._all(operation):
             identity = stable_json(entry.key)
             if identity not in seen:
                 seen.add(identity)
                 yield entry.key, entry
 
-    def _all(self) -> Iterator[StoredEntry]:
+    def _all(self, operation: str | None = None) -> Iterator[StoredEntry]:
         for text in list(self._memory.values()):
             yield _parse(text, None)
         for folder in self._folders():
-            for file in _files(folder):
+            for file in _files(folder, "" if operation is None else _slug(f"{operation}@v")):
                 try:
                     entry = _read(file)
-                    if entry is not None and _location(entry.key)[-1] != file.name:
+                    if entry is not None and location(entry.key)[-1] != file.name:
                         raise _UnusableError(f"it holds another key: {entry.key!r}")
                 except _UnusableError as error:
                     _warn_of(str(file), error)
@@ -233,8 +242,10 @@ class PersistentCache:
                     if entry is not None:
                         yield entry
 
-    def _answers(self, key: Any, use: Callable[[StoredEntry], Any]) -> Iterator[Any]:
-        """Yield what `use` makes of the entry of each place that has a usable one."""
+    def _answers(
+        self, key: Any, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
+    ) -> Iterator[Any]:
+        """Yield what `use` makes of the entry of each place that has a usable one; `problem` is told of the others."""
         identity = stable_json(key)
         for place, read in self._places(key, identity):
             try:
@@ -245,7 +256,10 @@ class PersistentCache:
                     raise _UnusableError(f"it holds another key: {entry.key!r}")
                 answer = use(entry)
             except _UnusableError as error:
-                _warn_of(place, error)
+                if problem is None:
+                    _warn_of(place, error)
+                else:
+                    problem(f"{place}: {error}")
             else:
                 yield answer
 
@@ -253,9 +267,9 @@ class PersistentCache:
         text = self._memory.get(identity)
         if text is not None:
             yield f"{identity} (in memory)", functools.partial(_parse, text, None)
-        location = _location(key)
+        parts = location(key)
         for folder in self._folders():
-            file = folder.joinpath(*location)
+            file = folder.joinpath(*parts)
             yield str(file), functools.partial(_read, file)
 
     def _folders(self) -> Iterator[Traversable]:
@@ -270,8 +284,8 @@ class PersistentCache:
         try:
             if self._path is None:
                 raise OSError("no home folder is known")
-            file = self._path.joinpath(*_location(key))
-            _replace(file, text)
+            file = self._path.joinpath(*location(key))
+            write_file(file, text)
         except OSError as error:
             self._memory[identity] = text
             self._warn_not_writable(error)
@@ -313,7 +327,7 @@ def _split_type(given: tuple[Any, ...], cfg_type: Any) -> tuple[tuple[Any, ...],
     return given[:-1], given[-1]
 
 
-def _location(key: Any) -> tuple[str, str, str]:
+def location(key: Any) -> tuple[str, str, str]:
     """Return folder, folder and file name of a key: readable, and unique through the digest of the whole key."""
     text = stable_json(key)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -349,22 +363,23 @@ def _expand(path: str | Path | None) -> Path | None:
 # --- files ---
 
 
-def _replace(file: Path, text: str) -> None:
+def write_file(file: Path, text: str) -> None:
+    """Write a file beside its place and rename it into it, so that readers see the old text or the new one, whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
     # not tempfile: its files are for their owner alone, and a folder may be shared by a group
     beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with beside.open("x", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
-        os.replace(beside, file)  # atomic on one file system: readers see the old entry or the new one
+        os.replace(beside, file)  # atomic on one file system
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
 
 
-def _files(folder: Traversable) -> Iterator[Traversable]:
+def _files(folder: Traversable, prefix: str = "") -> Iterator[Traversable]:
     for device in _listed(folder):
-        for op in _listed(device):
+        for op in (op for op in _listed(device) if op.name.startswith(prefix)):
             yield from (file for file in _listed(op) if file.name.endswith(".json") and not file.name.startswith("."))
 
 

@@ -23,6 +23,8 @@ class AutotunePolicy:
         budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
         isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
         max_candidates: How many candidates of a `ConfigSpace` a search measures; a list is measured whole.
+        note_misses: Note each call that nothing was measured for in a file beside the persistent cache, so that
+            `ejkernel tune --missed` can tune it.
     """
 
     autotune: bool = False
@@ -31,9 +33,10 @@ class AutotunePolicy:
     budget_s: float | None = None
     isolate: bool = False
     max_candidates: int = 100
+    note_misses: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("autotune", "heuristic", "validate", "isolate"):
+        for name in ("autotune", "heuristic", "validate", "isolate", "note_misses"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.budget_s is not None and not self.budget_s > 0:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic
 
 from ejkernel.ops.config.cache import ConfigCache, same_config
+from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
@@ -27,6 +28,7 @@ from ejkernel.ops.errors import (
     UnstableKeyError,
     UnstableKeyWarning,
 )
+from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._locks: dict[ConfigKey, threading.RLock] = {}
         self._locks_guard = threading.Lock()
         self._warned: set[str] = set()
+        self._notes: MissedNotes | None = None
 
     @property
     def tuner(self) -> Any:
@@ -124,10 +127,12 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             NoConfigError: no tier had an answer.
         """
         tried = []
-        for consulted in self._consult(self._request(inv, kernel, dry=False)):
+        request = self._request(inv, kernel, dry=False)
+        for consulted in self._consult(request):
             tried.append(consulted.tier)
             if consulted.resolution is not None:
                 self._remember(consulted.resolution, shared=overrides(kernel, "bucket"))
+                self._note_miss(request, consulted.resolution)
                 logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
                 return consulted.resolution
         raise NoConfigError(inv.op_id, tuple(tried))
@@ -141,6 +146,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self.cache.remember(key, config, source)
         if self.persistent is not None and self.persist_autotune:
             self.persistent.put(key, config, **evidence)
+        forget_missed(key)
+        if self._notes is not None:
+            self._notes.withdraw(key)
 
     def _remember(self, resolution: Resolution[Any], *, shared: bool) -> None:
         """Remember an answer; of the heuristic's for several calls that share a key, the first, for each holds."""
@@ -152,6 +160,16 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return
         if before is None or before.source != source or not same_config(before.config, resolution.config):
             self.cache.remember(key, resolution.config, source)
+
+    def _note_miss(self, request: _Request, resolution: Resolution[Any]) -> None:
+        key, persistent = resolution.key, self.persistent
+        if key is None or resolution.source not in _PROVISIONAL or services.is_measuring():
+            return
+        note_missed(request.kernel, request.inv, key)
+        if request.policy.note_misses and persistent is not None and persistent.path is not None:
+            if self._notes is None or self._notes.cache_dir != persistent.path:
+                self._notes = MissedNotes(persistent.path)
+            self._notes.put(request.inv, resolution.source)
 
     def _request(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, dry: bool) -> _Request:
         policy = effective_policy(self.policy, self)

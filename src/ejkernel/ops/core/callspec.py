@@ -15,6 +15,8 @@ from ejkernel.ops.core.kernel import Kernel, overrides, run_forms
 from ejkernel.ops.errors import ArgumentError, KernelError, UnstableKeyError
 from ejkernel.ops.utils.signature import is_array, typed_token
 
+METHODS = ("shard_map",)  # ways in which an executor can be asked to run a call
+
 
 class _Hole:
     __slots__ = ()

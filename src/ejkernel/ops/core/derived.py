@@ -433,3 +433,24 @@ def innermost(node: Any) -> Any:
     while isinstance(node, Vmapped):
         node = node.of
     return node
+
+
+def wiring(node: Any) -> list[dict[str, Any]]:
+    """Return, for each of `node.steps()`, what rebuilding it needs and the key leaves out; mostly nothing.
+
+    A linear call has arguments beside the forward's, whose batch axes are free; and what is differentiated may be a
+    forward that also returns its residuals. `spmd_axis_name` is left out: it says where on a mesh results are put, not
+    what they are.
+    """
+    if isinstance(node, _Linear):
+        root = innermost(node.of)
+        through = {"residuals": True} if isinstance(root, Forward) and root.residuals else {}
+        return [*([] if isinstance(node, _ThroughResiduals) else wiring(node.of)), through]
+    if not isinstance(node, Vmapped):
+        return []
+    more: dict[str, Any] = {} if node.level.axis_name is None else {"axis_name": node.level.axis_name}
+    if isinstance(node, LinearVmapped | TransposedVmapped):
+        more["axes"] = list(node.level.axes)
+    if isinstance(node, TransposedVmapped):
+        more["transposed"] = True
+    return [*wiring(node.of), more]

@@ -15,13 +15,15 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart
-from ejkernel.ops.core.derived import Level, Vmapped
+from ejkernel.ops.core.derived import Level, Vmapped, wiring
 from ejkernel.ops.core.kernel import Kernel, hook, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
 from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, is_array
+
+_NOT_IN_KEY = ("op", "wiring")  # parts of a description: the first stands beside the key, the other says how, not what
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -155,7 +157,7 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """The whole abstract call as plain data, the same in every process.
+        """The whole abstract call as plain data, the same in every process; `rebuild` makes the call of it again.
 
         Raises:
             UnstableKeyError: a static argument cannot be named stably.
@@ -174,6 +176,7 @@ class Invocation(Generic[Cfg, Out]):
             "method": self.method,
             "precision": self.precision,
             "x64": self.x64,
+            "wiring": self._wiring(),
         }
         return described | {name: value for name, value in optional.items() if value}
 
@@ -184,6 +187,10 @@ class Invocation(Generic[Cfg, Out]):
         sizes = self.batch_sizes or (None,) * len(axes)
         return [["vmap", size, list(level)] for level, size in zip(reversed(axes), reversed(sizes), strict=True)]
 
+    def _wiring(self) -> list[dict[str, Any]]:
+        found = wiring(self._node) if self._node is not None else []
+        return found if any(found) else []
+
     @functools.cached_property
     def call_key(self) -> str:
         """16 hex digits that stand for the call, the operation's name apart.
@@ -191,7 +198,7 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             UnstableKeyError: a static argument cannot be named stably.
         """
-        content = {name: value for name, value in self.description.items() if name != "op"}
+        content = {name: value for name, value in self.description.items() if name not in _NOT_IN_KEY}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 

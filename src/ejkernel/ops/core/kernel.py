@@ -16,6 +16,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
+from ejkernel.ops.utils.instances import Noted, living
 
 if typing.TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation as Invocation
@@ -29,7 +30,7 @@ _FORMS = {
 }
 
 
-class Kernel(Generic[Cfg, Out]):
+class Kernel(Noted, Generic[Cfg, Out]):
     """An operation whose speed depends on a configuration.
 
     A subclass writes `run` (or `run_<platform>`), and `heuristic_cfg` or `config_space`; all else has a default.
@@ -196,6 +197,11 @@ class Kernel(Generic[Cfg, Out]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.op_id_v!r})"
+
+
+def living_kernels() -> dict[str, Kernel[Any, Any]]:
+    """Return the kernels that this process has made and still holds, by versioned name; the latest of a name wins."""
+    return {kernel.op_id_v: kernel for kernel in living(Kernel)}
 
 
 def overrides(kernel: Kernel[Any, Any], name: str) -> bool:

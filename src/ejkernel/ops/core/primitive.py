@@ -179,8 +179,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tupl
 def _differentiate(
     primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, ...], call: Call
 ) -> tuple[Any, Any]:
-    trees = _residual_trees(call, primals)
-    plain_types = types_of(call, [jax.typeof(p) for p in primals])
+    avals = [jax.typeof(p) for p in primals]
+    trees = residual_trees(call, avals)
+    plain_types = types_of(call, avals)
     outs = tuple(is_inexact(aval) for aval in plain_types.avals)
     forward, linear = differentiate(call.node, wrt, outs, trees)
     results = call_p.bind(*primals, call=dataclasses.replace(call, node=forward))
@@ -190,7 +191,7 @@ def _differentiate(
     return out, [next(found) if has else compat.zero_for(value) for value, has in zip(out, outs, strict=True)]
 
 
-def _residual_trees(call: Call, primals: Sequence[Any]) -> tuple[Any, Any] | None:
+def residual_trees(call: Call, avals: Sequence[Any]) -> tuple[Any, Any] | None:
     """Return the structures of output and residuals, if the call is a forward whose kernel has the residual form."""
     root = innermost(call.node)
     kernel = call.node.spec.kernel
@@ -198,9 +199,9 @@ def _residual_trees(call: Call, primals: Sequence[Any]) -> tuple[Any, Any] | Non
         return None
     if not has_residual_form(kernel):
         return None
-    with_residuals, _ = differentiate(call.node, (False,) * len(primals), (), _EMPTY_TREES)
+    with_residuals, _ = differentiate(call.node, (False,) * len(avals), (), _EMPTY_TREES)
     probe = dataclasses.replace(call, node=with_residuals)
-    out_tree, residual_tree = types_of(probe, [jax.typeof(p) for p in primals]).trees
+    out_tree, residual_tree = types_of(probe, avals).trees
     return out_tree, residual_tree
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from ejkernel.ops.config.policy import policy_override
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.registry import recording
@@ -17,15 +18,16 @@ from ejkernel.ops.utils.signature import is_array
 def discover(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocation[Any, Any]]:
     """Return the distinct calls of `fn(*args, **kwargs)`, forward and backward, in the order of lowering.
 
-    Nothing is run. Arrays may be abstract (`jax.ShapeDtypeStruct`). Unless `fn` is under `jax.jit` already, arguments
-    that are not arrays are static.
+    Nothing is run, measured or noted on disk, and no policy makes a call without a configuration an error. Arrays may
+    be abstract (`jax.ShapeDtypeStruct`). Unless `fn` is under `jax.jit` already, arguments that are not arrays are
+    static.
 
     Raises:
         ArgumentError: `fn` cannot be called.
     """
     if not callable(fn):
         raise ArgumentError(f"a kernel or a function is needed, got {fn!r}.")
-    with recording() as seen:
+    with recording() as seen, policy_override(autotune=False, heuristic=True, note_misses=False):
         if hasattr(fn, "lower"):
             fn.lower(*args, **kwargs)
         else:

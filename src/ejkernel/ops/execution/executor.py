@@ -18,7 +18,7 @@ from ejkernel.ops.config.cache import ConfigCache, config_token, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, check_config
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic)
 _BY_VALUE = (bool, int, float, str, bytes, type, np.dtype)
-_METHODS = ("shard_map",)
 
 
 # Where an answer comes from that was given for this very call, rather than for all calls of its bucket.
@@ -265,8 +264,8 @@ class Executor(Generic[Cfg, Out]):
         method = kwargs.pop("method")
         if method is None:
             return self(kernel, *args, cfg=cfg, **kwargs)
-        if method not in _METHODS:
-            raise ArgumentError(f"method must be one of {', '.join(_METHODS)}, or None; got {method!r}.")
+        if method not in METHODS:
+            raise ArgumentError(f"method must be one of {', '.join(METHODS)}, or None; got {method!r}.")
         missing = [name for name in ("mesh", "in_specs", "out_specs") if name not in kwargs]
         if missing:
             raise ArgumentError(f"method='shard_map' needs mesh=, in_specs= and out_specs=; missing {missing}.")
@@ -395,7 +394,8 @@ class _Default:
         if self._executor is None:
             with self._lock:
                 if self._executor is None:
-                    policy = AutotunePolicy(autotune=settings.current().autotune)
+                    now = settings.current()
+                    policy = AutotunePolicy(autotune=now.autotune, heuristic=now.heuristic, note_misses=now.note_misses)
                     self._executor = Executor(ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=policy))
         return self._executor
 
@@ -410,7 +410,8 @@ _default = _Default()
 def default_executor() -> Executor[Any, Any]:
     """Return the executor behind `kernel(a, b)` and all modules.
 
-    It looks in memory and in the persistent cache, and tunes on a miss only if `EJKERNEL_AUTOTUNE=1`.
+    It looks in memory and in the persistent cache; `EJKERNEL_ON_MISS` says what happens on a miss, the heuristic's
+    answer by default.
     """
     return _default.get()
 

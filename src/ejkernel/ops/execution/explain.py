@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import UnstableKeyError
+from ejkernel.ops.execution.nearest import why_no_entry
 from ejkernel.ops.utils.meta import label
 
 
@@ -76,6 +78,8 @@ def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explan
         tiers = tuple(consult(inv, kernel))
     else:
         tiers = (Consulted("chooser", Resolution(chooser.choose(inv, kernel), "chooser", key)),)
+    if key is not None:
+        tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
     text, note = _label_of(inv, key, resolution, prefix)
     return Explanation(
@@ -87,6 +91,14 @@ def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explan
         tiers=tiers,
         resolution=resolution,
     )
+
+
+def _with_reason(tier: Consulted, chooser: Any, inv: Invocation[Any, Any], key: ConfigKey) -> Consulted:
+    """Say more about why the persistent tier has no answer."""
+    store = getattr(chooser, "persistent", None)
+    if tier.tier != "persistent" or tier.resolution is not None or not isinstance(store, PersistentCache):
+        return tier
+    return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
 
 
 def _label_of(

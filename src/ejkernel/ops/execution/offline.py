@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, overload
 
+from ejkernel import compat
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
@@ -16,18 +17,21 @@ from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult, Entry
+from ejkernel.ops.execution.texts import calls_in_text
 from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.meta import LABEL_RE, find_labels_in_lowered, is_scope
 
 
 def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: Any) -> AutotuningResult:
     """Tune every distinct call of a lowered program, forward and backward, on this machine.
 
     The program's labels name its calls, and what was recorded when it was lowered says what they are; lower it with
-    `EJKERNEL_OPS_RECORD=1` or inside `with recording():`. The configurations are put into the chain's memory and
-    persistent cache; `with result:` applies them to functions that are already compiled.
+    `EJKERNEL_OPS_RECORD=1` or inside `with recording():`. Of a program that was lowered with
+    `EJKERNEL_OPS_STAMP=json` the text is enough, in a process that has made the same kernels.
+
+    The configurations are put into the chain's memory and persistent cache; `with result:` applies them to functions
+    that are already compiled.
 
     >>> lowered = jax.jit(my_model).lower(example_input)  # doctest: +SKIP
     >>> result = autotune_lowered(selector, lowered)  # doctest: +SKIP
@@ -36,25 +40,17 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
         selector: The chain whose tuner measures, and which remembers; an executor stands for its own.
         lowered: What `jax.jit(f).lower(...)` returns, or a program's text.
     """
-    known = get_invocations(device_fingerprint())
-    found, missing = [], []
-    for text in find_labels_in_lowered(lowered):
-        match = LABEL_RE.fullmatch(text)
-        if match is None or is_scope(match["op"]):
-            continue
-        recorded = known.get(match["op"], {}).get(match["key"])
-        if recorded is None:
-            missing.append(text)
-        else:
-            found.append(recorded.invocation)
-    if missing:
+    program = calls_in_text(compat.lowered_text(lowered), recorded=get_invocations(device_fingerprint()))
+    if program.bare:
         text = (
-            f"{len(missing)} of {len(missing) + len(found)} labelled calls were not recorded, and are not tuned "
-            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); lower the program with "
-            "EJKERNEL_OPS_RECORD=1 or inside `with ejkernel.ops.recording():`."
+            f"{len(program.bare)} of {program.labels} labelled calls were not recorded, and are not tuned "
+            f"({', '.join(program.bare[:3])}{', ...' if len(program.bare) > 3 else ''}); lower the program with "
+            "EJKERNEL_OPS_RECORD=1 or inside `with ejkernel.ops.recording():`, or with EJKERNEL_OPS_STAMP=json."
         )
         warnings.warn(text, OfflineWarning, stacklevel=2)
-    return tune_invocations(_chain(selector), found)
+    for reason in program.why_refused():
+        warnings.warn(f"not tuned, because it cannot be rebuilt: {reason}", OfflineWarning, stacklevel=2)
+    return tune_invocations(_chain(selector), program.calls)
 
 
 def autotune_recorded(
@@ -117,7 +113,8 @@ def _tune_one(
 ) -> AutotuneData:
     step = None if progress is None else (lambda done, total: progress(inv, done, total))
     policy = effective_policy(selector.policy, selector)
-    tuned: AutotuneData = selector.tuner.tune(inv.representative, inv.kernel, policy=policy, progress=step)
+    with compat.numerics(inv.precision, inv.x64):  # the call's, which may not be the ones in force here
+        tuned: AutotuneData = selector.tuner.tune(inv.representative, inv.kernel, policy=policy, progress=step)
     return tuned
 
 

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -28,9 +28,15 @@ R = TypeVar("R")
 
 DEFAULT_PREFIX = "ejkernel_ops"
 
-LABEL_RE = re.compile(
-    r"(?P<prefix>[A-Za-z_][\w.\-]*)#(?P<op>[A-Za-z_][\w.\-]*@v(?P<version>\w[\w.]*)):(?P<key>[0-9a-f]{16})(?![0-9A-Za-z])"
-)
+_PREFIX = r"[A-Za-z_][\w.\-]*"
+_BODY = r"#(?P<op>[A-Za-z_][\w.\-]*@v(?P<version>\w[\w.]*)):(?P<key>[0-9a-f]{16})(?![0-9A-Za-z])"
+LABEL_RE = re.compile(rf"(?P<prefix>{_PREFIX}){_BODY}")
+
+# Texts are searched for what follows the prefix, which is then read backwards: a search that begins with the prefix
+# takes time quadratic in the length of a word, and the words of a program's constants are megabytes long.
+_BODY_RE = re.compile(_BODY)
+_PREFIX_RE = re.compile(rf"{_PREFIX}\Z")
+_LONGEST_PREFIX = 256
 
 # Operations that only `@label` knows: they are found in texts, but there is no kernel to tune behind them.
 _scopes: set[str] = set()
@@ -98,7 +104,15 @@ def stamp(values: Sequence[Any], inputs: Sequence[Any], name: str, payload: str)
 
 def extract_labels_from_hlo_text(hlo_text: str) -> list[str]:
     """Return the distinct labels in a program's text, StableHLO or HLO, in order of first appearance."""
-    return list(dict.fromkeys(match.group(0) for match in LABEL_RE.finditer(hlo_text)))
+    return list(dict.fromkeys(text for text, _ in label_positions(hlo_text)))
+
+
+def label_positions(text: str) -> Iterator[tuple[str, int]]:
+    """Yield each label in `text`, and where what follows it begins."""
+    for body in _BODY_RE.finditer(text):
+        prefix = _PREFIX_RE.search(text[max(0, body.start() - _LONGEST_PREFIX) : body.start()])
+        if prefix is not None:
+            yield prefix.group() + body.group(), body.end()
 
 
 def find_labels_in_lowered(lowered: Any) -> list[str]:

@@ -144,7 +144,7 @@ def name_of(function: Any) -> str:
     while True:
         module, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
         if module and qualname and "<" not in qualname and _look_up(module, qualname) in (function, target):
-            return f"{_importable(module)}.{qualname}"
+            return f"{importable(module)}.{qualname}"
         target = getattr(target, "__wrapped__", None)
         if target is None:
             raise _unstable(function)
@@ -167,7 +167,12 @@ def _look_up(module: str, qualname: str) -> Any:
     return found
 
 
-def _importable(module: str) -> str:
+def main_is(module: str) -> bool:
+    """Return whether `module` is what others call the script that this process runs."""
+    return module != "__main__" and module == importable("__main__")
+
+
+def importable(module: str) -> str:
     """Give a script's functions the name that they have when the script is imported."""
     main = sys.modules.get("__main__")
     if module != "__main__" or main is None:
@@ -181,7 +186,7 @@ def _importable(module: str) -> str:
 def _type_name(cls: type) -> str:
     if "<" in cls.__qualname__ and "<locals>" not in cls.__qualname__:
         raise _unstable(cls)
-    return f"{_importable(cls.__module__)}.{cls.__qualname__}"
+    return f"{importable(cls.__module__)}.{cls.__qualname__}"
 
 
 def _sorted(items: list[Any]) -> list[Any]:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls to tune that come from a file: a program's text, an exported program, or notes of missed calls.
+
+What a file says is data: it names kernels and functions of modules that the user named, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ejkernel import compat
+from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.errors import ArgumentError, DescriptionError, OfflineWarning
+from ejkernel.ops.execution.texts import calls_in_text, listed
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+_LARGEST: Final = 1 << 30  # bytes of a program's file
+_BYTECODE: Final = b"ML\xefR"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Calls to tune.
+
+    Attributes:
+        name: Where they were found.
+        calls: The calls.
+        counts: What became of everything that was there, for the end of the report; `""` if there is nothing to say.
+        notes: The notes that they come from, if they do.
+    """
+
+    name: str
+    calls: tuple[Invocation[Any, Any], ...]
+    counts: str = ""
+    notes: MissedNotes | None = None
+
+    def settle(self, is_tuned: Callable[[Invocation[Any, Any]], bool]) -> None:
+        """Remove the notes of the calls that are tuned by now."""
+        for inv in self.calls if self.notes is not None else ():
+            if self.notes is not None and is_tuned(inv):
+                self.notes.remove(inv.key)
+
+
+def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
+    """Return the calls that a program's text names, StableHLO or HLO, or that of an exported program.
+
+    Every label that names no call that can be tuned here is accounted for in a warning.
+
+    Args:
+        path: The file; an exported program is what `Exported.serialize()` of `jax.export` returns.
+        modules: The modules that the user named.
+
+    Raises:
+        ArgumentError: the file cannot be read, or holds something else.
+    """
+    program = calls_in_text(_program_text(path), modules=modules)
+    if program.bare:
+        _warn(
+            f"labels that carry no description of their call: {listed(program.bare)}; lower the program with "
+            "EJKERNEL_OPS_STAMP=json, or tune it as MODULE:FUNCTION."
+        )
+    for reason in program.why_refused():
+        _warn(f"{reason}{_hint(reason)}")
+    counts = (
+        f"{path}: {program.labels} labels, {len(program.calls)} of them calls that can be tuned here, "
+        f"{len(program.bare)} without a description, {len(program.refused)} of no use here"
+    )
+    return Found(name=str(path), calls=program.calls, counts=counts)
+
+
+def missed_calls(cache_dir: Path | None, modules: Sequence[str]) -> Found:
+    """Return the calls that were noted as missed on this device.
+
+    Args:
+        cache_dir: The folder of the persistent cache, which the notes are beside.
+        modules: The modules that the user named.
+    """
+    if cache_dir is None:
+        raise ArgumentError("there is no home folder that notes could be in; choose a folder with --cache.")
+    notes, device = MissedNotes(cache_dir), device_fingerprint()
+    calls, refused, elsewhere = [], 0, 0
+    for note in notes.entries():
+        key = note.config_key
+        if key.device != device:
+            elsewhere += 1
+            continue
+        try:
+            calls.append(rebuild(note.call, modules=modules, key=key.call, op=key.op))
+        except DescriptionError as error:
+            refused += 1
+            _warn(f"{key.op}:{key.call} (of {note.kernel}): {error}{_hint(str(error))}")
+    counts = (
+        f"{notes.folder}: {len(calls) + refused + elsewhere} notes, {len(calls)} of them calls that can be tuned here, "
+        f"{refused} of no use here, {elsewhere} of other devices"
+    )
+    return Found(name=str(notes.folder), calls=tuple(calls), counts=counts, notes=notes)
+
+
+def _program_text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > _LARGEST:
+            raise ArgumentError(f"{path} has {size} bytes, more than the {_LARGEST} that are read.")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error}") from error
+    if data.startswith(_BYTECODE):
+        raise ArgumentError(f"{path} is MLIR bytecode; write the program as text, as lowered.as_text() gives it.")
+    if b"\0" not in data:
+        return data.decode("utf-8", "replace")  # labels are ASCII, whatever else is there
+    try:
+        return compat.exported_text(data)
+    except ValueError as error:
+        raise ArgumentError(
+            f"{path} is neither a program's text nor one that this process can read: {error}. If its arguments have "
+            "types of its own, name the module that registers them with --import."
+        ) from error
+
+
+def _hint(reason: str) -> str:
+    return " (--import MODULE)" if "name the module" in reason or "modules that were named" in reason else ""
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, OfflineWarning, stacklevel=3)

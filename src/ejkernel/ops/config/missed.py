@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes of calls that nothing was measured for: one small JSON file a call, in `missed/` beside the cache's entries."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from ejkernel.ops.config.persistent import location, write_file
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import CacheWarning, SerializationError
+from ejkernel.ops.utils.serialize import from_json, to_json
+
+SCHEMA: Final = 1
+FOLDER: Final = "missed"
+_LARGEST: Final = 1 << 20  # bytes of a note that is read; real ones have hundreds
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A call that nothing was measured for, as it is in its file.
+
+    Attributes:
+        schema: Layout of the file.
+        key: Device, operation and call.
+        call: The abstract call, as `Invocation.description` has it.
+        source: Who answered instead: `heuristic`, or `forward`, what was found for the call's forward.
+        processes: How many processes missed it, as far as they could count.
+        first: When it was first missed.
+        last: When it was last missed.
+        kernel: `module.Class` of the kernel, for readers; nothing is imported by it.
+    """
+
+    schema: int
+    key: dict[str, str]
+    call: dict[str, Any]
+    source: str
+    processes: int
+    first: str
+    last: str
+    kernel: str
+
+    @property
+    def config_key(self) -> ConfigKey:
+        """What a configuration of the call is remembered under."""
+        return ConfigKey(**self.key)
+
+
+class MissedNotes:
+    """The notes beside one cache folder.
+
+    A note that cannot be written is one `CacheWarning`, after which this object writes no more; one that cannot be
+    read is a `CacheWarning`, and no note.
+
+    Args:
+        cache_dir: The folder of the persistent cache.
+        clock: Source of the notes' times.
+    """
+
+    def __init__(self, cache_dir: Path, *, clock: Callable[[], datetime.datetime] | None = None) -> None:
+        self.cache_dir = cache_dir
+        self._clock = clock if clock is not None else _now
+        self._written: set[ConfigKey] = set()
+        self._write_failed = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the notes are."""
+        return self.cache_dir / FOLDER
+
+    def put(self, inv: Invocation[Any, Any], source: str) -> None:
+        """Note that `inv` was answered by `source`; the same call again costs nothing."""
+        key = inv.key
+        if key in self._written or self._write_failed:
+            return
+        self._written.add(key)
+        file = self._file(key)
+        before = self._read(file)
+        now = self._clock().astimezone(datetime.UTC).isoformat(timespec="seconds")
+        cls = type(inv.kernel)
+        note = Note(
+            schema=SCHEMA,
+            key=key._asdict(),
+            call=inv.description,
+            source=source,
+            processes=1 if before is None else before.processes + 1,
+            first=now if before is None else before.first,
+            last=now,
+            kernel=f"{cls.__module__}.{cls.__qualname__}",
+        )
+        try:
+            write_file(file, to_json(note) + "\n")
+        except (OSError, SerializationError) as error:
+            self._write_failed = True
+            text = f"missed calls cannot be noted in {self.folder} ({error}); set EJKERNEL_CACHE_DIR."
+            warnings.warn(text, CacheWarning, stacklevel=4)
+
+    def entries(self) -> Iterator[Note]:
+        """Yield every note that can be read, sorted by device, operation and call."""
+        for file in sorted(self.folder.glob("*/*/*.json")):
+            note = self._read(file)
+            if note is not None:
+                yield note
+
+    def remove(self, key: ConfigKey) -> None:
+        """Remove the note of a call, if there is one."""
+        self._written.discard(key)
+        try:
+            self._file(key).unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"the note of {key.op} cannot be removed: {error}", CacheWarning, stacklevel=3)
+
+    def withdraw(self, key: ConfigKey) -> None:
+        """Remove the note of a call if it was put here, and has been tuned since."""
+        if key in self._written:
+            self.remove(key)
+
+    def _file(self, key: ConfigKey) -> Path:
+        return self.folder.joinpath(*location(key))
+
+    def _read(self, file: Path) -> Note | None:
+        """Return the note of a file, or `None` if there is no file, or none that can be used."""
+        try:
+            return self._parsed(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, UnicodeDecodeError, SerializationError) as error:
+            warnings.warn(f"ignoring the note {file}: {error}", CacheWarning, stacklevel=3)
+            return None
+
+    def _parsed(self, file: Path) -> Note:
+        with file.open("rb") as stream:
+            raw = stream.read(_LARGEST + 1)
+        if len(raw) > _LARGEST:
+            raise SerializationError(f"it has more than {_LARGEST} bytes.")
+        note = from_json(raw.decode(), Note)
+        if note.schema != SCHEMA:
+            raise SerializationError(f"it was written by another ejkernel: schema {note.schema}, not {SCHEMA}.")
+        if set(note.key) != set(ConfigKey._fields) or self._file(note.config_key) != file:
+            raise SerializationError(f"it holds another key: {note.key!r}.")
+        return note
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

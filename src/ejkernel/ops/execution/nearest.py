@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why the persistent cache has nothing for a call: what it has that is nearest, and in what the two differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import ConfigKey
+
+_SHOWN = 3  # differences that are told
+_OTHER = 8.0  # how far apart two values are that have no distance; as two sizes of which one is 256 times the other
+_LONGEST = 60
+
+
+class Difference(NamedTuple):
+    """Where two calls differ, and what each has there; `None` where it has nothing."""
+
+    path: str
+    wanted: Any
+    stored: Any
+
+
+def why_no_entry(store: PersistentCache, inv: Invocation[Any, Any], key: ConfigKey) -> str:
+    """Return why `store` has no configuration for a call: a sentence for `explain`."""
+    problem = store.problem(key, None if inv.kernel is None else inv.kernel.config_type)
+    if problem is not None:
+        return f"there is an entry that cannot be used: {problem}"
+    name = key.op.rpartition("@v")[0]
+    known = [
+        (other, entry.call)
+        for other, entry in store.entries(name)
+        if isinstance(other, ConfigKey) and other.op.rpartition("@v")[0] == name
+    ]
+    same = [other for other, _ in known if other.call == key.call]
+    if same:
+        others = [_elsewhere(other, key) for other in same]
+        return f"no entry; this very call was tuned {' and '.join(dict.fromkeys(others))}"
+    here = [call for other, call in known if other[:2] == key[:2] and isinstance(call, dict)]
+    if not here:
+        elsewhere = dict.fromkeys(_elsewhere(other, key) for other, _ in known if other[:2] != key[:2])
+        return f"no entry; other calls of it were tuned {' and '.join(elsewhere)}" if elsewhere else "no entry"
+    nearest = min((differences(inv.description, call) for call in here), key=_distance)
+    return f"no entry; nearest of {len(here)}: {_told(nearest)}"
+
+
+def differences(wanted: Any, stored: Any, path: str = "") -> list[Difference]:
+    """Return where two descriptions of calls differ, innermost parts where both have the same form."""
+    if json.dumps(wanted, sort_keys=True) == json.dumps(stored, sort_keys=True):  # as data, 1 and True are equal
+        return []
+    mine, theirs = _parts(wanted, path), _parts(stored, path)
+    if mine is None or theirs is None:
+        return [Difference(path, wanted, stored)]
+    names = [*mine, *(name for name in theirs if name not in mine)]
+    return [found for name in names for found in _differing(mine, theirs, name)]
+
+
+def _differing(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> list[Difference]:
+    if name in mine and name in theirs:
+        return differences(mine[name], theirs[name], name)
+    return [Difference(name, mine.get(name), theirs.get(name))]
+
+
+def _parts(data: Any, path: str) -> dict[str, Any] | None:
+    """Return the named parts of a described container, by their paths; `None` for what is told whole."""
+    if isinstance(data, list):
+        return {f"{path}[{index}]": item for index, item in enumerate(data)}
+    if not isinstance(data, dict):
+        return None
+    if not path:  # a whole call; how it is wired is not what it is
+        given = data.get("kwargs")
+        kwargs = {f"{name}=": value for name, value in given.items()} if isinstance(given, dict) else {}
+        rest = {name: value for name, value in data.items() if name not in ("op", "kwargs", "wiring")}
+        return rest | kwargs
+    if set(data) == {"dataclass", "fields"} and isinstance(data["fields"], dict):
+        return {f"{path}.{name}": value for name, value in data["fields"].items()}
+    if set(data) == {"map"} and isinstance(data["map"], list):
+        pairs = [pair for pair in data["map"] if isinstance(pair, list) and len(pair) == 2]
+        return {f"{path}[{_short(key)}]": item for key, item in pairs}
+    if set(data) == {"list"}:
+        return _parts(data["list"], path)
+    return None
+
+
+def _distance(found: list[Difference]) -> float:
+    return sum(_apart(difference.wanted, difference.stored) for difference in found)
+
+
+def _apart(wanted: Any, stored: Any) -> float:
+    """Return how far apart two parts of calls are: the logarithms of what sizes of arrays are multiplied by."""
+    mine, theirs = _array(wanted), _array(stored)
+    if mine is None or theirs is None or len(mine[1]) != len(theirs[1]):
+        return _OTHER
+    sizes = [pair for pair in zip(mine[1], theirs[1], strict=True) if pair[0] != pair[1]]
+    known = all(isinstance(size, int) and size > 0 for pair in sizes for size in pair)
+    return (_OTHER / 2 if mine[0] != theirs[0] else 0.0) + (
+        sum(1 + abs(math.log2(one / other)) for one, other in sizes) if known else _OTHER
+    )
+
+
+def _array(data: Any) -> tuple[str, list[Any]] | None:
+    parts = data.get("array") if isinstance(data, dict) else None
+    return tuple(parts) if isinstance(parts, list) and len(parts) == 2 and isinstance(parts[1], list) else None
+
+
+def _told(found: list[Difference]) -> str:
+    parts = [f"{path} {_short(stored)} instead of {_short(wanted)}" for path, wanted, stored in found[:_SHOWN]]
+    more = len(found) - _SHOWN
+    return ", ".join(parts) + (f", and {more} more" if more > 0 else "")
+
+
+def _short(data: Any) -> str:
+    """Return a described value in short, such as `bf16[4,1024]`."""
+    array = _array(data)
+    if array is not None:
+        name = str(array[0]).replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
+        return f"{name}[{','.join(map(str, array[1]))}]{'' if 'weak' not in data else ' (weak)'}"
+    if data is None:
+        return "not given"
+    if isinstance(data, dict) and len(data) == 1:
+        ((form, value),) = data.items()
+        if form == "float":
+            return _float(value)
+        if form in ("name", "dtype"):
+            return str(value)
+    text = json.dumps(data, ensure_ascii=False)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _float(text: Any) -> str:
+    try:
+        return repr(float.fromhex(text))
+    except (TypeError, ValueError):  # an entry says whatever its file says
+        return str(text)
+
+
+def _elsewhere(other: ConfigKey, key: ConfigKey) -> str:
+    """Say in what a key of the same operation differs from the wanted one: in its device, its version, or both."""
+    version = f"as version {other.op.rpartition('@v')[2]}" if other.op != key.op else ""
+    device = f"on {other.device}" if other.device != key.device else ""
+    return " ".join(part for part in (version, device) if part) or "here"

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel tune` of files, by processes that never saw the program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+KERNELS = '''
+import dataclasses
+import jax
+import jax.numpy as jnp
+from ejkernel.ops import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rows: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    scale: float = 2.0
+
+
+def swish(x):
+    return x * jax.nn.sigmoid(x)
+
+
+class Affine(Kernel[Config, jax.Array]):
+    """A product and an activation, with residuals."""
+
+    def run(self, x, w, *, activation, options=Options(), cfg):
+        return self.fwd_with_residuals(x, w, activation=activation, options=options, cfg=cfg)[0]
+
+    def fwd_with_residuals(self, x, w, *, activation, options=Options(), cfg):
+        y = (x @ w).reshape(cfg.rows, -1).reshape(x.shape[0], w.shape[1])
+        return activation(y) * options.scale, y
+
+    def vjp(self, residuals, out, cotangents, x, w, *, activation, options=Options(), cfg):
+        rule = jax.vjp(lambda x, w: activation(x @ w) * options.scale, x, w)[1]
+        return rule(cotangents[0])
+
+    def heuristic_cfg(self, inv):
+        return Config(1)
+
+    def config_space(self, inv):
+        return [Config(2), Config(4)]
+
+
+affine = Affine("affine")
+'''
+
+PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+from jax import export
+from my_kernels import Options, affine, swish
+from ejkernel.modules import rms_norm
+
+
+def loss(x, w, scale):
+    y = jax.vmap(lambda row: affine(row, w, activation=swish, options=Options(3.0)))(x)
+    return (rms_norm(y, scale) ** 2).sum()
+
+
+def program():
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 8, 4), (4, 16), (16,))]
+    return jax.jit(jax.grad(loss, (0, 1))), shapes
+
+
+if __name__ == "__main__":
+    fn, shapes = program()
+    lowered = fn.lower(*shapes)
+    open("program.mlir", "w").write(lowered.as_text())
+    open("program.hlo", "w").write(lowered.as_text(dialect="hlo"))
+    open("program.bin", "wb").write(export.export(fn)(*shapes).serialize())
+"""
+
+RUN = """
+import jax.numpy as jnp
+from my_program import loss
+import jax
+jax.grad(loss, (0, 1))(jnp.ones((2, 8, 4)), jnp.ones((4, 16)), jnp.ones(16))
+"""
+
+
+def python(folder, *arguments, **environment):
+    """Run Python in a process of its own, in `folder`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=clean | {"JAX_PLATFORMS": "cpu", "EJKERNEL_CACHE_DIR": str(folder / "cache")} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def tune(folder, *arguments, **environment):
+    done = python(folder, "-m", "ejkernel.cli", "tune", *arguments, **environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory):
+    """A folder with the kernels, and with texts of a program that was lowered by another process."""
+    folder = tmp_path_factory.mktemp("lowered")
+    (folder / "my_kernels.py").write_text(KERNELS)
+    (folder / "my_program.py").write_text(PROGRAM)
+    done = python(folder, "my_program.py", EJKERNEL_OPS_STAMP="json")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def folder(lowered, tmp_path):
+    """A copy of that folder, without the program."""
+    for file in lowered.iterdir():
+        if file.is_file() and file.name != "my_program.py":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+IMPORTS = ("--import", "my_kernels", "--import", "ejkernel.modules")
+OPERATIONS = ["RmsNorm.bwd@v0", "RmsNorm@v0", "affine.bwd@v0", "affine@v0"]
+
+
+@pytest.mark.parametrize("file", ["program.mlir", "program.hlo", "program.bin"])
+def test_a_fresh_process_lists_the_calls_of_a_file(folder, file):
+    status, out, err = tune(folder, file, *IMPORTS, "--dry-run", "--json")
+    assert status == 0, err
+    assert sorted(call["op"].replace("rms_norm", "RmsNorm") for call in json.loads(out)) == OPERATIONS
+    assert f"{file}: 4 labels, 4 of them calls that can be tuned here, 0 without a description, 0 of no use here" in err
+    assert not (folder / "cache").exists()
+
+
+def test_what_a_fresh_process_tuned_is_what_the_program_uses(folder, lowered):
+    status, out, err = tune(folder, "program.mlir", *IMPORTS, "--budget", "20")
+    assert status == 0, err
+    assert "4 of 4 calls tuned" in err
+    assert "affine.bwd" in out
+    (folder / "my_program.py").write_bytes((lowered / "my_program.py").read_bytes())
+    ask = (
+        "from my_program import program; from ejkernel.ops import default_executor; fn, shapes = program()\n"
+        "print(*[why.source for why in default_executor().explain(fn, *shapes)])"
+    )
+    done = python(folder, "-c", ask)
+    assert done.stdout.split() == ["persistent"] * 4, done.stderr
+
+
+def test_kernels_that_were_not_named_are_a_warning_that_says_what_to_do(folder):
+    status, _, err = tune(folder, "program.mlir", "--import", "ejkernel.modules", "--dry-run")
+    assert status == 0
+    assert (
+        "there is no kernel 'affine@v0' here; name the module that makes it, at its top level (--import MODULE)" in err
+    )
+    assert "4 labels, 2 of them calls that can be tuned here, 0 without a description, 2 of no use here" in err
+
+
+def test_a_text_of_keys_alone_says_how_to_lower_it(folder):
+    text = (folder / "program.mlir").read_text()
+    start, end = text.index("ejkernel_ops#"), text.index("ejkernel_ops#") + 60
+    (folder / "bare.mlir").write_text(text[start:end].partition('"')[0])
+    status, _, err = tune(folder, "bare.mlir", *IMPORTS)
+    assert status == 0
+    assert "labels that carry no description of their call: ejkernel_ops#" in err
+    assert "EJKERNEL_OPS_STAMP=json" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"ML\xefR\x00\x01", "is MLIR bytecode; write the program as text"),
+        (b"\x00\x01\x02 nothing", "is neither a program's text nor one that this process can read"),
+    ],
+)
+def test_another_kind_of_file_is_a_clear_error(folder, content, message):
+    (folder / "program.x").write_bytes(content)
+    status, _, err = tune(folder, "program.x")
+    assert status == 1
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_text_imports_nothing_and_runs_nothing(folder):
+    (folder / "evil.py").write_text("open('was_here', 'w')\ndef swish(x):\n    open('was_called', 'w')\n")
+    text = (folder / "program.mlir").read_text().replace("my_kernels.swish", "evil.swish")
+    (folder / "evil.mlir").write_text(text)
+    status, _, err = tune(folder, "evil.mlir", *IMPORTS, "--dry-run")
+    assert status == 0
+    assert "'evil.swish' is in none of the modules that were named" in err
+    assert not (folder / "was_here").exists()
+
+
+def test_an_import_that_fails_shows_the_users_frames(folder):
+    (folder / "broken.py").write_text("raise KeyError('here')")
+    status, _, err = tune(folder, "program.mlir", "--import", "broken")
+    assert status == 1
+    assert "importing broken raised KeyError" in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--missed", "program.mlir"]])
+def test_one_of_program_and_missed_is_needed(folder, arguments):
+    status, _, err = tune(folder, *arguments)
+    assert status == 2
+    assert "give one of MODULE:FUNCTION, FILE and --missed" in err
+
+
+# --- missed calls ---
+
+
+def notes(folder):
+    return sorted(path.name for path in (folder / "cache" / "missed").rglob("*.json"))
+
+
+def test_missed_calls_are_tuned_by_another_process_and_their_notes_removed(folder, lowered):
+    (folder / "my_program.py").write_bytes((lowered / "my_program.py").read_bytes())
+    done = python(folder, "-c", RUN, EJKERNEL_NOTE_MISSES="1")
+    assert done.returncode == 0, done.stderr
+    assert len(notes(folder)) == 4
+    (folder / "my_program.py").unlink()
+    status, out, err = tune(folder, "--missed", *IMPORTS, "--dry-run", "--json")
+    assert status == 0, err
+    assert len(json.loads(out)) == 4
+    assert len(notes(folder)) == 4
+    status, _, err = tune(folder, "--missed", "--import", "my_kernels", "--budget", "20")
+    assert "4 notes, 2 of them calls that can be tuned here, 2 of no use here, 0 of other devices" in err
+    assert len(notes(folder)) == 2
+    status, _, err = tune(folder, "--missed", *IMPORTS, "--budget", "20")
+    assert status == 0, err
+    assert notes(folder) == []
+
+
+def test_without_notes_there_is_nothing_to_tune(folder):
+    status, out, err = tune(folder, "--missed")
+    assert status == 0
+    assert "Nothing to tune" in out
+    assert "0 notes" in err
+
+
+def test_a_miss_is_an_error_in_a_process_that_asked_for_it(folder, lowered):
+    (folder / "my_program.py").write_bytes((lowered / "my_program.py").read_bytes())
+    done = python(folder, "-c", RUN, EJKERNEL_ON_MISS="error")
+    assert "NoConfigError: No configuration for 'affine'" in done.stderr
+    status, _, err = tune(folder, "my_program:program", "--budget", "20", EJKERNEL_ON_MISS="error")
+    assert status == 0, err
+    done = python(folder, "-c", RUN, EJKERNEL_ON_MISS="error")
+    assert done.returncode == 0, done.stderr

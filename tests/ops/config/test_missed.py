@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that nothing was measured for: listed in memory always, noted on disk on request."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.ops import (
+    AutotunePolicy,
+    CacheWarning,
+    ConfigSelectorChain,
+    Executor,
+    Invocation,
+    Kernel,
+    PersistentCache,
+    autotune_recorded,
+    default_executor,
+    get_invocations,
+    missed,
+    policy_override,
+    set_default_executor,
+)
+from ejkernel.ops.config.missed import MissedNotes
+
+X = jnp.ones((8, 4))
+TIME = datetime.datetime(2025, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+
+
+class Times(Kernel[int, jax.Array]):
+    def run(self, x, *, cfg):
+        return x * cfg
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+TIMES = Times("times")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return PersistentCache(tmp_path / "cache", shipped=False)
+
+
+@pytest.fixture
+def notes(store):
+    return MissedNotes(store.path, clock=lambda: TIME)
+
+
+def executor(store, **policy):
+    return Executor(ConfigSelectorChain(persistent=store, policy=AutotunePolicy(**policy)))
+
+
+def operations(found):
+    return sorted(op for operations in found.values() for op in operations)
+
+
+# --- in memory ---
+
+
+def test_what_the_heuristic_answered_is_listed_forward_and_backward(store):
+    run = executor(store)
+    jax.jit(jax.grad(lambda x: run(TIMES, x).sum())).lower(X)
+    assert operations(missed()) == ["times.bwd@v0"]
+    run(TIMES, X)
+    assert operations(missed()) == ["times.bwd@v0", "times@v0"]
+
+
+def test_what_was_measured_or_given_is_not_listed(store):
+    run = executor(store)
+    run.chooser.remember(Invocation(kernel=TIMES, args=(X,)).key, 3)
+    run(TIMES, X)
+    run(TIMES, X[:2], cfg=2)
+    assert missed() == {}
+
+
+def test_what_the_forward_answered_for_is_listed(store):
+    run = executor(store)
+    run.chooser.remember(Invocation(kernel=TIMES, args=(X,)).key, 3)
+    jax.jit(jax.grad(lambda x: run(TIMES, x).sum())).lower(X)
+    assert operations(missed()) == ["times.bwd@v0"]
+
+
+def test_asking_for_an_explanation_misses_nothing(store):
+    executor(store).explain(TIMES, X)
+    assert missed() == {}
+
+
+def test_the_list_is_in_the_form_that_is_tuned(store):
+    run = executor(store)
+    run(TIMES, X)
+    result = autotune_recorded(missed(), run)
+    assert [entry.op_id_v for entry in result.entries] == ["times@v0"]
+    assert missed() == {}
+
+
+def test_the_list_is_apart_from_what_was_recorded(store):
+    executor(store)(TIMES, X)
+    assert get_invocations() == {}
+
+
+# --- on disk ---
+
+
+def test_no_file_is_written_by_default(store):
+    executor(store)(TIMES, X)
+    assert not store.path.exists()
+
+
+def test_a_note_says_which_call_was_missed_when_and_by_whom(store, notes):
+    inv = Invocation(kernel=TIMES, args=(X,))
+    notes.put(inv, "heuristic")
+    (note,) = notes.entries()
+    assert note.config_key == inv.key
+    assert note.call == inv.description
+    assert (note.source, note.processes, note.first, note.last) == ("heuristic", 1, *["2025-01-02T03:04:05+00:00"] * 2)
+    assert note.kernel == f"{__name__}.Times"
+
+
+def test_the_policy_has_misses_noted(store):
+    run = executor(store, note_misses=True)
+    run(TIMES, X)
+    (note,) = MissedNotes(store.path).entries()
+    assert (note.config_key.op, note.source) == ("times@v0", "heuristic")
+
+
+def test_a_policy_override_has_misses_noted_of_calls_that_were_missed_before(store):
+    run = executor(store)
+    run(TIMES, X)
+    with policy_override(note_misses=True):
+        jax.jit(lambda x: run(TIMES, x)).lower(X)
+    assert len(list(MissedNotes(store.path).entries())) == 1
+
+
+def test_the_environment_has_misses_noted(monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("EJKERNEL_NOTE_MISSES", "1")
+    set_default_executor(None)
+    TIMES(X)
+    assert len(list(MissedNotes(tmp_path).entries())) == 1
+
+
+def test_a_process_notes_a_call_once(notes):
+    inv = Invocation(kernel=TIMES, args=(X,))
+    notes.put(inv, "heuristic")
+    file = next(notes.folder.rglob("*.json"))
+    file.unlink()
+    notes.put(inv, "heuristic")
+    assert not file.exists()
+
+
+def test_another_process_is_counted(store, notes):
+    inv = Invocation(kernel=TIMES, args=(X,))
+    notes.put(inv, "heuristic")
+    later = TIME + datetime.timedelta(days=1)
+    MissedNotes(store.path, clock=lambda: later).put(inv, "forward")
+    (note,) = notes.entries()
+    assert (note.processes, note.source) == (2, "forward")
+    assert (note.first, note.last) == ("2025-01-02T03:04:05+00:00", "2025-01-03T03:04:05+00:00")
+
+
+def test_notes_are_no_entries_of_the_cache(store, notes):
+    notes.put(Invocation(kernel=TIMES, args=(X,)), "heuristic")
+    assert store.keys() == []
+
+
+def test_what_is_tuned_later_in_the_process_loses_its_note(store):
+    run = executor(store, note_misses=True)
+    run(TIMES, X)
+    autotune_recorded(missed(), run)
+    assert list(MissedNotes(store.path).entries()) == []
+
+
+def test_a_note_is_removed(notes):
+    inv = Invocation(kernel=TIMES, args=(X,))
+    notes.put(inv, "heuristic")
+    notes.remove(inv.key)
+    notes.remove(inv.key)
+    assert list(notes.entries()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(store):
+    store.path.parent.joinpath("cache").write_text("a file")
+    run = executor(store, note_misses=True)
+    with pytest.warns(CacheWarning, match="missed calls cannot be noted") as caught:
+        run(TIMES, X)
+    assert len([w for w in caught if "noted" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(TIMES, X[:2])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda text: text[:-5], "not valid JSON"),
+        (lambda text: text.replace('"schema": 1', '"schema": 2'), "schema 2, not 1"),
+        (lambda text: text.replace('"times@v0"', '"other@v0"'), "another key"),
+        (lambda text: text.replace('"processes": 1', '"processes": "many"'), "expected int"),
+        (lambda text: json.dumps(json.loads(text) | {"run": "me"}), "no such field"),
+        (lambda text: text + " " * (1 << 20), "more than"),
+    ],
+)
+def test_a_note_that_cannot_be_used_is_a_warning_with_the_reason(notes, change, reason):
+    notes.put(Invocation(kernel=TIMES, args=(X,)), "heuristic")
+    file = next(notes.folder.rglob("*.json"))
+    file.write_text(change(file.read_text()))
+    with pytest.warns(CacheWarning, match=f"ignoring the note .*{reason}"):
+        assert list(notes.entries()) == []
+
+
+# --- what happens on a miss ---
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, (False, True, False)),
+        ({"EJKERNEL_ON_MISS": "error"}, (False, False, False)),
+        ({"EJKERNEL_ON_MISS": "tune"}, (True, True, False)),
+        ({"EJKERNEL_AUTOTUNE": "1", "EJKERNEL_NOTE_MISSES": "1"}, (True, True, True)),
+    ],
+)
+def test_the_environment_is_the_default_executors_policy(monkeypatch, env, expected):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    set_default_executor(None)
+    policy = dataclasses.asdict(default_executor().chooser.policy)
+    assert tuple(policy[name] for name in ("autotune", "heuristic", "note_misses")) == expected
+
+
+def test_a_program_is_explained_and_tuned_where_a_miss_is_an_error(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
+    set_default_executor(None)
+    (why,) = default_executor().explain(TIMES, X)
+    assert why.source is None
+    assert missed() != {} or why.tiers[-1].note == "the policy does not allow it (heuristic=False)"

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why the persistent cache has nothing for a call."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.ops import CacheWarning, ConfigSelectorChain, Executor, Invocation, Kernel, PersistentCache
+from ejkernel.ops.execution.nearest import differences, why_no_entry
+
+X = jnp.ones((4, 8))
+
+
+class Scale(Kernel[int, jax.Array]):
+    def run(self, x, scale=1.0, *, mode="a", options=None, cfg):
+        return x * scale
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+class Scale2(Scale):
+    version = "2"
+
+
+SCALE = Scale("scale")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return PersistentCache(tmp_path, shipped=False)
+
+
+def put(store, *args, kernel=SCALE, device=None, **kwargs):
+    inv = Invocation(kernel=kernel, args=args, kwargs=kwargs)
+    key = inv.key if device is None else inv.key._replace(device=device)
+    store.put(key, 1, call=inv.description)
+    return key
+
+
+def why(store, *args, kernel=SCALE, **kwargs):
+    inv = Invocation(kernel=kernel, args=args, kwargs=kwargs)
+    return why_no_entry(store, inv, inv.key)
+
+
+def test_an_operation_that_was_never_tuned_has_no_entry(store):
+    put(store, X, kernel=Scale("scaled"))
+    assert why(store, X) == "no entry"
+
+
+def test_the_nearest_call_and_what_differs_are_told(store):
+    put(store, jnp.ones((4, 4096)))
+    put(store, jnp.ones((4, 16)))
+    put(store, jnp.ones((9, 9)))
+    assert why(store, X) == "no entry; nearest of 3: args[0] f32[4,16] instead of f32[4,8]"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "told"),
+    [
+        ((X.astype(jnp.bfloat16),), {}, "args[0] bf16[4,8] instead of f32[4,8]"),
+        ((X, 2.0), {}, "args[1] 2.0 instead of not given"),
+        ((X,), {"mode": "b"}, 'mode= "b" instead of not given'),
+        ((X,), {"options": {"deep": 1}}, "options= {"),
+        ((X.astype(jnp.int8), 2.0), {"mode": "b"}, "args[0] i8[4,8] instead of f32[4,8], args[1] 2.0 instead of"),
+    ],
+)
+def test_differences_are_told_by_argument(store, args, kwargs, told):
+    put(store, *args, **kwargs)
+    assert told in why(store, X)
+
+
+def test_differences_inside_containers_have_their_path(store):
+    put(store, X, options={"tile": [1, 2], "name": "n"})
+    assert why(store, X, options={"tile": [1, 3], "name": "n"}).endswith('options=["tile"][1] 2 instead of 3')
+
+
+def test_many_differences_are_counted(store):
+    put(store, X, options=[0] * 9)
+    assert why(store, X, options=[1] * 9).endswith(", and 6 more")
+
+
+def test_transformations_and_precision_are_told(store):
+    put(store, X)
+    inv = Invocation(kernel=SCALE, args=(X,), batch_axes=((0,),), batch_sizes=(3,), precision="highest")
+    text = why_no_entry(store, inv, inv.key)
+    assert 'steps not given instead of [["vmap", 3, [0]]]' in text
+    assert 'precision not given instead of "highest"' in text
+
+
+def test_another_device_is_told(store):
+    put(store, X, device="gpu:nvidia_h100")
+    assert why(store, X) == "no entry; this very call was tuned on gpu:nvidia_h100"
+    assert why(store, X[:2]) == "no entry; other calls of it were tuned on gpu:nvidia_h100"
+
+
+def test_another_version_is_told(store):
+    put(store, X)
+    newer = Scale2("scale")
+    assert why(store, X, kernel=newer) == "no entry; this very call was tuned as version 0"
+    assert why(store, X[:2], kernel=newer) == "no entry; other calls of it were tuned as version 0"
+
+
+def test_an_entry_that_cannot_be_used_is_told(store):
+    put(store, X)
+    next(store.path.rglob("*.json")).write_text("{")
+    assert "there is an entry that cannot be used: " in why(store, X)
+    assert "not valid JSON" in why(store, X)
+
+
+def test_an_explanation_has_the_reason(store):
+    put(store, jnp.ones((4, 16)))
+    text = str(Executor(ConfigSelectorChain(persistent=store)).explain(SCALE, X))
+    assert "  persistent - no entry; nearest of 1: args[0] f32[4,16] instead of f32[4,8]" in text
+
+
+def test_an_explanation_names_the_unusable_entry(store):
+    put(store, X)
+    next(store.path.rglob("*.json")).write_text("{")
+    executor = Executor(ConfigSelectorChain(persistent=store))
+    with pytest.warns(CacheWarning, match="ignoring cache entry"):
+        text = str(executor.explain(SCALE, X))
+    assert "persistent - there is an entry that cannot be used" in text
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        None,
+        3,
+        [],
+        {},
+        {"args": 3},
+        {"kwargs": 3},
+        {"args": [{"float": 3}]},
+        {"args": [{"map": [1]}]},
+        {"args": [{"array": 3}]},
+        {"kwargs": {"a": {"map": [[1]]}}, "args": [None]},
+    ],
+)
+def test_any_stored_call_can_be_compared(store, stored):
+    inv = Invocation(kernel=SCALE, args=(X,))
+    store.put(inv.key._replace(call="0" * 16), 1, call=stored)
+    assert why(store, X).startswith("no entry")
+
+
+def test_equal_calls_do_not_differ():
+    call = Invocation(kernel=SCALE, args=(X,), kwargs={"options": (1, 2.0)}).description
+    assert differences(call, call) == []
+    assert differences({"args": [1]}, {"args": [True]}) != []

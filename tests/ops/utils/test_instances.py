@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which instances of a class are alive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+from ejkernel.ops.utils.instances import Noted, living
+
+
+class Thing(Noted):
+    def __init__(self, name="", *, size=0):
+        self.name = name
+
+
+class Other(Noted):
+    pass
+
+
+def test_instances_are_listed_in_the_order_of_their_making():
+    things = [Thing("a"), Thing("b", size=2), Thing()]
+    assert [thing for thing in living(Thing) if thing in things] == things
+
+
+def test_an_instance_that_nobody_holds_is_gone():
+    thing = Thing("gone")
+    del thing
+    gc.collect()
+    assert "gone" not in [thing.name for thing in living(Thing)]
+
+
+def test_instances_of_subclasses_count_and_those_of_other_classes_do_not():
+    other, sub = Other(), type("Sub", (Thing,), {})()
+    assert sub in living(Thing)
+    assert other not in living(Thing)
+
+
+def test_a_subclass_need_not_call_init():
+    class Silent(Thing):
+        def __init__(self):
+            pass
+
+    silent = Silent()
+    assert silent in living(Thing)
+
+
+def test_a_copy_is_an_instance_of_its_own():
+    thing = Thing("original")
+    twin = copy.copy(thing)
+    assert twin in living(Thing)
