@@ -95,6 +95,16 @@ def zero_for(value: Any) -> Any:
     return ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
+def lowering_names(platform: str) -> tuple[str, ...]:
+    """Return what JAX calls a kind of device that it lowers programs for."""
+    return ("cuda",) if platform == "gpu" else (platform,)
+
+
+def leave_devices_alone() -> None:
+    """Let JAX use nothing but the CPU in this process, whatever there is; to be called before its first use."""
+    jax.config.update("jax_platforms", "cpu")
+
+
 def lowering_platforms(ctx: Any) -> tuple[str, ...]:
     """Return the platforms that a lowering rule's program is for."""
     return tuple(ctx.module_context.platforms)

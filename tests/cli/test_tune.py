@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ejkernel.cli import main
-from ejkernel.ops.execution import tuning
+from ejkernel.ops.execution import bench
 from ejkernel.ops.execution.measuring import Measurement
 
 PROGRAM = '''
@@ -77,7 +77,7 @@ def program(tmp_path, monkeypatch):
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    monkeypatch.setattr(tuning, "interleaved", later_is_faster)
+    monkeypatch.setattr(bench, "interleaved", later_is_faster)
     yield tmp_path
     sys.modules.pop("program", None)
 
@@ -89,7 +89,7 @@ def run(capsys, *arguments):
 
 
 def test_a_program_is_tuned_forward_and_backward_and_saved(program, capsys):
-    status, out, err = run(capsys, "tune", "program:step", "--cache", "saved")
+    status, out, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     assert status == 0
     assert "2 distinct calls, 1 forward and 1 derived" in err
     assert "product.bwd" in out
@@ -100,16 +100,16 @@ def test_a_program_is_tuned_forward_and_backward_and_saved(program, capsys):
 
 
 def test_what_was_tuned_before_is_not_tuned_again_unless_forced(program, capsys):
-    run(capsys, "tune", "program:step", "--cache", "saved")
-    _, out, err = run(capsys, "tune", "program:step", "--cache", "saved")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
+    _, out, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     assert "2 of them were tuned before" in err
     assert "Nothing to tune" in out
-    _, out, _ = run(capsys, "tune", "program:step", "--cache", "saved", "--force")
+    _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved", "--force")
     assert "product.bwd" in out
 
 
 def test_the_result_is_json_on_request(program, capsys):
-    _, out, _ = run(capsys, "tune", "program:step", "--json")
+    _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--json")
     entries = json.loads(out)["entries"]
     assert [entry["op"] for entry in entries] == ["product@v0", "product.bwd@v0"]
     assert all(entry["config"] == {"repeats": 1} for entry in entries)
@@ -117,30 +117,30 @@ def test_the_result_is_json_on_request(program, capsys):
 
 
 def test_verbose_tells_the_fate_of_every_candidate(program, capsys):
-    _, out, _ = run(capsys, "tune", "program:step", "--verbose")
+    _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--verbose")
     assert "RuntimeError: this candidate fails" in out
     assert "wrong: result 0 differs from the reference" in out
 
 
 def test_a_dry_run_lists_the_calls_and_measures_nothing(program, capsys):
-    status, out, _ = run(capsys, "tune", "program:step", "--dry-run", "--cache", "saved")
+    status, out, _ = run(capsys, "tune", "--in-process", "program:step", "--dry-run", "--cache", "saved")
     assert status == 0
     assert "product.bwd@v0" in out
     assert "f32[128,128] x2" in out
     assert not (program / "saved").exists()
-    _, out, _ = run(capsys, "tune", "program:step", "--dry-run", "--json")
+    _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--dry-run", "--json")
     assert [call["op"] for call in json.loads(out)] == ["product@v0", "product.bwd@v0"]
 
 
 def test_a_program_without_calls_is_no_failure(program, capsys):
-    status, out, err = run(capsys, "tune", "program:nothing")
+    status, out, err = run(capsys, "tune", "--in-process", "program:nothing")
     assert status == 0
     assert "0 distinct calls" in err
     assert "Nothing to tune" in out
 
 
 def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsys):
-    run(capsys, "tune", "program:step", "--cache", "saved")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     ask = (
         "import jax.numpy as jnp, program; from ejkernel.ops import default_executor\n"
         "why = default_executor().explain(program.product, jnp.ones((128, 128)), jnp.ones((128, 128)))\n"
@@ -171,20 +171,20 @@ def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsy
     ],
 )
 def test_a_bad_target_is_a_clear_error(program, capsys, target, message):
-    status, _, err = run(capsys, "tune", target)
+    status, _, err = run(capsys, "tune", "--in-process", target)
     assert status == 1
     assert message in err
 
 
 def test_an_error_of_the_program_shows_its_own_frames_alone(program, capsys):
-    _, _, err = run(capsys, "tune", "program:raises")
+    _, _, err = run(capsys, "tune", "--in-process", "program:raises")
     assert 'raise KeyError("no such thing")' in err
     assert "ejkernel/cli" not in err
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(program, capsys):
     (program / "file").write_text("")
-    status, _, err = run(capsys, "tune", "program:step", "--cache", "file/cache")
+    status, _, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "file/cache")
     assert status == 1
     assert "cannot be written" in err
     assert "--cache" in err
@@ -198,7 +198,7 @@ def test_wrong_usage_is_status_2(capsys):
 
 
 def test_show_lists_what_was_saved_with_its_speed_up(program, capsys):
-    run(capsys, "tune", "program:step", "--cache", "saved")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     status, out, _ = run(capsys, "show", "--cache", "saved")
     assert status == 0
     assert "product.bwd@v0" in out

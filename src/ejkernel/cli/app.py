@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import warnings
 from collections.abc import Sequence
@@ -11,7 +12,15 @@ from typing import Any, TextIO
 
 import click
 
+from ejkernel import compat
 from ejkernel.ops.errors import EjkernelError, EjkernelWarning
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Process:
+    """The process that the command runs in; a test's is not the command's alone."""
+
+    is_ours: bool
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,10 +32,17 @@ def cli() -> None:
 @cli.command()
 @click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
 @click.option("--import", "imports", multiple=True, metavar="MODULE", help="Import the kernels that FILE names.")
+@click.option(
+    "--from", "bundle", type=click.Path(path_type=Path), metavar="BUNDLE", help="Measure what was compiled elsewhere."
+)
 @click.option("--missed", is_flag=True, help="Tune what was noted with EJKERNEL_NOTE_MISSES=1.")
 @click.option("--cache", type=click.Path(path_type=Path), help="Folder to save to; EJKERNEL_CACHE_DIR by default.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for each call's search.")
 @click.option("--force", is_flag=True, help="Tune calls that were tuned before, too.")
+@click.option("--in-process", is_flag=True, help="Measure in this process: a crash ends the command.")
+@click.option("--compile-only", is_flag=True, help="Compile for --target, measure nothing, and write --output.")
+@click.option("--target", "device", default="here", metavar="DEVICE", help="What to compile for, such as nvidia_h200.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="BUNDLE", help="The folder to write.")
 @click.option("--dry-run", is_flag=True, help="Only list the calls.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--verbose", "-v", is_flag=True, help="Print the fate of every candidate.")
@@ -38,10 +54,26 @@ def tune(**options: Any) -> None:
     take effect the next time that the program starts.
 
     FILE is the text of a program that was lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by
-    jax.export; --import names the modules that make its kernels. With --missed, neither is needed.
+    jax.export; --import names the modules that make its kernels. With --missed or --from, neither is needed.
+
+    Candidates run in a worker process, which one that crashes or never returns takes with it; the command goes on.
+    With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from.
     """
-    if bool(options["target"]) == options["missed"]:
-        raise click.UsageError("give one of MODULE:FUNCTION, FILE and --missed.")
+    compiles_for_itself = options["compile_only"] and options["device"] == "here"
+    if click.get_current_context().obj.is_ours and not options["in_process"] and not compiles_for_itself:
+        compat.leave_devices_alone()  # they are the worker's
+    if sum(map(bool, (options["target"], options["missed"], options["bundle"]))) != 1:
+        raise click.UsageError("give one of MODULE:FUNCTION, FILE, --missed and --from.")
+    device, output = options.pop("device"), options.pop("output")
+    if options.pop("compile_only"):
+        from ejkernel.cli.compile import run_compile
+
+        if output is None or not options["target"]:
+            raise click.UsageError("--compile-only needs MODULE:FUNCTION, --target and --output.")
+        run_compile(options["target"], options["imports"], device, output)
+        return
+    if output is not None or device != "here":
+        raise click.UsageError("--target and --output go with --compile-only.")
     from ejkernel.cli.tune import TuneOptions, run_tune
 
     run_tune(TuneOptions(**options))
@@ -62,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            cli.main(args=None if argv is None else list(argv), prog_name="ejkernel", standalone_mode=False)
+            arguments = None if argv is None else list(argv)
+            cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=_Process(is_ours=argv is None))
         except click.ClickException as error:
             error.show()
             return error.exit_code

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import json
 import sys
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.execution.bundles import BundledCall
 from ejkernel.ops.execution.outcome import MEASURED, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.utils.serialize import to_data
@@ -92,6 +94,20 @@ def table(result: AutotuningResult, *, verbose: bool = False) -> str:
         )
     text = render(rows)
     return text + "\n" + "\n".join(candidates(tuned) for tuned in result.searches) if verbose else text
+
+
+def bundle(calls: Sequence[BundledCall]) -> str:
+    """Return how the candidates of a bundle fared."""
+    rows = Table("operation", "candidates", "why not")
+    for call in calls:
+        fates = collections.Counter(compiled.outcome.status for compiled in call.candidates)
+        reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
+        rows.add_row(
+            str(call.description["op"]),
+            ", ".join(f"{count} {status}" for status, count in fates.most_common()),
+            "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()),
+        )
+    return render(rows)
 
 
 def candidates(tuned: AutotuneData) -> str:

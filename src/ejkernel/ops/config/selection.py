@@ -273,6 +273,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             warnings.warn(text, TuningWarning, stacklevel=2)
             return str(error)
         self.remember(key, tuned.config, call=request.inv.description, measured=tuned.summary_data())
+        if tuned.interrupted:
+            raise KeyboardInterrupt  # the best so far is kept
         return request.answer(tuned.config, "autotune")
 
     def _lock_of(self, key: ConfigKey) -> threading.RLock:

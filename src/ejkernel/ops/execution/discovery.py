@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from ejkernel.ops.config.policy import policy_override
+from ejkernel import compat
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.registry import recording
@@ -25,18 +25,27 @@ def discover(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocati
     Raises:
         ArgumentError: `fn` cannot be called.
     """
+    return discover_for(fn, args, kwargs)
+
+
+def discover_for(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, platform: str | None = None
+) -> list[Invocation[Any, Any]]:
+    """Return what `discover` returns, of the program that `fn` is on `platform` (`cpu`, `gpu` or `tpu`)."""
     if not callable(fn):
         raise ArgumentError(f"a kernel or a function is needed, got {fn!r}.")
-    with recording() as seen, policy_override(autotune=False, heuristic=True, note_misses=False):
-        if hasattr(fn, "lower"):
-            fn.lower(*args, **kwargs)
-        else:
-            _lower(fn, args, kwargs)
+    jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else _of_arrays(fn, args, kwargs)
+    with recording() as seen:
+        traced = jitted.trace(*values, **named)
+        traced.lower() if platform is None else traced.lower(lowering_platforms=compat.lowering_names(platform))
     return list({inv.key: inv for inv in seen}.values())
 
 
-def _lower(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    leaves, tree = jax.tree.flatten((args, kwargs))
+def _of_arrays(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Return `fn` as a jitted function of the arrays alone, and these arrays."""
+    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
 
     def of_arrays(*arrays: Any) -> Any:
@@ -46,4 +55,4 @@ def _lower(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         all_args, all_kwargs = jax.tree.unflatten(tree, filled)
         return fn(*all_args, **all_kwargs)
 
-    jax.jit(of_arrays).lower(*[leaves[index] for index in positions])
+    return jax.jit(of_arrays), [leaves[index] for index in positions], {}

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import compat
-from ejkernel.ops.config.policy import effective_policy
+from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor, default_executor
@@ -21,6 +23,9 @@ from ejkernel.ops.execution.texts import calls_in_text
 from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+if TYPE_CHECKING:
+    from ejkernel.ops.execution.bundles import BundledCall
 
 
 def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: Any) -> AutotuningResult:
@@ -88,34 +93,59 @@ def tune_invocations(
     selector: ConfigSelectorChain[Any, Any],
     invocations: Iterable[Invocation[Any, Any]],
     progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
+    *,
+    compiled: Mapping[ConfigKey, BundledCall] | None = None,
 ) -> AutotuningResult:
     """Tune each call, forwards before what is derived of them, and let the chain remember the answers.
 
-    A call of which no candidate can be measured is a `TuningWarning`, and has no entry in the result.
+    A call of which no candidate can be measured is a `TuningWarning`, and has no entry in the result. Ctrl-C ends the
+    search under way; the best so far is remembered, and then the interrupt is raised.
+
+    Args:
+        selector: Who tunes and remembers.
+        invocations: The calls.
+        progress: Called with the call, how many of its candidates are compiled and checked, and how many there are.
+        compiled: The candidates of some of the calls, compiled before.
     """
     entries, searches = [], []
-    for inv in sorted(invocations, key=lambda inv: inv.direction != "fwd"):
-        try:
-            tuned = _tune_one(selector, inv, progress)
-        except TuningError as error:
-            warnings.warn(str(error), TuningWarning, stacklevel=3)
-            continue
-        selector.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
-        entries.append(Entry(inv.op_id_v, inv.call_key, tuned.config))
-        searches.append(tuned)
-    return AutotuningResult(device_fingerprint(), tuple(entries), tuple(searches))
+    calls = sorted(invocations, key=lambda inv: inv.direction != "fwd")
+    with _one_worker(effective_policy(selector.policy, selector)):
+        for inv in calls:
+            try:
+                data = _tune_one(selector, inv, progress, (compiled or {}).get(inv.key))
+            except TuningError as error:
+                warnings.warn(str(error), TuningWarning, stacklevel=3)
+                continue
+            entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
+            searches.append(data)
+    device = calls[0].device_fingerprint if calls else device_fingerprint()
+    return AutotuningResult(device, tuple(entries), tuple(searches))
+
+
+def _one_worker(policy: AutotunePolicy) -> contextlib.AbstractContextManager[None]:
+    """Return a context that keeps one worker process for all searches inside, if they are to have one."""
+    if not policy.isolate:
+        return contextlib.nullcontext()
+    from ejkernel.ops.execution.workers import worker_session  # imports multiprocessing
+
+    return worker_session()
 
 
 def _tune_one(
     selector: ConfigSelectorChain[Any, Any],
     inv: Invocation[Any, Any],
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
+    compiled: BundledCall | None,
 ) -> AutotuneData:
     step = None if progress is None else (lambda done, total: progress(inv, done, total))
     policy = effective_policy(selector.policy, selector)
+    more: dict[str, Any] = {} if compiled is None else {"compiled": compiled}
     with compat.numerics(inv.precision, inv.x64):  # the call's, which may not be the ones in force here
-        tuned: AutotuneData = selector.tuner.tune(inv.representative, inv.kernel, policy=policy, progress=step)
-    return tuned
+        data: AutotuneData = selector.tuner.tune(inv.representative, inv.kernel, policy=policy, progress=step, **more)
+    selector.remember(inv.key, data.config, call=inv.description, measured=data.summary_data())
+    if data.interrupted:
+        raise KeyboardInterrupt
+    return data
 
 
 @overload
@@ -170,6 +200,8 @@ def autotune(
     tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
     tuned = tuner.tune(inv.representative, target, candidates=configs, policy=effective_policy(chain.policy, chain))
     chain.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
+    if tuned.interrupted:
+        raise KeyboardInterrupt
     return tuned.config
 
 

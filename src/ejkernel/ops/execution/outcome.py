@@ -97,6 +97,8 @@ class AutotuneData:
             "speedup": self.speedup,
             "candidates": len(self.outcomes),
             "seconds": round(self.seconds, 3),
+            "checked": list(self.checked),
+            "interrupted": self.interrupted,
             "failures": failures,
         }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to tune that come from a file: a program's text, an exported program, or notes of missed calls.
+"""Calls to tune that come from files: a program's text, an exported program, notes of missed calls, a bundle.
 
 What a file says is data: it names kernels and functions of modules that the user named, and imports nothing.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,9 @@ from ejkernel import compat
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, DescriptionError, OfflineWarning
+from ejkernel.ops.execution.bundles import BundledCall, read_bundle
 from ejkernel.ops.execution.texts import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
@@ -33,12 +35,16 @@ class Found:
         calls: The calls.
         counts: What became of everything that was there, for the end of the report; `""` if there is nothing to say.
         notes: The notes that they come from, if they do.
+        compiled: Their candidates, where they are compiled already.
+        device: The device that they would be tuned on.
     """
 
     name: str
     calls: tuple[Invocation[Any, Any], ...]
     counts: str = ""
     notes: MissedNotes | None = None
+    compiled: Mapping[ConfigKey, BundledCall] = dataclasses.field(default_factory=dict)
+    device: str = ""
 
     def settle(self, is_tuned: Callable[[Invocation[Any, Any]], bool]) -> None:
         """Remove the notes of the calls that are tuned by now."""
@@ -74,15 +80,37 @@ def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
     return Found(name=str(path), calls=program.calls, counts=counts)
 
 
-def missed_calls(cache_dir: Path | None, modules: Sequence[str]) -> Found:
+def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
+    """Return the calls of a bundle, with their compiled candidates.
+
+    Args:
+        folder: The bundle.
+        modules: The modules that the user named.
+
+    Raises:
+        ConfigError: it is no bundle, or not for this device and this JAX.
+    """
+    compiled, calls, refused = {}, [], 0
+    for call in read_bundle(folder):
+        try:
+            inv = rebuild(call.description, modules=modules)
+        except DescriptionError as error:
+            refused += 1
+            _warn(f"{call.description.get('op')}: {error}{_hint(str(error))}")
+            continue
+        calls.append(inv)
+        compiled[inv.key] = call
+    counts = f"{folder}: {len(calls) + refused} calls, {refused} of no use here"
+    return Found(name=str(folder), calls=tuple(calls), counts=counts, compiled=compiled)
+
+
+def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
     """Return the calls that were noted as missed on this device.
 
     Args:
         cache_dir: The folder of the persistent cache, which the notes are beside.
         modules: The modules that the user named.
     """
-    if cache_dir is None:
-        raise ArgumentError("there is no home folder that notes could be in; choose a folder with --cache.")
     notes, device = MissedNotes(cache_dir), device_fingerprint()
     calls, refused, elsewhere = [], 0, 0
     for note in notes.entries():

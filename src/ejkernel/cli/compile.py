@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel tune --compile-only`: candidates compiled here for a device that is elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from ejkernel.cli import report
+from ejkernel.cli.finding import Source, find
+from ejkernel.cli.tune import bars
+from ejkernel.ops.execution.bundles import compile_bundle
+from ejkernel.ops.execution.targets import Target
+
+
+def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path) -> None:
+    """Compile the candidates of a program's calls for `device`, and write them to `output`."""
+    console = Console(stderr=True)
+    aim = Target.named(device)
+    found = find(Source(target=target, imports=imports, platform=aim.platform))
+    console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
+    started = time.monotonic()
+    with bars(console, len(found.calls), "compiling") as step:
+        bundled = compile_bundle(found.calls, aim, output, progress=step)
+    click.echo(report.bundle(bundled))
+    console.print(
+        f"{sum(len(call.candidates) for call in bundled)} candidates in {time.monotonic() - started:.1f} s, written to "
+        f"{output}; measure them where the device is: ejkernel tune --from {output}",
+        soft_wrap=True,
+    )
