@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which candidates deserve another sample, and whether a winner is one: pure logic, without a clock.
+
+`benchmarks/noise.py` replays it on recorded samples of real GPUs; the defaults of `RacePlan` come from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Collection, Sequence
+
+from ejkernel.ops.errors import ConfigError
+
+MARGIN = 0.02  # nearer than that is a tie
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RacePlan:
+    """How many samples a race spends, and on whom.
+
+    The first stage gives every candidate a few samples, and lets go of losers as early as it can. The second measures
+    the finalists in turns, spread over the rest of the race, so that a change of the machine's clock hits all alike.
+
+    Attributes:
+        rounds: Samples of a finalist, those that are discarded apart.
+        discard: First samples of each candidate that do not count: clocks, caches and pages are not warm yet.
+        keep: `(samples, candidates)`: after so many samples, at most so many candidates stay; the incumbents apart.
+        hopeless: `(samples, ratio)`: after so many samples, who was never faster than `ratio` times the leader goes.
+        trim: Share of the samples left out at each end before the mean is taken that candidates are ranked by; 0.5
+            gives the median. Spikes must not count, but where the clock steps between two speeds, the median of
+            samples that are half of the one and half of the other is a coin toss, and the mean of the middle is not.
+    """
+
+    rounds: int = 15
+    discard: int = 1
+    keep: tuple[tuple[int, int], ...] = ((3, 24), (6, 12))
+    hopeless: tuple[tuple[int, float], ...] = ((1, 3.0), (2, 2.0), (3, 1.25))
+    trim: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.discard < 0:
+            raise ConfigError(f"rounds must be positive and discard >= 0, got {self.rounds!r} and {self.discard!r}.")
+        if not 0 <= self.trim <= 0.5:
+            raise ConfigError(f"trim must be in 0 ... 0.5, got {self.trim!r}; 0.5 ranks by the median.")
+        if not all(samples >= 1 and most >= 1 for samples, most in self.keep):
+            raise ConfigError(f"keep must hold pairs (samples, candidates) of positive integers, got {self.keep!r}.")
+        if not all(samples >= 1 and ratio >= 1 for samples, ratio in self.hopeless):
+            raise ConfigError(f"hopeless must hold pairs (samples >= 1, ratio >= 1), got {self.hopeless!r}.")
+
+    @classmethod
+    def fixed(cls, rounds: int, *, discard: int = 1) -> RacePlan:
+        """Return the plan that gives every candidate `rounds` samples."""
+        return cls(rounds=rounds, discard=discard, keep=(), hopeless=())
+
+    def center(self, samples: Sequence[float]) -> float:
+        """Return the figure that candidates are ranked by, of one candidate's samples: their trimmed mean."""
+        count = len(samples)
+        cut = min((count - 1) // 2, math.ceil(self.trim * count))
+        return statistics.fmean(sorted(samples)[cut : count - cut])
+
+    def most(self, samples: int, count: int) -> int:
+        """Return how many of `count` candidates may stay after so many samples."""
+        return min([count, *(most for after, most in self.keep if after <= samples)])
+
+    def ratio(self, samples: int) -> float:
+        """Return the ratio to the leader beyond which a candidate is hopeless after so many samples."""
+        return min((ratio for after, ratio in self.hopeless if after <= samples), default=math.inf)
+
+
+class Race:
+    """Decides round by round which of `count` candidates are sampled, from the samples alone.
+
+    Equal samples give equal decisions. An incumbent is sampled in every round, though it may have lost long ago: the
+    winner is compared with it round by round.
+
+        while indices := race.next_round():
+            for index in indices:
+                race.note(index, measure(index))
+
+    Args:
+        count: How many candidates there are.
+        plan: How many samples are spent, and on whom.
+        incumbents: Candidates that are never dropped.
+
+    Raises:
+        ConfigError: an incumbent is not a candidate.
+    """
+
+    def __init__(self, count: int, *, plan: RacePlan | None = None, incumbents: Collection[int] = (0,)) -> None:
+        if count and not all(0 <= index < count for index in incumbents):
+            raise ConfigError(f"incumbents must be among the {count} candidates, got {sorted(incumbents)}.")
+        self.plan = RacePlan() if plan is None else plan
+        self._incumbents = frozenset(incumbents) if count else frozenset()
+        self._samples: list[list[float]] = [[] for _ in range(count)]
+        self._alive = list(range(count))
+        self._failed: set[int] = set()
+        self._left: dict[int, tuple[int, float]] = {}  # rounds a candidate stayed for, and its figure then
+        self._round = 0  # the number of samples that each live candidate has, those that are discarded included
+        self._pending: set[int] = set()
+
+    @property
+    def samples(self) -> list[tuple[float, ...]]:
+        """What was noted of each candidate, in order, without what is discarded."""
+        return [tuple(values[self.plan.discard :]) for values in self._samples]
+
+    def next_round(self) -> list[int]:
+        """Return who is to be sampled once now, in order; nobody once the race is decided.
+
+        Before all of a round are noted (or failed), the rest of that round is returned.
+        """
+        if not self._pending and not self._is_decided():
+            self._drop_losers()
+            if not self._is_decided():
+                self._round += 1
+                self._pending = self._runners()
+        return sorted(self._pending)
+
+    def note(self, index: int, seconds: float) -> None:
+        """Note a sample of a candidate that this round asked for.
+
+        Raises:
+            ConfigError: it did not ask, or `seconds` is not a positive finite number.
+        """
+        if index not in self._pending:
+            raise ConfigError(f"index must be one of next_round()'s {sorted(self._pending)}, got {index!r}.")
+        if not 0 <= seconds < math.inf:
+            raise ConfigError(f"seconds must be a finite number >= 0, got {seconds!r}.")
+        self._pending.discard(index)
+        self._samples[index].append(seconds)
+
+    def fail(self, index: int) -> None:
+        """Take a candidate out of the race for good, an incumbent too: it can no longer be measured."""
+        self._failed.add(index)
+        self._pending.discard(index)
+        self._alive = [other for other in self._alive if other != index]
+        self._left.pop(index, None)
+
+    def ranking(self) -> list[int]:
+        """Return the candidates that have a sample and did not fail, the best first.
+
+        Those that stayed longer come first, then those whose trimmed mean is less, then those named first.
+        """
+        samples = self.samples
+        keys = {index: (-len(values), self.plan.center(values)) for index, values in enumerate(samples) if values}
+        keys |= {index: (-stayed, figure) for index, (stayed, figure) in self._left.items()}
+        return sorted((index for index in keys if index not in self._failed), key=lambda index: (*keys[index], index))
+
+    def _runners(self) -> set[int]:
+        return set(self._alive) | (self._incumbents - self._failed)
+
+    def _is_decided(self) -> bool:
+        """Return whether the plan is spent, nobody is left, or an incumbent is alone and has shown that it is best."""
+        if self._round >= self.plan.rounds + self.plan.discard or not self._runners():
+            return True
+        return self._round - self.plan.discard >= self._few() and len(self._runners()) == 1
+
+    def _few(self) -> int:
+        """Return after how many samples the plan has made all of its distinctions."""
+        return max((after for after, _ in (*self.plan.hopeless, *self.plan.keep)), default=self.plan.rounds)
+
+    def _drop_losers(self) -> None:
+        counted = self._round - self.plan.discard
+        if counted < 1 or not self._alive:
+            return
+        samples = self.samples
+        figures = {index: self.plan.center(samples[index]) for index in self._alive}
+        ordered = sorted(self._alive, key=lambda index: (figures[index], index))
+        limit = self.plan.ratio(counted) * figures[ordered[0]]
+        most = self.plan.most(counted, len(ordered))
+        staying = {ordered[0], *(index for index in ordered[:most] if min(samples[index]) <= limit)}
+        for index in ordered:
+            if index not in staying:
+                self._left[index] = (counted, figures[index])
+        self._alive = sorted(staying)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a challenger replaces the incumbent.
+
+    Attributes:
+        wins: Whether it does: it is faster by more than a tie, and that is no accident.
+        speedup: How many times faster it is: the median over rounds of the incumbent's time over its own.
+        confidence: One minus the probability that a challenger that is no faster is ahead in so many rounds.
+        pairs: Rounds that both ran in.
+    """
+
+    wins: bool
+    speedup: float
+    confidence: float
+    pairs: int
+
+
+def compare(
+    challenger: Sequence[float],
+    incumbent: Sequence[float],
+    *,
+    margin: float = MARGIN,
+    confidence: float = CONFIDENCE,
+) -> Verdict:
+    """Compare samples that were taken in the same rounds, from the first on; ties go to the incumbent.
+
+    The confidence is that of the exact one-sided sign test: rounds are counted in which the challenger was strictly
+    faster. It assumes nothing of how times are distributed, and they have spikes, steps and drift, where a test of
+    means, or of ranks, which needs symmetry, is wrong. Fewer than five pairs never reach 0.95. What it does assume is
+    that the challenger was not chosen for these very samples: a winner among many needs a race of the two alone.
+
+    Args:
+        challenger, incumbent: Seconds; what the longer one has more is left out.
+        margin: Share of the incumbent's time by which the challenger must be faster.
+        confidence: The least confidence with which it wins.
+    """
+    pairs = list(zip(challenger, incumbent, strict=False))
+    if not pairs:
+        return Verdict(wins=False, speedup=1.0, confidence=0.0, pairs=0)
+    share = statistics.median(mine / theirs if theirs else math.inf for mine, theirs in pairs)
+    ahead = sum(mine < theirs for mine, theirs in pairs)
+    sure = 1 - sum(math.comb(len(pairs), k) for k in range(ahead, len(pairs) + 1)) / 2 ** len(pairs)
+    wins = share < 1 - margin and sure >= confidence
+    return Verdict(wins=wins, speedup=1 / share if share else math.inf, confidence=sure, pairs=len(pairs))
