@@ -217,7 +217,10 @@ def rendered(table: dict[str, dict[str, float]]) -> list[str]:
 def document(results: dict[str, Any]) -> str:
     """Return the results as a page."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    head = ["| way | regret, mean % | p95 % | difference to the median of ten | samples, mean | at most |", "|---" * 6 + "|"]
+    head = [
+        "| way | regret, mean % | p95 % | difference to the median of ten | samples, mean | at most |",
+        "|---" * 6 + "|",
+    ]
     lines = [
         "# Picking the fastest of 100, replayed on recorded samples",
         "",
