@@ -177,8 +177,8 @@ class _BucketedFlashAttention(FlashAttention):
         return rounded if same else own, options
 
 
-_flash_attention = FlashAttention()
 _bucketed_flash_attention = _BucketedFlashAttention()
+_flash_attention = FlashAttention()  # the later of two of one name: descriptions of any length are rebuilt with it
 
 
 def flash_attention(

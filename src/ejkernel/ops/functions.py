@@ -77,7 +77,11 @@ def tune(
         if not callable(function):
             raise KernelError(f"tune decorates a function, got {function!r}; write @tune(space=...).")
         declared = _Declared(function, space, constraints, heuristic)
-        members: dict[str, Any] = {"run": _run(function, declared), "version": version}
+        members: dict[str, Any] = {
+            "__module__": getattr(function, "__module__", __name__),
+            "run": _run(function, declared),
+            "version": version,
+        }
         if reference is not None:
             members["reference"] = _reference(reference, declared)
         if bucket is not None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ops.sample_kernels import Plain, WithResiduals, WithRule, squared, tanh_matmul, told_apart
 
+from ejkernel import compat
 from ejkernel.modules import FlashAttention, flash_attention, rms_norm
 from ejkernel.ops import (
     ArgumentError,
@@ -29,6 +30,9 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.execution.bundles import compile_bundle
+from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.registry import recording
 
 W = np.ones((4, 2), np.float32)
@@ -390,6 +394,32 @@ def test_attention_with_buckets_has_the_keys_of_lengths_that_are_powers_of_two()
     for length in (65, 100, 128):
         assert {op: inv.key for op, inv in attention_calls(length, bucket_lengths=True).items()} == plain
     assert all(inv.key != plain[op] for op, inv in attention_calls(129, bucket_lengths=True).items())
+
+
+@pytest.mark.parametrize(("length", "options"), [(100, {}), (100, {"bucket_lengths": True}), (128, {})])
+def test_attention_of_either_kind_is_rebuilt_from_its_description(length, options):
+    for inv in attention_calls(length, **options).values():
+        assert rebuild(inv.description).key == inv.key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_what_is_rebuilt_from_the_description_of_a_bucket_is_its_representative(kind, name):
+    kernel = kind("rebuilt")
+    for inv in calls_of(TRANSFORMED[name](kernel), rows(5), W).values():
+        again = rebuild(inv.description)
+        assert (again.key, again.args) == (inv.key, inv.representative.args)
+        assert again.argument_types == inv.representative.argument_types
+
+
+def test_what_is_compiled_for_another_place_is_the_representative(tmp_path):
+    kernel = BucketedPlain("bundled")
+    (inv,) = calls_of(kernel, rows(5), W).values()
+    (bundled,) = compile_bundle([inv], Target.named("here"), tmp_path / "bundle")
+    assert bundled.description == inv.description
+    (program,) = (tmp_path / "bundle").rglob("*.bin")
+    compiled = compat.loaded(program.read_bytes(), inputs=2, outputs=1)
+    assert compiled(rows(8), W)[0].shape == (8, 2)
 
 
 def test_masks_and_segments_are_of_the_bucket_s_lengths():

@@ -172,7 +172,7 @@ def compile_bundle(
     target.placed(jax.ShapeDtypeStruct((), np.dtype("float32")))  # the error, if any, once and not for each candidate
     bundled, written = [], []
     for number, inv in enumerate(calls):
-        aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint)
+        aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
         made = _compile_call(aimed, target, max_candidates, executor, progress)
         rows = [_row(one, folder, f"{number:03d}-{index:04d}.bin") for index, one in enumerate(made)]
         written.append(_Call(description=aimed.description, candidates=rows))
