@@ -97,17 +97,16 @@ def table(result: AutotuningResult, *, verbose: bool = False) -> str:
 
 
 def bundle(calls: Sequence[BundledCall]) -> str:
-    """Return how the candidates of a bundle fared."""
-    rows = Table("operation", "candidates", "why not")
+    """Return how the candidates of a bundle fared, and why some did not."""
+    rows = Table("operation", "candidates")
+    lines = []
     for call in calls:
+        operation = str(call.description["op"])
         fates = collections.Counter(compiled.outcome.status for compiled in call.candidates)
+        rows.add_row(operation, ", ".join(f"{count} {status}" for status, count in fates.most_common()))
         reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
-        rows.add_row(
-            str(call.description["op"]),
-            ", ".join(f"{count} {status}" for status, count in fates.most_common()),
-            "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()),
-        )
-    return render(rows)
+        lines += [f"{operation}: {count} x {reason}" for reason, count in reasons.most_common()]
+    return "\n".join([render(rows), *lines])
 
 
 def candidates(tuned: AutotuneData) -> str:
