@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from benchmarks.report import environment
 
 
-def once(bundle: Path | None, isolate: bool) -> dict[str, object]:
+def once(bundle: Path | None, isolate: bool, processes: int) -> dict[str, object]:
     """Tune in this process, and return what it took."""
     import jax
     import jax.numpy as jnp
@@ -31,9 +32,10 @@ def once(bundle: Path | None, isolate: bool) -> dict[str, object]:
     jax.block_until_ready(jnp.ones(8) + 1)  # the device is up before the clock starts
     array = jax.ShapeDtypeStruct(SHAPE, jnp.float16)
     inv = Invocation(kernel=mgpu_attention, args=(array, array, array))
+    policy = AutotunePolicy(isolate=isolate, compile_processes=processes)
     start = time.perf_counter()
     compiled = None if bundle is None else read_bundle(bundle)[0]
-    data = Autotuner().tune(inv, mgpu_attention, policy=AutotunePolicy(isolate=isolate), compiled=compiled)
+    data = Autotuner().tune(inv, mgpu_attention, policy=policy, compiled=compiled)
     seconds = time.perf_counter() - start
     return {
         "seconds": round(seconds, 3),
@@ -51,14 +53,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--isolate", action="store_true")
+    parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(once(options.bundle, options.isolate)))
+        print(json.dumps(once(options.bundle, options.isolate, options.processes)))
         return
-    ways: dict[str, list[str]] = {"compiled here": [], "compiled here, in a worker process": ["--isolate"]}
+    cores = str(os.cpu_count())
+    ways: dict[str, list[str]] = {
+        "compiled in threads": [],
+        "compiled in processes": ["--processes", cores],
+        "compiled in processes, measured in a worker": ["--processes", cores, "--isolate"],
+    }
     if options.bundle is not None:
         ways["compiled before"] = ["--bundle", str(options.bundle)]
     results = {name: [_fresh(arguments) for _ in range(options.repeats)] for name, arguments in ways.items()}

@@ -22,6 +22,8 @@ class AutotunePolicy:
         validate: While tuning, reject candidates whose results differ from the reference.
         budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
         isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
+        compile_processes: Compile in so many processes of their own, where they can compile for the device; 0: in
+            threads. Worth it for kernels that take long in Python before the compiler has them.
         max_candidates: How many candidates of a `ConfigSpace` a search measures; a list is measured whole.
         note_misses: Note each call that nothing was measured for in a file beside the persistent cache, so that
             `ejkernel tune --missed` can tune it.
@@ -32,6 +34,7 @@ class AutotunePolicy:
     validate: bool = True
     budget_s: float | None = None
     isolate: bool = False
+    compile_processes: int = 0
     max_candidates: int = 100
     note_misses: bool = False
 
@@ -41,6 +44,8 @@ class AutotunePolicy:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.budget_s is not None and not self.budget_s > 0:
             raise ConfigError(f"budget_s must be positive seconds or None, got {self.budget_s!r}.")
+        if type(self.compile_processes) is not int or self.compile_processes < 0:
+            raise ConfigError(f"compile_processes must be an int >= 0, got {self.compile_processes!r}.")
         if type(self.max_candidates) is not int or self.max_candidates < 1:
             raise ConfigError(f"max_candidates must be a positive int, got {self.max_candidates!r}.")
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,8 @@ from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.signature import is_array
 
+_LARGE = 1 << 20  # elements from which random arrays are made on the device
+
 
 def random_array(like: Any, rng: np.random.Generator) -> Any:
     """Return a random array of the shape and dtype of `like`; see `Kernel.example_inputs`."""
@@ -28,10 +32,19 @@ def random_array(like: Any, rng: np.random.Generator) -> Any:
         return jnp.asarray(rng.integers(0, 2, like.shape).astype(np.bool_))
     if not is_inexact(like):
         return jnp.asarray(rng.integers(0, 2, like.shape)).astype(like.dtype)
+    if math.prod(like.shape) > _LARGE:
+        return _normal(int(rng.integers(2**31)), like.shape, jnp.dtype(like.dtype))
     values = rng.standard_normal(like.shape, np.float32)
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         values = values + 1j * rng.standard_normal(like.shape, np.float32)
     return jnp.asarray(values).astype(like.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return normal numbers that the device made by itself: the host takes seconds for them, and to send them."""
+    # this generator is made for a device, and compiles in no time; JAX's default is made to be split
+    return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, dtype)
 
 
 def random_inputs(tree: Any, rng: np.random.Generator) -> Any:

@@ -150,6 +150,9 @@ class Bench:
         limits: How long the parts may take.
         watch: Who must know what is under way.
         programs: Programs that were compiled before, by what tells their configurations from others.
+        reference: The kernel's reference for this call, compiled before.
+        compile_elsewhere: Compiles a call in another process, and returns the program's digest and what loads it;
+            nothing, if it must be compiled here.
         stop: Whether to end as soon as possible.
     """
 
@@ -161,11 +164,16 @@ class Bench:
     limits: Limits = dataclasses.field(default_factory=Limits)
     watch: Watch = dataclasses.field(default_factory=Unwatched)
     programs: Mapping[Any, Loader] = dataclasses.field(default_factory=dict)
+    reference: Loader | None = None
+    compile_elsewhere: Callable[[Invocation[Any, Any], Choice], tuple[str | None, Callable[[], Any] | None]] | None = (
+        None
+    )
     stop: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self._owners: dict[str, Candidate] = {}
         self._lock = threading.Lock()
+        self._references: dict[Node, Callable[..., Any]] = {}
         self._arrays: list[Any] | None = None
         self._truth: Sequence[Any] | None = None
         self._choice = Choice(config=self.baseline, platform=self.inv.platform)
@@ -217,14 +225,26 @@ class Bench:
         if compiled_before is not None:
             return compiled_before.load()
         choice = Choice(config=candidate.config, platform=self.inv.platform)
+        if self.compile_elsewhere is not None:
+            digest, load = self.compile_elsewhere(self.inv, choice)
+            if load is not None:
+                self._claim(digest, candidate)
+                return load()
         lowered = jax.jit(self.inv.node.flat(choice)).lower(*example_types(self.inv))
-        program = program_digest(lowered.as_text())
-        if program is not None:
+        self._claim(program_digest(lowered.as_text()), candidate)
+        return lowered.compile()
+
+    def _claim(self, program: str | None, candidate: Candidate) -> None:
+        """Make a candidate the owner of its program.
+
+        Raises:
+            _SameProgram: it has an owner.
+        """
+        if program:
             with self._lock:
                 owner = self._owners.setdefault(program, candidate)
             if owner is not candidate:
                 raise _SameProgram(owner)
-        return lowered.compile()
 
     def _settle(self, candidates: Sequence[Candidate], finished: Callable[[Candidate], None]) -> None:
         """Give a shared program to the first of those that share it: which one was compiled is a matter of luck."""
@@ -272,9 +292,12 @@ class Bench:
 
     def truth_about(self, node: Node, arrays: Sequence[Any]) -> Sequence[Any]:
         """Return what the reference makes of `arrays`; where the kernel has none, the baseline."""
-        has_reference = overrides(node.spec.kernel, "reference")
-        choice = dataclasses.replace(self._choice, reference=has_reference)
-        return list(jax.block_until_ready(jax.jit(node.flat(choice))(*arrays)))
+        if node not in self._references:
+            has_reference = overrides(node.spec.kernel, "reference")
+            choice = dataclasses.replace(self._choice, reference=has_reference)
+            known = self.reference if node is self.inv.node else None
+            self._references[node] = jax.jit(node.flat(choice)) if known is None else known.load()
+        return list(jax.block_until_ready(self._references[node](*arrays)))
 
     def _check(self, candidate: Candidate, compiled: Any) -> None:
         self.watch.begin("running", [candidate.config], self.limits.run.seconds)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel import compat
 from ejkernel.ops.config.space import ConfigSpace
-from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import candidates_of
+from ejkernel.ops.core.kernel import candidates_of, overrides
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError
-from ejkernel.ops.execution.bench import config_id, program_digest
+from ejkernel.ops.execution.ahead import LEFT, Made, compile_for, load_program
+from ejkernel.ops.execution.bench import config_id
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.outcome import FAILED, READY, SAME, Outcome
 from ejkernel.ops.execution.targets import Target
@@ -36,10 +34,6 @@ from ejkernel.ops.utils.typenames import decode_config, type_name
 
 _SCHEMA = 1
 _MANIFEST = "manifest.json"
-_HERE = "left"  # the fate of a candidate that must be compiled where it runs
-# XLA chooses how to compute these by timing on the device, and chooses badly where there is none.
-_TUNED_BY_XLA = re.compile(r"stablehlo\.(dot|convolution)|__cudnn|__cublas")
-_MOSAIC = re.compile(r"mosaic_gpu")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +54,8 @@ class Program:
 
     def load(self) -> Any:
         """Return the program, ready to run on the default device."""
-        if self.mosaic:
-            _bring_mosaic_runtime()
-        return compat.loaded(self.file.read_bytes(), inputs=self.inputs, outputs=self.outputs)
-
-
-@functools.cache
-def _bring_mosaic_runtime() -> None:
-    compat.load_mosaic_gpu_runtime()
+        payload = self.file.read_bytes()
+        return load_program(payload, inputs=self.inputs, outputs=self.outputs, mosaic=self.mosaic)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +78,12 @@ class BundledCall:
     Attributes:
         description: The abstract call.
         candidates: Its candidates, the heuristic first.
+        reference: The kernel's reference, if it has one.
     """
 
     description: dict[str, Any]
     candidates: tuple[Compiled, ...]
+    reference: Program | None = None
 
     @property
     def configs(self) -> list[Any]:
@@ -130,6 +120,7 @@ class _Row:
 class _Call:
     description: Any
     candidates: list[_Row]
+    reference: _Row | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +164,8 @@ def compile_bundle(
     bundled, written = [], []
     for number, inv in enumerate(calls):
         aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
-        made = _compile_call(aimed, target, max_candidates, executor, progress)
-        rows = [_row(one, folder, f"{number:03d}-{index:04d}.bin") for index, one in enumerate(made)]
-        written.append(_Call(description=aimed.description, candidates=rows))
+        fates = _compile_call(aimed, target, max_candidates, executor, progress)
+        written.append(_written(aimed, fates, folder, number))
         bundled.append(_bundled(written[-1], folder))
     manifest = _Manifest(
         schema=_SCHEMA, target=target.fingerprint, jax=jax.__version__, jaxlib=_jaxlib_version(), calls=written
@@ -184,19 +174,14 @@ def compile_bundle(
     return bundled
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Made:
-    """A candidate that was compiled, or not; fit to be sent from another process."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Fate:
+    """What became of one configuration; `None` is the reference."""
 
     config: Any
-    digest: str = ""
-    payload: bytes = b""
-    inputs: int = 0
-    outputs: int = 0
-    mosaic: bool = False
-    status: str = READY
-    reason: str = ""
-    seconds: float | None = None
+    made: Made | None
+    error: BaseException | None
+    seconds: float
 
 
 def _compile_call(
@@ -205,20 +190,33 @@ def _compile_call(
     max_candidates: int,
     executor: concurrent.futures.Executor | None,
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
-) -> list[_Made]:
+) -> list[_Fate]:
+    """Return the fate of each candidate, and last that of the reference, if there is one."""
+    assert inv.kernel is not None  # calls that are found in programs have one
     configs = _configs(inv, max_candidates)
-    jobs = [functools.partial(_compile, inv, target, config) for config in configs]
-    made: dict[int, _Made] = {}
-    for done in _carried_out(jobs, executor):
-        made[done.index] = done.result or _failed(configs[done.index], done.error)
-        made[done.index] = dataclasses.replace(made[done.index], seconds=done.seconds)
+    jobs = [functools.partial(compile_for, inv, Choice(config=c, platform=inv.platform), target) for c in configs]
+    if overrides(inv.kernel, "reference"):
+        choice = Choice(config=configs[0], platform=inv.platform, reference=True)
+        jobs.append(functools.partial(compile_for, inv, choice, target, only_once=True))
+        configs.append(None)
+    if executor is not None:
+        jobs = [functools.partial(_elsewhere, executor, job) for job in jobs]
+    fates: dict[int, _Fate] = {}
+    for done in CompileThreads(jobs, patience=Patience(first=600.0, least=60.0)).results():
+        fates[done.index] = _Fate(
+            config=configs[done.index], made=done.result, error=done.error, seconds=round(done.seconds, 3)
+        )
         if progress is not None:
-            progress(inv, len(made), len(configs))
-    return _without_repeats([made[index] for index in range(len(configs))])
+            progress(inv, len(fates), len(jobs))
+    return [fates[index] for index in range(len(jobs))]
+
+
+def _elsewhere(executor: concurrent.futures.Executor, job: Callable[[], Made]) -> Made:
+    return executor.submit(job).result()
 
 
 def _configs(inv: Invocation[Any, Any], max_candidates: int) -> list[Any]:
-    assert inv.kernel is not None  # calls that are found in programs have one
+    assert inv.kernel is not None
     space = candidates_of(inv.kernel, inv)
     if isinstance(space, ConfigSpace) and space.size > max(LISTED, max_candidates):
         others: Iterable[Any] = space.sample(np.random.default_rng(0), max_candidates)
@@ -227,70 +225,34 @@ def _configs(inv: Invocation[Any, Any], max_candidates: int) -> list[Any]:
     return list({config_id(config): config for config in (*heuristic_of(inv, inv.kernel), *others)}.values())
 
 
-def _carried_out(jobs: Sequence[Callable[[], _Made]], executor: concurrent.futures.Executor | None) -> Iterator[Any]:
-    if executor is None:
-        yield from CompileThreads(jobs, patience=Patience(first=600.0, least=60.0)).results()
-        return
-    futures = [executor.submit(job) for job in jobs]
-    for index, future in enumerate(futures):
-        error = future.exception()
-        yield _Answer(index, None if error else future.result(), error, None)
+def _written(inv: Invocation[Any, Any], fates: Sequence[_Fate], folder: Path, number: int) -> _Call:
+    rows, reference, first = [], None, dict[str, Any]()
+    for index, fate in enumerate(fates):
+        row = _row(fate, folder, f"{number:03d}-{index:04d}.bin", first)
+        if fate.config is not None:
+            rows.append(row)
+        elif row.file is not None:
+            reference = row
+    return _Call(description=inv.description, candidates=rows, reference=reference)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Answer:
-    index: int
-    result: _Made | None
-    error: BaseException | None
-    seconds: float | None
-
-
-def _compile(inv: Invocation[Any, Any], target: Target, config: Any) -> _Made:
-    """Compile one candidate; this may run in another process."""
-    types = [target.placed(like) for like in example_types(inv)]
-    with target.entered(), jax.default_matmul_precision(inv.precision), jax.enable_x64(inv.x64):
-        lowered = jax.jit(inv.node.flat(Choice(config=config, platform=inv.platform))).lower(*types)
-        text = lowered.as_text()
-        digest = program_digest(text) or ""
-        if target.platform == "gpu" and target.description and _TUNED_BY_XLA.search(text):
-            reason = "XLA tunes a part of it on the device, so it is compiled where it runs"
-            return _Made(config, digest, status=_HERE, reason=reason)
-        payload = compat.serialized(lowered.compile())
-    outputs = len(jax.tree.leaves(lowered.out_info))
-    return _Made(config, digest, payload, len(types), outputs, bool(_MOSAIC.search(text)))
-
-
-def _failed(config: Any, error: BaseException | None) -> _Made:
-    text = str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
-    return _Made(config, status=FAILED, reason=text)
-
-
-def _without_repeats(made: Sequence[_Made]) -> list[_Made]:
-    first: dict[str, Any] = {}
-    for one in made:
-        if one.digest:
-            first.setdefault(one.digest, one.config)
-    return [
-        dataclasses.replace(one, payload=b"", status=SAME, reason=f"the same program as {first[one.digest]!r}")
-        if one.digest and first[one.digest] is not one.config
-        else one
-        for one in made
-    ]
-
-
-def _row(one: _Made, folder: Path, name: str) -> _Row:
-    if one.payload:
-        (folder / name).write_bytes(one.payload)
-    return _Row(
-        config=to_data(one.config),
-        config_type=type_name(one.config),
-        status=one.status,
-        reason=one.reason,
-        compile_seconds=None if one.seconds is None else round(one.seconds, 3),
-        file=name if one.payload else None,
-        inputs=one.inputs,
-        outputs=one.outputs,
-        mosaic=one.mosaic,
+def _row(fate: _Fate, folder: Path, name: str, first: dict[str, Any]) -> _Row:
+    """Write a program, unless it was written for another configuration before, and return what is to be known of it."""
+    row = _Row(config=to_data(fate.config), config_type=type_name(fate.config), compile_seconds=fate.seconds, status="")
+    made = fate.made
+    if made is None:
+        error = fate.error
+        reason = str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
+        return dataclasses.replace(row, status=FAILED, reason=reason)
+    if made.digest and made.digest in first:
+        return dataclasses.replace(row, status=SAME, reason=f"the same program as {first[made.digest]!r}")
+    if made.digest:
+        first[made.digest] = fate.config
+    if made.status == LEFT:
+        return dataclasses.replace(row, status=LEFT, reason=f"{made.reason}, so it is compiled where it runs")
+    (folder / name).write_bytes(made.payload)
+    return dataclasses.replace(
+        row, status=READY, file=name, inputs=made.inputs, outputs=made.outputs, mosaic=made.mosaic
     )
 
 
@@ -327,8 +289,11 @@ def _jaxlib_version() -> str:
 
 
 def _bundled(call: _Call, folder: Path) -> BundledCall:
-    candidates = tuple(_compiled(row, folder) for row in call.candidates)
-    return BundledCall(description=call.description, candidates=candidates)
+    return BundledCall(
+        description=call.description,
+        candidates=tuple(_compiled(row, folder) for row in call.candidates),
+        reference=None if call.reference is None else _program(call.reference, folder),
+    )
 
 
 def _compiled(row: _Row, folder: Path) -> Compiled:
@@ -338,9 +303,12 @@ def _compiled(row: _Row, folder: Path) -> Compiled:
         reason=row.reason,
         compile_seconds=row.compile_seconds,
     )
+    return Compiled(outcome=outcome, program=_program(row, folder))
+
+
+def _program(row: _Row, folder: Path) -> Program | None:
     if row.file is None:
-        return Compiled(outcome=outcome)
+        return None
     if Path(row.file).name != row.file:
         raise ConfigError(f"the bundle {folder} names a file outside of it: {row.file!r}.")
-    program = Program(file=folder / row.file, inputs=row.inputs, outputs=row.outputs, mosaic=row.mosaic)
-    return Compiled(outcome=outcome, program=program)
+    return Program(file=folder / row.file, inputs=row.inputs, outputs=row.outputs, mosaic=row.mosaic)

@@ -60,22 +60,35 @@ def _has_right_gradient(bench: Bench, candidate: Candidate, arrays: Sequence[Any
     rng = np.random.default_rng(bench.seed + 2)
     inputs = [*arrays, *(random_array(like, rng) for like, has in zip(results, outs, strict=True) if has)]
     try:
+        lowered = jax.jit(gradient.flat(choice)).lower(*inputs)
+    except Exception as error:  # noqa: BLE001 - whether that is the candidate's fault, the heuristic tells
+        return _excuse(bench, gradient, inputs, error)
+    try:
         truth = bench.truth_about(gradient, inputs)
     except Exception as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
         logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, error)
         return False
     try:
-        found = jax.block_until_ready(jax.jit(gradient.flat(choice))(*inputs))
-    except Exception as error:  # noqa: BLE001 - whether that is the candidate's fault, the heuristic tells
-        if not _works(gradient, Choice(config=bench.baseline, platform=inv.platform), inputs):
-            logger.info("%s: gradients are not checked, the kernel has none: %s", inv.op_id, error)
-            return False
-        raise CandidateError(f"gradient: {type(error).__name__}: {error}") from None
+        found = jax.block_until_ready(lowered.compile()(*inputs))
+    except Exception as error:  # noqa: BLE001 - see above
+        return _excuse(bench, gradient, inputs, error)
     try:
         bench.compare(found, truth)
     except CandidateError as error:
         raise CandidateError(f"gradient: {error}") from None
     return True
+
+
+def _excuse(bench: Bench, gradient: Node, inputs: Sequence[Any], error: Exception) -> bool:
+    """Return `False`, there is no gradient, if the heuristic has none either.
+
+    Raises:
+        CandidateError: it has one; so the candidate is to blame.
+    """
+    if _works(gradient, Choice(config=bench.baseline, platform=bench.inv.platform), inputs):
+        raise CandidateError(f"gradient: {type(error).__name__}: {error}") from None
+    logger.info("%s: gradients are not checked, the kernel has none: %s", bench.inv.op_id, error)
+    return False
 
 
 def _works(node: Node, choice: Choice, inputs: Sequence[Any]) -> bool:

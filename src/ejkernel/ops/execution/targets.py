@@ -54,6 +54,14 @@ class Target:
         description = (_FOLDER / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
         return cls(name, fingerprint_of("gpu", _field(description, "device_description_str")), description)
 
+    @classmethod
+    def of(cls, fingerprint: str) -> Target | None:
+        """Return the target that other processes can compile for, given how keys call the device; `None` if none."""
+        if fingerprint.startswith("cpu:"):
+            return cls("here", fingerprint)
+        described = (cls.named(name) for name in target_names())
+        return next((target for target in described if target.fingerprint == fingerprint), None)
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Let what is traced inside the `with` block see this target as its device."""

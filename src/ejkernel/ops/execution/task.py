@@ -45,6 +45,7 @@ class TuningTask:
         records: What was measured elsewhere, the nearest first.
         known: Outcomes of an earlier attempt, which a worker process did not survive.
         programs: Configurations that were compiled before, with what loads their programs.
+        reference: The kernel's reference for this call, compiled before.
         suspects: Configurations of which one ended that process; they are compiled one at a time.
         rounds, warmup, seed, width, limits: See `Autotuner`.
     """
@@ -55,6 +56,7 @@ class TuningTask:
     records: tuple[Record, ...] = ()
     known: tuple[Outcome, ...] = ()
     programs: tuple[tuple[Any, Loader], ...] = ()
+    reference: Loader | None = None
     suspects: tuple[Any, ...] = ()
     rounds: int = 8
     warmup: int = 2
@@ -117,10 +119,12 @@ class TuningRun:
             baseline=_first(inv, first, others),
             policy=task.policy,
             seed=task.seed,
-            width=task.width,
+            width=task.width or task.policy.compile_processes or None,
             limits=task.limits,
             watch=self._watch,
             programs={config_id(config): program for config, program in task.programs},
+            reference=task.reference,
+            compile_elsewhere=self._elsewhere(),
             stop=self._must_end,
         )
         if isinstance(others, ConfigSpace) and others.size > LISTED:
@@ -140,6 +144,13 @@ class TuningRun:
             checked=checked,
             interrupted=self._stop(),
         )
+
+    def _elsewhere(self) -> Any:
+        if self.task.policy.compile_processes == 0:
+            return None
+        from ejkernel.ops.execution.ahead import compiler_for  # imports multiprocessing
+
+        return compiler_for(self.task.inv.device_fingerprint, self.task.policy.compile_processes)
 
     # --- which candidates ---
 

@@ -100,6 +100,7 @@ class Autotuner:
             candidates=candidates if compiled is None else compiled.configs,
             known=() if compiled is None else compiled.rejected,
             programs=() if compiled is None else compiled.programs,
+            reference=None if compiled is None else compiled.reference,
             policy=policy or AutotunePolicy(),
             records=tuple(records),
             rounds=self.rounds,

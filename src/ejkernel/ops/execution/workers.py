@@ -9,6 +9,7 @@ Tasks and answers are pickled: they go between a process and its own child, and 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import multiprocessing
@@ -71,11 +72,12 @@ class Worker:
         self._stop = context.Event()
         self._pipe, other = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(other, self._pulse, self._stop, environ or {}), name="ejkernel-worker", daemon=True
+            target=_serve, args=(other, self._pulse, self._stop, environ or {}), name="ejkernel-worker"
         )
         self._process.start()
         other.close()
         self.doing = Doing()
+        atexit.register(self.kill)  # it is no daemon, for it may have processes of its own
 
     @property
     def pid(self) -> int | None:
@@ -165,6 +167,7 @@ class Worker:
 
     def kill(self) -> None:
         """End the worker and whatever it started, now."""
+        atexit.unregister(self.kill)
         if self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not have made its group yet
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -175,8 +178,7 @@ class Worker:
         """Let the worker end by itself, if it does so soon."""
         self._pipe.close()
         self._process.join(_GOODBYE)
-        if self._process.is_alive():
-            self.kill()
+        self.kill()  # what it started may be left
 
 
 # --- in the worker ---
@@ -227,7 +229,7 @@ def _serve(pipe: Any, pulse: Any, stop: Any, environ: dict[str, str]) -> None:
         try:
             request = pipe.recv_bytes()
         except EOFError:
-            os._exit(0)  # threads that never end must not keep the process
+            return  # and end; a thread that keeps the process from it is the parent's to deal with
         mine.send(*_carry_out(request))
 
 

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs compiled in one process and run in another, which has the device."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ejkernel import compat
+from ejkernel.ops.core.examples import example_types
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.execution.bench import program_digest
+from ejkernel.ops.execution.outcome import READY
+from ejkernel.ops.execution.targets import Target
+
+LEFT = "left"  # the fate of a program that must be compiled where it runs
+# XLA chooses how to compute these by timing on the device, and chooses badly where there is none.
+_TUNED_BY_XLA = re.compile(r"stablehlo\.(dot|convolution)|__cudnn|__cublas")
+_MOSAIC = re.compile(r"mosaic_gpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A program that was compiled, or left to be compiled where it runs.
+
+    Attributes:
+        digest: What tells it from others; empty if nothing does.
+        payload: Its machine code; empty if it is left.
+        inputs: How many arrays it takes.
+        outputs: How many it returns.
+        mosaic: Whether it needs the runtime of Mosaic GPU.
+        status: `ready` or `left`.
+        reason: Why it is left.
+    """
+
+    digest: str
+    payload: bytes = b""
+    inputs: int = 0
+    outputs: int = 0
+    mosaic: bool = False
+    status: str = READY
+    reason: str = ""
+
+    def load(self) -> Any:
+        """Return the program, ready to run on the default device."""
+        return load_program(self.payload, inputs=self.inputs, outputs=self.outputs, mosaic=self.mosaic)
+
+
+def load_program(payload: bytes, *, inputs: int, outputs: int, mosaic: bool) -> Any:
+    """Return the program that the bytes are the machine code of."""
+    if mosaic:
+        _bring_mosaic_runtime()
+    return compat.loaded(payload, inputs=inputs, outputs=outputs)
+
+
+@functools.cache
+def _bring_mosaic_runtime() -> None:
+    compat.load_mosaic_gpu_runtime()
+
+
+def compile_for(inv: Invocation[Any, Any], choice: Choice, target: Target, *, only_once: bool = False) -> Made:
+    """Compile a call for a target; this may run in any process.
+
+    Args:
+        inv: The call, for the target.
+        choice: How it is computed.
+        target: The device.
+        only_once: It need not be fast, so that it is compiled even where XLA would tune it on the device.
+    """
+    types = [target.placed(like) for like in example_types(inv)]
+    with target.entered(), compat.numerics(inv.precision, inv.x64):
+        lowered = jax.jit(inv.node.flat(choice)).lower(*types)
+        text = lowered.as_text()
+        digest = program_digest(text)
+        if digest is None:
+            return Made(digest="", status=LEFT, reason="it calls back to the host of the process that compiles it")
+        if target.description and _TUNED_BY_XLA.search(text) and not only_once:
+            return Made(digest=digest, status=LEFT, reason="XLA tunes a part of it on the device")
+        payload = compat.serialized(lowered.compile())
+    outputs = len(jax.tree.leaves(lowered.out_info))
+    return Made(digest=digest, payload=payload, inputs=len(types), outputs=outputs, mosaic=bool(_MOSAIC.search(text)))
+
+
+@functools.cache
+def compile_processes(count: int) -> concurrent.futures.Executor:
+    """Return this process's pool of so many processes that compile, and never touch a device."""
+    return concurrent.futures.ProcessPoolExecutor(
+        count, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare
+    )
+
+
+def _prepare() -> None:
+    compat.leave_devices_alone()
+
+
+def compiler_for(device: str, count: int) -> Callable[[Invocation[Any, Any], Choice], Any] | None:
+    """Return what compiles calls for `device` in `count` processes, as `Bench.compile_elsewhere` wants it.
+
+    `None`, if there are no processes, or nobody has described the device to them.
+    """
+    target = Target.of(device)
+    if count < 1 or target is None:
+        return None
+    return functools.partial(_compile_elsewhere, compile_processes(count), target)
+
+
+def _compile_elsewhere(
+    executor: concurrent.futures.Executor, target: Target, inv: Invocation[Any, Any], choice: Choice
+) -> tuple[str | None, Callable[[], Any] | None]:
+    try:
+        made = executor.submit(compile_for, inv, choice, target).result()
+    except concurrent.futures.BrokenExecutor:
+        return None, None  # some candidate ended its process: here it is found out which
+    return made.digest, (None if made.status == LEFT else made.load)
