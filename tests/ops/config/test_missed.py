@@ -19,6 +19,7 @@ from ejkernel.ops import (
     Executor,
     Invocation,
     Kernel,
+    NoConfigError,
     PersistentCache,
     autotune_recorded,
     default_executor,
@@ -236,9 +237,17 @@ def test_the_environment_is_the_default_executors_policy(monkeypatch, env, expec
     assert tuple(policy[name] for name in ("autotune", "heuristic", "note_misses")) == expected
 
 
-def test_a_program_is_explained_and_tuned_where_a_miss_is_an_error(monkeypatch):
+def test_a_function_is_explained_where_a_miss_is_an_error(monkeypatch):
     monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
     set_default_executor(None)
-    (why,) = default_executor().explain(TIMES, X)
+    (why,) = default_executor().explain(jax.jit(TIMES), X)
     assert why.source is None
-    assert missed() != {} or why.tiers[-1].note == "the policy does not allow it (heuristic=False)"
+    assert why.tiers[-1].note == "the policy does not allow it (heuristic=False)"
+
+
+def test_a_call_that_is_a_miss_is_an_error_and_no_note(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
+    monkeypatch.setenv("EJKERNEL_NOTE_MISSES", "1")
+    set_default_executor(None)
+    with pytest.raises(NoConfigError, match="No configuration for 'times'"):
+        TIMES(X)

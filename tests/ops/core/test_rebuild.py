@@ -15,7 +15,7 @@ from tests.ops.sample_kernels import Plain, WithResiduals, WithRule
 
 from ejkernel import ops
 from ejkernel.modules import flash_attention, rms_norm
-from ejkernel.ops import DescriptionError, Invocation, Kernel, recording
+from ejkernel.ops import DescriptionError, Invocation, Kernel, recording, tune
 from ejkernel.ops.core.rebuild import rebuild
 
 KERNELS = [Plain("plain"), WithRule("with_rule"), WithResiduals("with.residuals")]
@@ -35,6 +35,15 @@ class Anything(Kernel[int, jax.Array]):
 
 
 ANYTHING = Anything("anything")
+
+
+def doubled(x):
+    return 2 * x
+
+
+@tune(space={"rows": [1, 2]})
+def tuned(x, *, activation, rows=1):
+    return activation(x)
 
 
 def squared(f):
@@ -134,9 +143,23 @@ def test_the_modules_operations_are_rebuilt():
     loss = lambda q, w: flash_attention(rms_norm(q, w), q, q, causal=True).sum()  # noqa: E731
     seen = calls(jax.grad(loss, (0, 1)), q, jnp.ones(8))
     assert {inv.direction for inv in seen} == {"fwd", "bwd"}
-    for inv in seen:
-        got = rebuild(data_of(inv))
-        assert (got.key, got.node) == (inv.key, inv.node)
+    assert [rebuild(data_of(inv)).key for inv in seen] == [inv.key for inv in seen]
+
+
+@pytest.mark.parametrize("length", [16, 100])
+@pytest.mark.parametrize("varying", [True, False])
+def test_of_kernels_of_one_name_one_that_makes_such_a_call_is_taken(length, varying):
+    q = jnp.ones((1, length, 2, 8))
+    (inv,) = calls(lambda q: flash_attention(q, q, q, bucket_lengths=varying), q)
+    got = rebuild(data_of(inv))
+    assert got.key == inv.key
+    assert types_of(got.representative) == types_of(got)
+
+
+def test_a_function_that_is_a_kernel_is_rebuilt_with_functions_of_its_module():
+    (inv,) = calls(lambda x: tuned(x, activation=doubled), X)
+    got = rebuild(data_of(inv))
+    assert (got.key, got.node) == (inv.key, inv.node)
 
 
 def test_a_rebuilt_call_is_tuned_as_the_original():

@@ -33,7 +33,7 @@ class Note:
         processes: How many processes missed it, as far as they could count.
         first: When it was first missed.
         last: When it was last missed.
-        kernel: `module.Class` of the kernel, for readers; nothing is imported by it.
+        kernel: `module.Class` of the kernel, or `module.function`, for readers; nothing is imported by it.
     """
 
     schema: int
@@ -82,7 +82,7 @@ class MissedNotes:
         file = self._file(key)
         before = self._read(file)
         now = self._clock().astimezone(datetime.UTC).isoformat(timespec="seconds")
-        cls = type(inv.kernel)
+        kernel: Any = inv.kernel
         note = Note(
             schema=SCHEMA,
             key=key._asdict(),
@@ -91,7 +91,8 @@ class MissedNotes:
             processes=1 if before is None else before.processes + 1,
             first=now if before is None else before.first,
             last=now,
-            kernel=f"{cls.__module__}.{cls.__qualname__}",
+            # of a function that is a kernel, the function's
+            kernel=f"{kernel.__module__}.{getattr(kernel, '__qualname__', type(kernel).__qualname__)}",
         )
         try:
             write_file(file, to_json(note) + "\n")

@@ -199,9 +199,12 @@ class Kernel(Noted, Generic[Cfg, Out]):
         return f"{type(self).__name__}({self.op_id_v!r})"
 
 
-def living_kernels() -> dict[str, Kernel[Any, Any]]:
-    """Return the kernels that this process has made and still holds, by versioned name; the latest of a name wins."""
-    return {kernel.op_id_v: kernel for kernel in living(Kernel)}
+def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
+    """Return the kernels that this process has made and still holds, by versioned name; the latest first."""
+    found: dict[str, list[Kernel[Any, Any]]] = {}
+    for kernel in reversed(living(Kernel)):
+        found.setdefault(kernel.op_id_v, []).append(kernel)
+    return found
 
 
 def overrides(kernel: Kernel[Any, Any], name: str) -> bool:

@@ -28,6 +28,7 @@ _OPTIONAL: Final = {"steps", "method", "precision", "x64", "wiring"}
 _SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}
 _WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # of derivatives, of vmap
 _MAX_STEPS: Final = 16
+_MAX_KERNELS: Final = 8  # of one name, that are tried
 _MAX_DERIVATIVES: Final = 4  # each doubles what is to be traced
 
 
@@ -36,9 +37,10 @@ def rebuild(
 ) -> Invocation[Any, Any]:
     """Return the call, for this process's default device, that `Invocation.description` was made of.
 
-    The kernel must be there already: the latest living one of the operation's name and version. Functions and classes
-    among the static arguments are looked up in the kernel's own package, below `modules`, and among JAX's public
-    functions; nothing is imported. The call that comes out has the key that its description has, or none comes out.
+    The kernel must be there already: the latest living one of the operation's name and version that makes such a call
+    of it. Functions and classes among the static arguments are looked up in the kernel's own package, below
+    `modules`, and among JAX's public functions; nothing is imported. The call that comes out has the key that its
+    description has, or none comes out.
 
     Args:
         description: Plain data, as JSON gives it; it may come from anywhere.
@@ -53,15 +55,32 @@ def rebuild(
     if op is not None and data["op"] != op:
         raise DescriptionError(f"it describes a call of {shown(data['op'])}")
     steps = _steps(data)
-    kernel = _kernel(data["op"], "".join(_SUFFIXES[step[0]] for step, _ in steps))
+    refused: DescriptionError | None = None
+    for kernel in _kernels(data["op"], "".join(_SUFFIXES[step[0]] for step, _ in steps)):
+        try:
+            return _rebuilt(kernel, data, steps, modules, key)
+        except DescriptionError as error:  # one of the same name may do, such as one that puts calls in buckets
+            refused = refused or error
+    assert refused is not None  # there is one kernel at least
+    raise refused
+
+
+def _rebuilt(
+    kernel: Kernel[Any, Any],
+    data: dict[str, Any],
+    steps: Sequence[tuple[list[Any], dict[str, Any]]],
+    modules: Sequence[str],
+    key: str | None,
+) -> Invocation[Any, Any]:
     try:
         with compat.numerics(data.get("precision"), data.get("x64", False)):
             inv = _invocation(kernel, data, steps, modules).abstract()
+            description, call_key = inv.description, inv.call_key
     except DescriptionError:
         raise
     except Exception as error:  # the kernel's own code, on arguments that it may never have been meant for
         raise DescriptionError(f"its call cannot be traced: {type(error).__name__}: {error}") from error
-    if inv.description != data or (key is not None and inv.call_key != key):
+    if description != data or (key is not None and call_key != key):
         raise DescriptionError("the call that it describes has another key")
     return inv
 
@@ -98,13 +117,16 @@ def _steps(data: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
     return list(zip(steps, wiring, strict=True))
 
 
-def _kernel(op: str, suffix: str) -> Kernel[Any, Any]:
+def _kernels(op: str, suffix: str) -> list[Kernel[Any, Any]]:
+    """Return the latest kernel of each class that has the operation's name and version; there is one at least."""
     name, _, version = op.rpartition("@v")
     wanted = f"{name.removesuffix(suffix)}@v{version}"
     known = living_kernels()
-    kernel = known.get(wanted) if name.endswith(suffix) else None
-    if kernel is not None:
-        return kernel
+    if name.endswith(suffix) and wanted in known:
+        latest: dict[type, Kernel[Any, Any]] = {}
+        for kernel in known[wanted]:
+            latest.setdefault(type(kernel), kernel)
+        return list(latest.values())[:_MAX_KERNELS]
     others = [other for other in known if other.rpartition("@v")[0] == wanted.rpartition("@v")[0]]
     if others:
         raise DescriptionError(f"there is no kernel {wanted!r} here, only {', '.join(others)}")
@@ -114,7 +136,8 @@ def _kernel(op: str, suffix: str) -> Kernel[Any, Any]:
 def _invocation(
     kernel: Kernel[Any, Any], data: dict[str, Any], steps: Sequence[tuple[list[Any], dict[str, Any]]], modules: Any
 ) -> Invocation[Any, Any]:
-    trust = Trust((type(kernel).__module__.partition(".")[0], *modules))
+    # asked of the kernel, not of its class: a function that is a kernel belongs to the function's module
+    trust = Trust((kernel.__module__.partition(".")[0], *modules))
     args = undescribe(data["args"], trust)
     kwargs = {name: undescribe(value, trust) for name, value in data["kwargs"].items()}
     spec, arrays = take_apart(kernel, args, kwargs, data.get("method"))
