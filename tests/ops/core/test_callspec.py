@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -76,3 +78,18 @@ class NoConfig(Sum):
 def test_a_run_that_cannot_take_cfg_by_keyword_is_an_error(kernel):
     with pytest.raises(KernelError, match=r"run must take cfg as a keyword argument: def run\(self, ..., \*, cfg\)"):
         take_apart(kernel, (ONE,), {})
+
+
+SUM = Sum()
+
+
+def of_the_module(x):
+    return x
+
+
+def test_a_call_with_a_function_among_its_arguments_is_pickled():
+    """Calls travel to the processes that measure them."""
+    spec, _ = take_apart(SUM, (ONE, of_the_module, 1.0), {"scale": True})
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec
+    assert again.statics[1:] == (of_the_module, 1.0, True)

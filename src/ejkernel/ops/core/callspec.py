@@ -50,8 +50,9 @@ class CallSpec:
     statics: tuple[Any, ...] = dataclasses.field(compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a PyTreeDef with nodes of the user's own classes cannot be pickled, but the tree itself can
-        return _restored, (self.kernel, jax.tree.unflatten(self.treedef, self.statics), self.tokens, self.method)
+        # A PyTreeDef with nodes of the user's own classes cannot be pickled, but the tree itself can; nor can the type
+        # of functions, which tokens have.
+        return _restored, (self.kernel, jax.tree.unflatten(self.treedef, self.statics), self.method)
 
     @property
     def num_arrays(self) -> int:
@@ -76,8 +77,9 @@ class CallSpec:
         return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
 
 
-def _restored(kernel: Kernel[Any, Any], tree: Any, tokens: tuple[Any, ...], method: str | None) -> CallSpec:
+def _restored(kernel: Kernel[Any, Any], tree: Any, method: str | None) -> CallSpec:
     leaves, treedef = jax.tree.flatten(tree)
+    tokens = tuple(None if leaf is _HOLE else typed_token(leaf) for leaf in leaves)
     return CallSpec(kernel, treedef, tokens, method, tuple(leaves))
 
 
