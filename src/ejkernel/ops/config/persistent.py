@@ -36,6 +36,7 @@ from ejkernel.ops.utils.typenames import decode_config, type_name
 
 SCHEMA: Final = 1  # raise when the layout of an entry changes; entries of another schema are a warned miss
 
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEntry:
     """One entry as it is in its file.
