@@ -25,8 +25,11 @@ def dimensions_of(call: Any) -> tuple[str, tuple[int, ...]]:
 
 def distance(mine: tuple[int, ...], theirs: tuple[int, ...]) -> float:
     """Return the sum of the dimensions' absolute log2 ratios: 1 for twice, or half, of one of them."""
-    pairs = zip(mine, theirs, strict=True)
-    return sum(abs(math.log2(max(one, 0.5) / max(other, 0.5))) for one, other in pairs)  # 0 is as far from 1 as 2 is
+    return sum(abs(_log2(one) - _log2(other)) for one, other in zip(mine, theirs, strict=True))
+
+
+def _log2(dimension: int) -> float:
+    return math.log2(max(dimension, 0.5))  # nothing is as far from 1 as 2 is
 
 
 def _without_dimensions(data: Any, dimensions: list[int]) -> Any:
