@@ -181,7 +181,6 @@ class Model:
 
     def __init__(self, candidates: Candidates, hypers: Sequence[Hyper], times: Mapping[Point, float | None]) -> None:
         self.candidates = candidates
-        pool = candidates.pool
         measured = {candidates.rows[p]: math.log(t) for p, t in times.items() if t is not None and p in candidates.rows}
         rows = _held(list(measured), list(measured.values()))
         self._values = [measured[row] for row in rows]
