@@ -28,7 +28,7 @@ from ejkernel.ops import (
 from ejkernel.ops.execution._nearness import dimensions_of, distance
 from ejkernel.ops.execution._searchlog import SCHEMA, dump, load
 from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, SAME, SKIPPED, WRONG, AutotuneData, Outcome
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, AutotuneData, Outcome
 from ejkernel.ops.execution.searching import ModelSearch, Random, default_strategy
 from ejkernel.ops.execution.store import KEPT, MeasurementStore, replay
 
@@ -121,7 +121,7 @@ def seconds(record):
 
 def test_a_search_comes_back_as_it_was(store):
     outcomes = (
-        measured(Tile(1), [3.0, 3.125], compile_seconds=0.25),
+        measured(Tile(1), [3.0, 3.125], compile_seconds=0.25, peak_bytes=4096),
         measured(Tile(2), [1.5, 1.25, 1.0, 2.0]),
         Outcome(config=Tile(3), status=WRONG, reason="off by \u2028one\x85"),
         Outcome(config=Tile(4), status=SKIPPED, reason="late"),
@@ -132,8 +132,8 @@ def test_a_search_comes_back_as_it_was(store):
     assert (found.key, found.call, found.seconds, found.winner) == (inv.key, inv.description, 2.0, 1)
     assert found.config_type.endswith("test_store.Tile")
     assert [o.config for o in found.outcomes] == [{"rows": n, "order": "row"} for n in (1, 2, 3, 4)]
-    assert [(o.status, o.reason, o.compile_seconds) for o in found.outcomes] == [
-        (o.status, o.reason, o.compile_seconds) for o in outcomes
+    assert [(o.status, o.reason, o.compile_seconds, o.peak_bytes) for o in found.outcomes] == [
+        (o.status, o.reason, o.compile_seconds, o.peak_bytes) for o in outcomes
     ]
     assert found.outcomes[0].measurement.samples == pytest.approx((3e-6, 3.125e-6))
     assert found.outcomes[0].measurement.method == "cupti"
@@ -364,7 +364,8 @@ def test_failures_are_told_and_what_was_not_tried_is_not(store):
         Outcome(config=Tile(3), status=WRONG, reason="no"),
         Outcome(config=Tile(4), status=SAME, reason="as 1"),
         Outcome(config=Tile(5), status=SKIPPED, reason="late"),
-        Outcome(config=Tile(6), status="crashed", reason="a status of later"),
+        Outcome(config=Tile(6), status="sulking", reason="a status of later"),
+        Outcome(config=Tile(7), status=READY),
     )
     store.save(AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=0.0))
     (record,) = store.records(call())

@@ -8,6 +8,8 @@ from typing import Any
 
 from ejkernel.ops.utils.serialize import stable_json
 
+_NO_PART = ("wiring",)  # says how a call came about, not what it is; see `Invocation.call_key`
+
 
 def dimensions_of(call: Any) -> tuple[str, tuple[int, ...]]:
     """Return what two calls must have in common to be compared, and the dimensions in which they may differ.
@@ -19,7 +21,8 @@ def dimensions_of(call: Any) -> tuple[str, tuple[int, ...]]:
     transformations; dimensions are those of the arrays and the sizes of enclosing `vmap`s.
     """
     dimensions: list[int] = []
-    common = _without_dimensions(call, dimensions)
+    parts = {name: part for name, part in call.items() if name not in _NO_PART} if isinstance(call, dict) else call
+    common = _without_dimensions(parts, dimensions)
     return stable_json(common), tuple(dimensions)
 
 

@@ -19,7 +19,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution._modelling import Record
 from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.outcome import SAME, SKIPPED, AutotuneData, Outcome, summary_of
+from ejkernel.ops.execution.outcome import READY, SAME, SKIPPED, AutotuneData, Outcome, summary_of
 from ejkernel.ops.utils.serialize import from_data, from_json, to_data
 from ejkernel.ops.utils.tables import arguments
 from ejkernel.ops.utils.typenames import PLAIN, decode_config, type_name
@@ -27,6 +27,7 @@ from ejkernel.ops.utils.typenames import PLAIN, decode_config, type_name
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1  # raise when the layout changes; a search of another schema is a warned skip
+_UNTOLD: Final = (SAME, SKIPPED, READY)  # what says nothing about a configuration that was not measured
 _REASON: Final = 400  # characters of a reason that are kept: a compiler's message may have thousands
 
 
@@ -67,7 +68,7 @@ class StoredSearch:
         times: list[tuple[Any, float | None]] = []
         refused: list[ConfigError] = []
         for outcome in self.outcomes:
-            if outcome.measurement is None and outcome.status in (SAME, SKIPPED):
+            if outcome.measurement is None and outcome.status in _UNTOLD:
                 continue
             try:
                 config = self._decoded(outcome.config, cfg_type)
@@ -171,7 +172,7 @@ def _row(config: Any, outcome: Outcome) -> _Row:
         samples_us=[] if measured is None else [float(f"{sample * 1e6:.5g}") for sample in measured.samples],
         method=None if measured is None else measured.method,
         compile_s=None if compiled is None else round(compiled, 3),
-        peak_bytes=getattr(outcome, "peak_bytes", None),
+        peak_bytes=outcome.peak_bytes,
         reason=outcome.reason if len(outcome.reason) <= _REASON else outcome.reason[: _REASON - 3] + "...",
     )
 
@@ -246,4 +247,5 @@ def _outcome(line: str, number: int, fields: list[str] | None) -> Outcome:
         reason=row.reason,
         measurement=Measurement(samples=samples, method=row.method or "") if samples else None,
         compile_seconds=row.compile_s,
+        peak_bytes=row.peak_bytes,
     )
