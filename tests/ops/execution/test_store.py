@@ -476,3 +476,14 @@ def test_a_chain_s_store_follows_its_cache(cache, tmp_path):
     assert chain.store is chain.store
     chain.persistent = PersistentCache(tmp_path / "another", shipped=False)
     assert chain.store.cache is chain.persistent
+
+
+def test_what_the_autotuner_measures_is_where_the_next_shape_starts(cache):
+    chain = ConfigSelectorChain(persistent=cache)
+    small, large = (Invocation(kernel=DOUBLE, args=(np.ones((rows, 8), np.float32),)) for rows in (4, 8))
+    data = chain.search(small, DOUBLE, candidates=[Tile(1), Tile(2)])
+    (record,) = chain.store.records(large)
+    assert [config for config, _ in record.times] == [o.config for o in data.outcomes if o.measurement is not None]
+    assert record.times[0][1] == pytest.approx(data.heuristic.measurement.median, rel=1e-4)
+    chain.search(large, DOUBLE, candidates=[Tile(1), Tile(2)])
+    assert [search.key.call for search in chain.store.searches(large.op_id_v)].count(large.call_key) == 1
