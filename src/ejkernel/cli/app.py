@@ -82,11 +82,12 @@ def tune(**options: Any) -> None:
 @cli.command()
 @click.option("--cache", type=click.Path(path_type=Path), help="Folder to read; EJKERNEL_CACHE_DIR by default.")
 @click.option("--json", "as_json", is_flag=True, help="Print the entries as JSON.")
-def show(cache: Path | None, as_json: bool) -> None:
+@click.option("--log", metavar="PREFIX", help="Print the last search of each call whose key or operation begins so.")
+def show(cache: Path | None, as_json: bool, log: str | None) -> None:
     """List the configurations that were saved, with what was measured."""
     from ejkernel.cli.show import run_show
 
-    run_show(cache, as_json)
+    run_show(cache, as_json, log)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,11 +12,17 @@ from rich.table import Table
 
 from ejkernel.cli.report import plain_compact, render
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.execution.store import MeasurementStore, StoredSearch
+from ejkernel.ops.utils.tables import arguments
 
 
-def run_show(cache: Path | None, as_json: bool) -> None:
+def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> None:
     """Run `ejkernel show`."""
     store = PersistentCache(cache)
+    if log is not None:
+        _show_searches(store, log, as_json)
+        return
     entries = [entry for _, entry in store.entries()]
     if as_json:
         click.echo(json.dumps([_as_data(entry) for entry in entries], indent=2, sort_keys=True))
@@ -24,18 +30,54 @@ def run_show(cache: Path | None, as_json: bool) -> None:
     if not entries:
         click.echo(f"Nothing is saved in {store.path}.")
         return
-    rows = Table("device", "operation", "call", "configuration", "speed-up", "measured")
+    rows = Table("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
     for entry in entries:
         key = tuple(entry.key) if isinstance(entry.key, tuple) and len(entry.key) == 3 else ("", "", str(entry.key))
         measured = entry.measured or {}
         speedup = measured.get("speedup")
         rows.add_row(
             *key,
+            arguments(entry.call),
             plain_compact(entry.config),
             f"{speedup:.2f}x" if isinstance(speedup, float) else "-",
             str(entry.provenance.get("time", "-"))[:16].replace("T", " "),
         )
     click.echo(render(rows))
+
+
+def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
+    """Print the searches of calls whose key, or operation, begins with `prefix`; of each call the newest."""
+    found: dict[Any, StoredSearch] = {}
+    for search in MeasurementStore(cache).searches():
+        if search.key.call.startswith(prefix) or search.key.op.startswith(prefix):
+            found.setdefault(search.key, search)
+    if not found:
+        raise ConfigError(f"no search is stored in {cache.path} whose call or operation begins with {prefix!r}.")
+    if as_json:
+        click.echo(json.dumps([_search_as_data(search) for search in found.values()], indent=2, sort_keys=True))
+    else:
+        click.echo("\n\n".join(search.summary() for search in found.values()))
+
+
+def _search_as_data(search: StoredSearch) -> dict[str, Any]:
+    outcomes = [
+        {
+            "config": outcome.config,
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "median_us": None if outcome.measurement is None else round(outcome.measurement.median * 1e6, 4),
+        }
+        for outcome in search.outcomes
+    ]
+    return {
+        "key": search.key,
+        "call": search.call,
+        "config_type": search.config_type,
+        "winner": search.winner,
+        "seconds": search.seconds,
+        "outcomes": outcomes,
+        "provenance": dict(search.provenance),
+    }
 
 
 def _as_data(entry: Any) -> dict[str, Any]:

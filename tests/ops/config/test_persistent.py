@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ejkernel.ops.config import persistent
+from ejkernel.ops.config import _files, persistent
 from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
@@ -175,12 +175,12 @@ def test_an_entry_says_where_it_comes_from(tmp_path):
 def test_the_driver_is_read_from_its_own_file(tmp_path, monkeypatch, text, version):
     if text is not None:
         (tmp_path / "version").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(persistent, "_NVIDIA_VERSION", tmp_path / "version")
-    persistent._driver.cache_clear()
+    monkeypatch.setattr(_files, "_NVIDIA_VERSION", tmp_path / "version")
+    _files._driver.cache_clear()
     cache = PersistentCache(tmp_path / "cache", shipped=False)
     cache.put(KEY, CFG)
     cache.put(KEY._replace(device="cpu:x86"), CFG)
-    persistent._driver.cache_clear()
+    _files._driver.cache_clear()
     assert version == cache.load(KEY).provenance["driver"]
     assert cache.load(KEY._replace(device="cpu:x86")).provenance["driver"] is None
 
@@ -552,7 +552,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(cache, monkeypatch, s
         raise OSError(28, "No space left on device")
 
     if step == "replace":
-        monkeypatch.setattr(persistent.os, "replace", full)
+        monkeypatch.setattr(_files.os, "replace", full)
     else:
         monkeypatch.setattr(Path, "open", full)
     with pytest.warns(CacheWarning, match="No space left on device"):
@@ -564,7 +564,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(cache, monkeypatch, s
 
 
 def test_a_later_write_that_works_takes_over_from_memory(cache, monkeypatch):
-    monkeypatch.setattr(persistent.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("busy")))
+    monkeypatch.setattr(_files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("busy")))
     with pytest.warns(CacheWarning, match="busy"):
         cache.put(KEY, 1)
     monkeypatch.undo()

@@ -57,7 +57,7 @@ class FakeTuner:
         self.calls.append(inv.key)
         if self.error is not None:
             raise self.error
-        return types.SimpleNamespace(config=self.config, summary_data=lambda: {"candidates": 1})
+        return types.SimpleNamespace(config=self.config, interrupted=False, summary_data=lambda: {"candidates": 1})
 
 
 class FakeDisk(dict):

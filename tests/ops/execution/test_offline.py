@@ -61,7 +61,7 @@ class FakeTuner:
             raise TuningError(f"{inv.op_id}: nothing compiles")
         if progress is not None:
             progress(1, 1)
-        return types.SimpleNamespace(config=7, summary_data=lambda: {"candidates": 1})
+        return types.SimpleNamespace(config=7, interrupted=False, summary_data=lambda: {"candidates": 1})
 
 
 @pytest.fixture

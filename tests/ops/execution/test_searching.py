@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.execution._modelling import Candidates, Model, Prior
 from ejkernel.ops.execution._surrogate import Hyper, Pool, Process, Scale, expected_improvement, matern
 from ejkernel.ops.execution.searching import (
     Exhaustive,
@@ -173,6 +174,32 @@ def test_a_misleading_record_is_dropped():
     misleading = Record("misleading", tuple((c, 1e-8 / seconds(c)) for c in TILES))
     assert evaluations_to_best(ModelSearch(TILES, records=[misleading, like])) <= 20
     assert evaluations_to_best(ModelSearch(TILES, records=[misleading])) <= 40
+
+
+def test_a_record_that_knows_only_another_optimum_does_not_hold_the_search_there():
+    """What is fastest elsewhere is nearly so here, but the best is far from it, where the record is slow."""
+
+    def measure(config):
+        return min(1.3 * seconds(config, best=(256, 16, 1)), seconds(config, best=(16, 112, 8)))
+
+    record = Record("elsewhere", tuple((config, seconds(config, best=(256, 16, 1))) for config in TILES))
+    assert evaluations_to_best(ModelSearch(TILES, records=[record]), measure=measure) <= 30
+
+
+def test_a_model_believes_records_less_the_longer_nothing_better_is_found():
+    candidates = Candidates(TILES, TILES.points(), priors_of_a_bowl(), SearchOptions())
+    columns = candidates.pool.columns.shape[1]
+    hypers = [Hyper.start(columns, records=records, additive=0.2) for records in (True, False)]
+    model = Model(candidates, hypers, {})
+    believed = [model.weights(waited) for waited in (0, 10, 100)]
+    assert believed[0] == [1.0, 0.0]
+    assert believed[0][0] > believed[1][0] > believed[2][0] > 0.0
+    assert all(sum(weights) == pytest.approx(1.0) for weights in believed)
+
+
+def priors_of_a_bowl():
+    record = Record("like", tuple((config, seconds(config)) for config in TILES))
+    return [Prior(TILES, record, SearchOptions())]
 
 
 def test_a_record_of_configurations_that_are_not_in_the_space_counts_for_nothing():

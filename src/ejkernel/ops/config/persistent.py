@@ -6,30 +6,35 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import hashlib
-import os
-import platform
-import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata, resources
+from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final, overload
 
 from ejkernel import settings
+from ejkernel.ops.config._files import (
+    ENTRY,
+    UnusableError,
+    files,
+    forget_warning,
+    location,
+    now,
+    provenance,
+    read_text,
+    restored_key,
+    slug,
+    warn_of,
+    write_file,
+)
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.serialize import from_data, from_json, stable_json, to_data, to_json
 from ejkernel.ops.utils.typenames import decode_config, type_name
 
 SCHEMA: Final = 1  # raise when the layout of an entry changes; entries of another schema are a warned miss
-_SLUG_LENGTH: Final = 48
-_NO_SLUG: Final = "_"
-_NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
-
-_warned: set[str] = set()  # files this process has warned of already
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +73,6 @@ class _File:
     provenance: dict[str, Any]
 
 
-class _UnusableError(Exception):
-    """An entry cannot be used, for the reason in the message."""
-
-
 class PersistentCache:
     """A folder of configurations over read-only folders of the same form; the first that has a key answers.
 
@@ -101,7 +102,7 @@ class PersistentCache:
         self._path = _expand(path)
         self._layers = tuple(layer for layer in map(_expand, layers) if layer is not None)
         self._shipped = shipped
-        self._clock = clock if clock is not None else _now
+        self._clock = clock if clock is not None else now
         self._memory: dict[str, str] = {}  # canonical key: text of the file that could not be written
         self._write_failed = False
 
@@ -114,6 +115,11 @@ class PersistentCache:
     def layers(self) -> tuple[Path, ...]:
         """The folders that are read after `path`."""
         return self._layers
+
+    @property
+    def clock(self) -> Callable[[], datetime.datetime]:
+        """Source of the entries' time."""
+        return self._clock
 
     def why_not_writable(self) -> str | None:
         """Return why nothing can be stored on disk, found out by trying; `None` if it can."""
@@ -159,7 +165,7 @@ class PersistentCache:
             config=to_data(cfg),
             call=to_data(call),
             measured=None if measured is None else dict(to_data(measured)),
-            provenance=_provenance(key, self._clock()),
+            provenance=provenance(key, self._clock()),
         )
         self._store(key, to_json(entry) + "\n")
 
@@ -201,7 +207,7 @@ class PersistentCache:
         except (FileNotFoundError, NotADirectoryError):
             return found
         except OSError as error:
-            self._warn_not_writable(error)
+            self.warn_not_writable(error)
             return found
         return True
 
@@ -230,14 +236,14 @@ class PersistentCache:
     def _all(self, operation: str | None = None) -> Iterator[StoredEntry]:
         for text in list(self._memory.values()):
             yield _parse(text, None)
-        for folder in self._folders():
-            for file in _files(folder, "" if operation is None else _slug(f"{operation}@v")):
+        for folder in self.folders():
+            for file in files(folder, ENTRY, "" if operation is None else slug(f"{operation}@v")):
                 try:
                     entry = _read(file)
                     if entry is not None and location(entry.key)[-1] != file.name:
-                        raise _UnusableError(f"it holds another key: {entry.key!r}")
-                except _UnusableError as error:
-                    _warn_of(str(file), error)
+                        raise UnusableError(f"it holds another key: {entry.key!r}")
+                except UnusableError as error:
+                    warn_of(str(file), error)
                 else:
                     if entry is not None:
                         yield entry
@@ -253,11 +259,11 @@ class PersistentCache:
                 if entry is None:
                     continue
                 if stable_json(entry.key) != identity:
-                    raise _UnusableError(f"it holds another key: {entry.key!r}")
+                    raise UnusableError(f"it holds another key: {entry.key!r}")
                 answer = use(entry)
-            except _UnusableError as error:
+            except UnusableError as error:
                 if problem is None:
-                    _warn_of(place, error)
+                    warn_of(place, error)
                 else:
                     problem(f"{place}: {error}")
             else:
@@ -268,11 +274,12 @@ class PersistentCache:
         if text is not None:
             yield f"{identity} (in memory)", functools.partial(_parse, text, None)
         parts = location(key)
-        for folder in self._folders():
+        for folder in self.folders():
             file = folder.joinpath(*parts)
             yield str(file), functools.partial(_read, file)
 
-    def _folders(self) -> Iterator[Traversable]:
+    def folders(self) -> Iterator[Traversable]:
+        """Yield the folders that are read, in their order."""
         if self._path is not None:
             yield self._path
         yield from self._layers
@@ -288,12 +295,13 @@ class PersistentCache:
             write_file(file, text)
         except OSError as error:
             self._memory[identity] = text
-            self._warn_not_writable(error)
+            self.warn_not_writable(error)
         else:
             self._memory.pop(identity, None)
-            _warned.discard(str(file))
+            forget_warning(file)
 
-    def _warn_not_writable(self, error: OSError) -> None:
+    def warn_not_writable(self, error: OSError) -> None:
+        """Warn, once for this object, that what it is given stays in memory."""
         if not self._write_failed:
             self._write_failed = True
             where = "the persistent cache" if self._path is None else f"the persistent cache {self._path}"
@@ -327,32 +335,6 @@ def _split_type(given: tuple[Any, ...], cfg_type: Any) -> tuple[tuple[Any, ...],
     return given[:-1], given[-1]
 
 
-def location(key: Any) -> tuple[str, str, str]:
-    """Return folder, folder and file name of a key: readable, and unique through the digest of the whole key."""
-    text = stable_json(key)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    device, op, call = key if isinstance(key, ConfigKey) else ("", "", text)
-    return _slug(device), _slug(op), f"{_slug(call)}-{digest}.json"
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9._-]+", "-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG
-
-
-def _restored_key(data: Any) -> Any:
-    if (
-        isinstance(data, dict)
-        and set(data) == set(ConfigKey._fields)
-        and all(isinstance(v, str) for v in data.values())
-    ):
-        return ConfigKey(**data)
-    return _frozen(data)
-
-
-def _frozen(data: Any) -> Any:
-    return tuple(_frozen(item) for item in data) if isinstance(data, list) else data
-
-
 def _expand(path: str | Path | None) -> Path | None:
     try:
         return settings.current().cache_dir if path is None else Path(path).expanduser()
@@ -363,48 +345,11 @@ def _expand(path: str | Path | None) -> Path | None:
 # --- files ---
 
 
-def write_file(file: Path, text: str) -> None:
-    """Write a file beside its place and rename it into it, so that readers see the old text or the new one, whole."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # not tempfile: its files are for their owner alone, and a folder may be shared by a group
-    beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with beside.open("x", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-        os.replace(beside, file)  # atomic on one file system
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def _files(folder: Traversable, prefix: str = "") -> Iterator[Traversable]:
-    for device in _listed(folder):
-        for op in (op for op in _listed(device) if op.name.startswith(prefix)):
-            yield from (file for file in _listed(op) if file.name.endswith(".json") and not file.name.startswith("."))
-
-
-def _listed(folder: Traversable) -> list[Traversable]:
-    try:
-        return sorted(folder.iterdir(), key=lambda item: item.name) if folder.is_dir() else []
-    except FileNotFoundError:  # removed since
-        return []
-    except OSError as error:
-        _warn_of(str(folder), error)
-        return []
-
-
 def _read(file: Traversable) -> StoredEntry | None:
     """Return the entry of a file, or `None` if there is no file."""
-    try:
-        raw = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    text = read_text(file)
+    if text is None:
         return None
-    except OSError as error:
-        raise _UnusableError(f"it cannot be read: {error}") from error
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _UnusableError(f"it is not UTF-8: {error}") from error
     return _parse(text, file if isinstance(file, Path) else None)
 
 
@@ -414,9 +359,9 @@ def _parse(text: str, path: Path | None) -> StoredEntry:
         _check_schema(data)
         entry = from_data(data, _File)
     except SerializationError as error:
-        raise _UnusableError(str(error)) from error
+        raise UnusableError(str(error)) from error
     return StoredEntry(
-        key=_restored_key(entry.key),
+        key=restored_key(entry.key),
         config=entry.config,
         config_type=entry.config_type,
         call=entry.call,
@@ -429,16 +374,10 @@ def _parse(text: str, path: Path | None) -> StoredEntry:
 def _check_schema(data: Any) -> None:
     schema = data.get("schema") if isinstance(data, dict) else None
     if type(schema) is not int:
-        raise _UnusableError("it is not an entry of this cache")
+        raise UnusableError("it is not an entry of this cache")
     if schema != SCHEMA:
         age = "a newer" if schema > SCHEMA else "an older"
-        raise _UnusableError(f"it was written by {age} ejkernel: schema {schema}, not {SCHEMA}")
-
-
-def _warn_of(place: str, reason: Exception) -> None:
-    if place not in _warned:
-        _warned.add(place)
-        warnings.warn(f"ignoring cache entry {place}: {reason}", CacheWarning, stacklevel=5)
+        raise UnusableError(f"it was written by {age} ejkernel: schema {schema}, not {SCHEMA}")
 
 
 # --- what an entry holds ---
@@ -450,40 +389,4 @@ def _decode(entry: StoredEntry, cfg_type: Any) -> Any:
             return decode_config(entry.config, entry.config_type)
         return from_data(entry.config, cfg_type)
     except ConfigError as error:
-        raise _UnusableError(f"its configuration cannot be decoded: {error}") from error
-
-
-def _provenance(key: Any, time: datetime.datetime) -> dict[str, Any]:
-    device = key.device if isinstance(key, ConfigKey) else None
-    return {
-        "device": device,
-        "driver": _driver() if device is not None and device.startswith("gpu") else None,
-        "ejkernel": _version("ejkernel-ops"),
-        "jax": _version("jax"),
-        "jaxlib": _version("jaxlib"),
-        "python": platform.python_version(),
-        "time": time.astimezone(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
-
-
-@functools.cache
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:  # a source tree on the path
-        return None
-
-
-@functools.cache
-def _driver() -> str | None:
-    """Return the version of the NVIDIA driver, from its own file: asking JAX would initialise the device."""
-    try:
-        text = _NVIDIA_VERSION.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    match = re.search(r"\b\d{3}(\.\d+)+\b", text)
-    return None if match is None else match.group()
+        raise UnusableError(f"its configuration cannot be decoded: {error}") from error

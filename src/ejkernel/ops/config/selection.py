@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import threading
 import warnings
@@ -77,7 +78,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         autotune: Short for `policy=AutotunePolicy(autotune=...)`.
         policy: What may happen on a miss.
         tuner: Who measures; an `Autotuner` by default.
-        persist_autotune: Whether what was tuned is written to `persistent`.
+        persist_autotune: Whether what was tuned, and all that was measured, is written to `persistent`.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         policy = policy or AutotunePolicy()
         self.policy = policy if autotune is None else dataclasses.replace(policy, autotune=autotune)
         self._tuner = tuner
+        self._store: Any = None
         self._locks: dict[ConfigKey, threading.RLock] = {}
         self._locks_guard = threading.Lock()
         self._warned: set[str] = set()
@@ -111,6 +113,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     @tuner.setter
     def tuner(self, tuner: Any) -> None:
         self._tuner = tuner
+
+    @property
+    def store(self) -> Any:
+        """The `MeasurementStore` beside `persistent`, which searches start from; `None` without a `PersistentCache`."""
+        if not isinstance(self.persistent, PersistentCache):
+            return None
+        if self._store is None or self._store.cache is not self.persistent:
+            self._store = services.store_of(self.persistent)
+        return self._store
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call the bound method `listener` whenever an answer that was given before no longer holds."""
@@ -140,6 +151,36 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return what every tier says, down to the one that answers; nothing is measured or remembered."""
         return list(self._consult(self._request(inv, kernel, dry=True)))
+
+    def search(self, inv: Invocation[Any, Any], kernel: Any, *, tuner: Any = None, **options: Any) -> Any:
+        """Have the tuner search for the configuration of a call; remember it, and store all that was measured.
+
+        The search starts from what the store has measured for the call and for others like it, if the tuner takes
+        `records`.
+
+        Args:
+            inv: The call.
+            kernel: Its kernel.
+            tuner: Who measures; the chain's by default.
+            **options: For the tuner: `policy`, `progress`, `candidates`, `compiled`.
+
+        Returns:
+            What the tuner returned.
+
+        Raises:
+            TuningError: nothing could be measured.
+            KeyboardInterrupt: the search was interrupted; the best so far is remembered.
+        """
+        tuner, store = self.tuner if tuner is None else tuner, self.store
+        if store is not None and _takes(tuner.tune, "records"):
+            options["records"] = store.records(inv)
+        tuned = tuner.tune(inv.representative, kernel, **options)
+        self.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
+        if store is not None and self.persist_autotune:
+            store.save(tuned)
+        if tuned.interrupted:
+            raise KeyboardInterrupt
+        return tuned
 
     def remember(self, key: ConfigKey, config: Any, source: str = "autotune", **evidence: Any) -> None:
         """Store a tuned configuration in memory and, with `persist_autotune`, on disk with its `evidence`."""
@@ -260,21 +301,18 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         held = lock.acquire(blocking=not services.is_measuring())
         try:
             again = self._from_memory(request)  # another thread may have tuned it meanwhile
-            return again if isinstance(again, Resolution) else self._tune(request, request.key)
+            return again if isinstance(again, Resolution) else self._tune(request)
         finally:
             if held:
                 lock.release()
 
-    def _tune(self, request: _Request, key: ConfigKey) -> Resolution[Any] | str:
+    def _tune(self, request: _Request) -> Resolution[Any] | str:
         try:
-            tuned = self.tuner.tune(request.inv.representative, request.kernel, policy=request.policy)
+            tuned = self.search(request.inv, request.kernel, policy=request.policy)
         except TuningError as error:
             text = f"{request.inv.op_id}: tuning found no configuration, the heuristic is used: {error}"
             warnings.warn(text, TuningWarning, stacklevel=2)
             return str(error)
-        self.remember(key, tuned.config, call=request.inv.description, measured=tuned.summary_data())
-        if tuned.interrupted:
-            raise KeyboardInterrupt  # the best so far is kept
         return request.answer(tuned.config, "autotune")
 
     def _lock_of(self, key: ConfigKey) -> threading.RLock:
@@ -301,3 +339,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return "the kernel has neither heuristic_cfg nor config_space"
         check_config(request.kernel, config, "what heuristic_cfg returns")
         return request.answer(config, "heuristic")
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a tuner's method has such a parameter: one of the user's own may have fewer than ours."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -22,6 +22,7 @@ _HELD = 256  # measurements that a model holds
 _RECORDED = 256  # measurements of a record that fill its gaps
 _RESTLESS = 50.0  # measurements without a better time after which a model takes twice its own uncertainty
 _MOST_RESTLESS = 3.0
+_TRUST = 25.0  # measurements without a better time after which records count for half
 _PENDING = 16  # configurations under measurement that a model reckons with
 _REACH = 0.3  # how far a failure is felt, in unit-wide axes
 _DOUBT = 0.1  # weight of the share of failures so far, against that of a failure nearby
@@ -145,6 +146,7 @@ class Candidates:
         self.points = tuple(points)
         self.rows = {point: row for row, point in enumerate(self.points)}
         self.pool = _pool(space, self.points, priors, options)
+        self.plain = self.pool.without_records()
         recorded = [[point in prior.failed for point in self.points] for prior in priors]
         self._failed_elsewhere = np.mean(recorded, axis=0) if recorded else np.zeros(len(self.points))
         self._near_failures = np.zeros(len(self.points))
@@ -179,17 +181,16 @@ class Model:
 
     def __init__(self, candidates: Candidates, hypers: Sequence[Hyper], times: Mapping[Point, float | None]) -> None:
         self.candidates = candidates
-        pool = candidates.pool
         measured = {candidates.rows[p]: math.log(t) for p, t in times.items() if t is not None and p in candidates.rows}
         rows = _held(list(measured), list(measured.values()))
         self._values = [measured[row] for row in rows]
-        self._records = pool.spread > 0.0
         self.hypers = tuple(hypers)
         if rows:
-            values = np.array(self._values)
-            indices, scale = np.array(rows, dtype=np.intp), self._scale(values)
-            self.hypers = tuple(pool.fit(hyper, indices, values, scale) for hyper in hypers)
-        self._processes = [Process(pool, hyper, rows) for hyper in self.hypers]
+            values, indices = np.array(self._values), np.array(rows, dtype=np.intp)
+            self.hypers = tuple(
+                self._pool_of(hyper).fit(hyper, indices, values, self._scale(hyper, values)) for hyper in hypers
+            )
+        self._processes = [Process(self._pool_of(hyper), hyper, rows) for hyper in self.hypers]
 
     def add(self, row: int, seconds: float) -> None:
         """Add a measurement."""
@@ -234,18 +235,33 @@ class Model:
         if not len(values):
             mean = self.candidates.pool.mean
             return mean, np.exp(mean.min() - mean)
-        scale, best = self._scale(values), math.log(seconds)
+        best = math.log(seconds)
         waited = len(values) - 1 - int(np.argmin(values))
         doubt = min(1.0 + waited / _RESTLESS, _MOST_RESTLESS)
         mean, improvement = np.zeros(self.candidates.pool.size), np.zeros(self.candidates.pool.size)
-        for process in self._processes:
-            one, deviation = process.predict(values, scale)
-            mean += one / len(self._processes)
-            improvement += expected_improvement(best, one, deviation * doubt) / len(self._processes)
+        for process, weight in zip(self._processes, self.weights(waited), strict=True):
+            one, deviation = process.predict(values, self._scale(process.hyper, values))
+            mean += weight * one
+            improvement += weight * expected_improvement(best, one, deviation * doubt)
         return mean, improvement + 1e-9 * np.exp(mean.min() - mean)  # where nothing will improve, the fastest is next
 
-    def _scale(self, values: Floats) -> Scale:
-        if self._records:
+    def weights(self, waited: int) -> list[float]:
+        """Return how much each process counts, after so many measurements without a better time.
+
+        Each of them is evidence against the records: what they can tell has been found, or they mislead. So at first
+        the processes that know them decide alone, and later more and more those that know the measurements only.
+        """
+        informed = [hyper.informed for hyper in self.hypers]
+        if all(informed) or not any(informed):
+            return [1 / len(informed)] * len(informed)
+        trust = _TRUST / (_TRUST + waited)
+        return [trust / sum(informed) if i else (1 - trust) / (len(informed) - sum(informed)) for i in informed]
+
+    def _pool_of(self, hyper: Hyper) -> Pool:
+        return self.candidates.pool if hyper.informed else self.candidates.plain
+
+    def _scale(self, hyper: Hyper, values: Floats) -> Scale:
+        if hyper.informed:
             return Scale(self.candidates.pool.spread**2, _RECORD_WEIGHT)
         return Scale(float(values.var()) + 1e-12, 1.0)
 

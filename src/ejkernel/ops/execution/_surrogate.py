@@ -11,6 +11,7 @@ Source: Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -55,6 +56,11 @@ class Hyper:
         """Return where the first fit starts."""
         scales = (math.log(0.6),) * columns
         return cls(scales, parts=(0.3, 0.3, 0.5) if records else (0.0, 0.0, 1.0), additive=additive)
+
+    @property
+    def informed(self) -> bool:
+        """Whether the process makes use of records."""
+        return self.parts[0] > 0.0
 
     def nearby(self) -> Iterator[Hyper]:
         """Yield the steps of a coordinate search."""
@@ -102,6 +108,12 @@ class Pool:
         widths = [axis.shape[1] for axis in axes]
         ends = np.cumsum(widths).tolist()
         self._slices = [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]
+
+    def without_records(self) -> Pool:
+        """Return the same configurations as a process sees them that knows no records."""
+        plain = copy.copy(self)
+        plain.mean, plain.spread = np.zeros(self.size), 0.0
+        return plain
 
     def covariance(self, hyper: Hyper, rows: Ints) -> Floats:
         """Return the covariance of some configurations with all."""

@@ -19,6 +19,7 @@ from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult, Entry
+from ejkernel.ops.execution.store import MeasurementStore as MeasurementStore  # which every chain asks for
 from ejkernel.ops.execution.texts import calls_in_text
 from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.registry import Recorded, get_invocations
@@ -141,10 +142,7 @@ def _tune_one(
     policy = effective_policy(selector.policy, selector)
     more: dict[str, Any] = {} if compiled is None else {"compiled": compiled}
     with compat.numerics(inv.precision, inv.x64):  # the call's, which may not be the ones in force here
-        data: AutotuneData = selector.tuner.tune(inv.representative, inv.kernel, policy=policy, progress=step, **more)
-    selector.remember(inv.key, data.config, call=inv.description, measured=data.summary_data())
-    if data.interrupted:
-        raise KeyboardInterrupt
+        data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, progress=step, **more)
     return data
 
 
@@ -198,10 +196,8 @@ def autotune(
         )
     inv = Invocation(kernel=target, args=prepared_args, kwargs=prepared_kwargs)
     tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
-    tuned = tuner.tune(inv.representative, target, candidates=configs, policy=effective_policy(chain.policy, chain))
-    chain.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
-    if tuned.interrupted:
-        raise KeyboardInterrupt
+    policy = effective_policy(chain.policy, chain)
+    tuned = chain.search(inv, target, tuner=tuner, candidates=configs, policy=policy)
     return tuned.config
 
 

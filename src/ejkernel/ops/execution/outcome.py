@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.utils.serialize import to_data
+from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
 
 READY = "ready"
 MEASURED = "measured"
@@ -18,6 +21,8 @@ WRONG = "wrong"
 SKIPPED = "skipped"
 SAME = "same"
 CRASHED = "crashed"
+
+_REASON = 100  # characters of a reason that a table shows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,11 @@ class AutotuneData:
         before, after = self.heuristic.measurement, self.winner.measurement
         return None if before is None or after is None else before.median / after.median
 
+    def summary(self) -> str:
+        """Return the fate of every candidate as a table for people, the fastest first."""
+        title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}\n{self.key.device}, call {self.key.call}"
+        return summary_of(title, self.outcomes, self.winner, self.seconds)
+
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
         failures = [
@@ -101,6 +111,38 @@ class AutotuneData:
             "interrupted": self.interrupted,
             "failures": failures,
         }
+
+
+def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds: float) -> str:
+    """Return a search as text: `title`, what came out, and a table of the outcomes, the fastest first.
+
+    Args:
+        title: What was searched for.
+        outcomes: What became of each candidate; the heuristic is the first.
+        winner: One of them.
+        seconds: How long the search took.
+    """
+    heuristic = outcomes[0].measurement
+    if winner is outcomes[0]:
+        found = "the heuristic stays"
+    elif heuristic is None or winner.measurement is None:
+        found = "the heuristic could not be measured"
+    else:
+        found = f"{heuristic.median / winner.measurement.median:.2f}x the heuristic's speed"
+    ranked = sorted(outcomes, key=lambda o: math.inf if o.measurement is None else o.measurement.median)
+    rows = [_cells(outcome, outcome is outcomes[0], outcome is winner, heuristic) for outcome in ranked]
+    table = text_table(("", "configuration", "status", "median", "spread", "of heuristic", "reason"), rows)
+    return f"{title}\n{len(outcomes)} candidates in {seconds:.1f} s; {found}\n{table}"
+
+
+def _cells(outcome: Outcome, first: bool, won: bool, heuristic: Measurement | None) -> tuple[str, ...]:
+    measured, text = outcome.measurement, " ".join(outcome.reason.split())
+    reason = text if len(text) <= _REASON else text[: _REASON - 3] + "..."
+    times = ("-", "-", "-")
+    if measured is not None:
+        share = "-" if heuristic is None else f"{measured.median / heuristic.median:.0%}"
+        times = (duration(measured.median), f"{measured.spread:.0%}" if len(measured.samples) > 3 else "-", share)
+    return "*" if won else "h" if first else "", compact(outcome.config), outcome.status, *times, reason
 
 
 def _times(outcome: Outcome) -> dict[str, Any] | None:

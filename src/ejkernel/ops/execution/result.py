@@ -15,6 +15,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.utils.serialize import from_json, to_data, to_json
+from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
 from ejkernel.ops.utils.typenames import decode_config, type_name
 
 _SCHEMA = 1
@@ -75,6 +76,14 @@ class AutotuningResult:
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self.entries))
 
+    def __str__(self) -> str:
+        """Return a table: of each call its configuration and, of those that were tuned here, what that brought."""
+        tuned = {(search.key.op, search.key.call): search for search in self.searches}
+        rows = [_cells(entry, tuned.get((entry.op_id_v, entry.call_key))) for entry in self.entries]
+        title = f"{len(rows)} configuration{'s' * (len(rows) != 1)} for {self.device}"
+        header = ("operation", "call", "configuration", "arguments", "before", "after", "speed-up")
+        return f"{title}\n{text_table(header, rows)}" if rows else title
+
     def __enter__(self) -> AutotuningResult:
         overlay = Overlay({ConfigKey(self.device, e.op_id_v, e.call_key): e.cfg for e in self.entries})
         scope = current_scope()
@@ -129,6 +138,17 @@ class AutotuningResult:
         return cls(
             stored.device, tuple(Entry(e.op, e.call, decode_config(e.config, e.config_type)) for e in stored.entries)
         )
+
+
+def _cells(entry: Entry, search: AutotuneData | None) -> tuple[str, ...]:
+    cells = (entry.op_id_v, entry.call_key, compact(entry.cfg))
+    if search is None:
+        return *cells, "-", "-", "-", "-"
+    before, after = search.heuristic.measurement, search.winner.measurement
+    times = ["-" if measured is None else duration(measured.median) for measured in (before, after)]
+    kept = search.winner is search.heuristic
+    speedup = "kept" if kept else "-" if search.speedup is None else f"{search.speedup:.2f}x"
+    return *cells, arguments(search.inv.description), *times, speedup
 
 
 @dataclasses.dataclass(frozen=True)

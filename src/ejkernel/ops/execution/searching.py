@@ -138,7 +138,8 @@ class ModelSearch(_Told):
 
     First come the fastest of each record, in the order of the records; then the seeds; then, where there are no
     records, configurations far from each other; then those that a Gaussian process over the logarithm of the time
-    recommends. A record is believed as far as it agrees with what is measured here. A failure lowers the chance of
+    recommends. A record is believed as far as it agrees with what is measured here, and less the longer nothing better
+    is found. A failure lowers the chance of
     what is near it. Of a space that is too large to be ranked, a sample is ranked, and what is near the best.
 
     Args:
@@ -208,9 +209,11 @@ class ModelSearch(_Told):
             for point, seconds in self.times.items():
                 if point in self._candidates.rows:
                     self._candidates.note(self._candidates.rows[point], failed=seconds is None)
-        columns, records = self._candidates.pool.columns.shape[1], bool(self._priors)
+        columns = self._candidates.pool.columns.shape[1]
         self._hypers = self._hypers or tuple(
-            Hyper.start(columns, records=records, additive=share) for share in self.options.additive
+            Hyper.start(columns, records=records, additive=share)
+            for records in ((True, False) if self._priors else (False,))
+            for share in self.options.additive
         )
         self._model = Model(self._candidates, self._hypers, self.times)
         self._hypers = self._model.hypers

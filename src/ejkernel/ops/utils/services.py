@@ -12,6 +12,7 @@ from typing import Any
 class _Services:
     default_executor: Callable[[], Any] | None = None
     default_tuner: Callable[[], Any] | None = None
+    store_of: Callable[[Any], Any] | None = None
     is_measuring: Callable[[], bool] | None = None
 
 
@@ -22,11 +23,13 @@ def provide(
     *,
     default_executor: Callable[[], Any] | None = None,
     default_tuner: Callable[[], Any] | None = None,
+    store_of: Callable[[Any], Any] | None = None,
     is_measuring: Callable[[], bool] | None = None,
 ) -> None:
     """Register the functions that make or return the given services."""
     _services.default_executor = default_executor or _services.default_executor
     _services.default_tuner = default_tuner or _services.default_tuner
+    _services.store_of = store_of or _services.store_of
     _services.is_measuring = is_measuring or _services.is_measuring
 
 
@@ -40,6 +43,12 @@ def default_tuner() -> Any:
     """Return the tuner of chains that were not given one."""
     assert _services.default_tuner is not None  # `import ejkernel.ops` provides it
     return _services.default_tuner()
+
+
+def store_of(persistent: Any) -> Any:
+    """Return the store of measurements beside a persistent cache."""
+    assert _services.store_of is not None  # `import ejkernel.ops` provides it
+    return _services.store_of(persistent)
 
 
 def is_measuring() -> bool:

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A search as text: a line of JSON about the search, and then one short line for each outcome.
+
+The first line is an object (`_Header`); every further one an array, of the columns that the first names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ejkernel.ops.config._files import UnusableError, restored_key
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.execution._modelling import Record
+from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.execution.outcome import READY, SAME, SKIPPED, AutotuneData, Outcome, summary_of
+from ejkernel.ops.utils.serialize import from_data, from_json, to_data
+from ejkernel.ops.utils.tables import arguments
+from ejkernel.ops.utils.typenames import PLAIN, decode_config, type_name
+
+logger = logging.getLogger(__name__)
+
+SCHEMA: Final = 1  # raise when the layout changes; a search of another schema is a warned skip
+_UNTOLD: Final = (SAME, SKIPPED, READY)  # what says nothing about a configuration that was not measured
+_REASON: Final = 400  # characters of a reason that are kept: a compiler's message may have thousands
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSearch:
+    """A search as it is in its file.
+
+    Attributes:
+        key: The key of the call.
+        call: The abstract call as plain data.
+        config_type: `module.Qualname` of the configurations' class, or `json` for plain data.
+        outcomes: What became of each candidate, its configuration as plain data; the heuristic is the first.
+        winner: The position of the winner among them.
+        seconds: How long the search took.
+        provenance: Device, versions and time of writing.
+        path: The file; `None` for a search that could not be written and lives in memory.
+    """
+
+    key: ConfigKey
+    call: Any
+    config_type: str
+    outcomes: tuple[Outcome, ...]
+    winner: int
+    seconds: float
+    provenance: Mapping[str, Any]
+    path: Path | None = None
+
+    def record(self, label: str = "", cfg_type: Any = None) -> Record:
+        """Return the times, for a search to start from.
+
+        What was never tried, and what is the program of another candidate, is left out, and so is, with a line in the
+        log, what cannot be decoded.
+
+        Args:
+            label: Where the times are from; device and key by default.
+            cfg_type: The configurations' type; `None` takes the type of that name among the modules that are loaded.
+        """
+        times: list[tuple[Any, float | None]] = []
+        refused: list[ConfigError] = []
+        for outcome in self.outcomes:
+            if outcome.measurement is None and outcome.status in _UNTOLD:
+                continue
+            try:
+                config = self._decoded(outcome.config, cfg_type)
+            except ConfigError as error:
+                refused.append(error)
+            else:
+                times.append((config, None if outcome.measurement is None else outcome.measurement.median))
+        if refused:
+            text = "%d of %d configurations in the log of %s cannot be decoded, such as one: %s"
+            logger.info(text, len(refused), len(self.outcomes), self.path or self.key, refused[0])
+        return Record(label or f"{self.key.device} {self.key.call}", tuple(times))
+
+    def _decoded(self, config: Any, cfg_type: Any) -> Any:
+        return decode_config(config, self.config_type) if cfg_type is None else from_data(config, cfg_type)
+
+    def summary(self) -> str:
+        """Return the fate of every candidate as a table, the fastest first."""
+        where = f"{self.key.op}  {arguments(self.call)}\n{self.key.device}, call {self.key.call}, measured "
+        title = f"{where}{str(self.provenance.get('time', 'at an unknown time'))[:19].replace('T', ' ')}"
+        return summary_of(title, self.outcomes, self.outcomes[self.winner], self.seconds)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """The first line.
+
+    Attributes:
+        schema: Of this layout.
+        key, call, config_type, provenance: As in `StoredSearch`.
+        fields: Names of the configurations' fields, whose values follow in this order; `None`: they follow whole.
+        winner: The number of the winner's line, counted from 0.
+        seconds: How long the search took.
+        outcomes: How many lines follow.
+        columns: What they hold.
+    """
+
+    schema: int
+    key: Any
+    call: Any
+    config_type: str
+    fields: list[str] | None
+    winner: int
+    seconds: float
+    outcomes: int
+    columns: list[str]
+    provenance: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A further line; times of a call in microseconds."""
+
+    config: Any
+    status: str
+    samples_us: list[float]
+    method: str | None
+    compile_s: float | None
+    peak_bytes: int | None
+    reason: str
+
+
+_COLUMNS: Final = [field.name for field in dataclasses.fields(_Row)]
+
+
+def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
+    """Return a search as text.
+
+    Raises:
+        SerializationError: a configuration has no JSON form.
+    """
+    configs = [to_data(outcome.config) for outcome in data.outcomes]
+    fields = list(configs[0]) if isinstance(configs[0], dict) else None
+    if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
+        fields = None
+    types = {type_name(outcome.config) for outcome in data.outcomes}
+    header = _Header(
+        schema=SCHEMA,
+        key=data.key,
+        call=data.inv.description,
+        config_type=types.pop() if len(types) == 1 else PLAIN,
+        fields=fields,
+        winner=next(i for i, outcome in enumerate(data.outcomes) if outcome is data.winner),
+        seconds=round(data.seconds, 3),
+        outcomes=len(configs),
+        columns=_COLUMNS,
+        provenance=dict(provenance),
+    )
+    rows = (
+        _row(config if fields is None else [config[name] for name in fields], outcome)
+        for config, outcome in zip(configs, data.outcomes, strict=True)
+    )
+    lines = [to_data(header), *([getattr(row, name) for name in _COLUMNS] for row in rows)]
+    return "".join(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
+
+
+def _row(config: Any, outcome: Outcome) -> _Row:
+    measured, compiled = outcome.measurement, outcome.compile_seconds
+    return _Row(
+        config=config,
+        status=outcome.status,
+        samples_us=[] if measured is None else [float(f"{sample * 1e6:.5g}") for sample in measured.samples],
+        method=None if measured is None else measured.method,
+        compile_s=None if compiled is None else round(compiled, 3),
+        peak_bytes=outcome.peak_bytes,
+        reason=outcome.reason if len(outcome.reason) <= _REASON else outcome.reason[: _REASON - 3] + "...",
+    )
+
+
+def load_header(text: str) -> tuple[ConfigKey, Any]:
+    """Return the key and the abstract call of a search, without reading its outcomes.
+
+    Raises:
+        UnusableError: the text is not a search that this version can read.
+    """
+    header = _header(text.partition("\n")[0])
+    return header.key, header.call
+
+
+def load(text: str, path: Path | None = None) -> StoredSearch:
+    """Return the search that `dump` wrote.
+
+    Raises:
+        UnusableError: the text is not a search that this version can read.
+    """
+    first, *lines = text.split("\n")  # not splitlines: a reason may hold what Unicode calls a line's end
+    header = _header(first)
+    if lines[-1:] != [""] or len(lines[:-1]) != header.outcomes:
+        raise UnusableError(f"it ends after {len(lines)} lines, and should have {header.outcomes + 1} whole ones")
+    if not 0 <= header.winner < header.outcomes:
+        raise UnusableError(f"its winner is outcome {header.winner} of {header.outcomes}")
+    return StoredSearch(
+        key=header.key,
+        call=header.call,
+        config_type=header.config_type,
+        outcomes=tuple(_outcome(line, number, header.fields) for number, line in enumerate(lines[:-1], 2)),
+        winner=header.winner,
+        seconds=header.seconds,
+        provenance=header.provenance,
+        path=path,
+    )
+
+
+def _header(line: str) -> _Header:
+    try:
+        data = from_json(line, Any)
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if type(schema) is not int:
+            raise UnusableError("it is not the log of a search")
+        if schema != SCHEMA:
+            age = "a newer" if schema > SCHEMA else "an older"
+            raise UnusableError(f"it was written by {age} ejkernel: schema {schema}, not {SCHEMA}")
+        header = from_data(data, _Header)
+    except SerializationError as error:
+        raise UnusableError(f"line 1: {error}") from error
+    key = restored_key(header.key)
+    if not isinstance(key, ConfigKey):
+        raise UnusableError(f"line 1: its key is none of a call: {header.key!r}")
+    if header.columns != _COLUMNS:
+        raise UnusableError(f"line 1: its columns are {header.columns}, not {_COLUMNS}")
+    return dataclasses.replace(header, key=key)
+
+
+def _outcome(line: str, number: int, fields: list[str] | None) -> Outcome:
+    try:
+        values = from_json(line, list[Any])
+        row = from_data(dict(zip(_COLUMNS, values, strict=True)), _Row)
+        config = row.config if fields is None else dict(zip(fields, from_data(row.config, list[Any]), strict=True))
+    except (ValueError, TypeError) as error:  # of JSON or types, of columns too many or too few, of no list at all
+        raise UnusableError(f"line {number}: {error}") from error
+    if not all(math.isfinite(sample) and sample > 0 for sample in row.samples_us):
+        raise UnusableError(f"line {number}: samples must be positive, got {row.samples_us}")
+    samples = tuple(sample / 1e6 for sample in row.samples_us)
+    return Outcome(
+        config=config,
+        status=row.status,
+        reason=row.reason,
+        measurement=Measurement(samples=samples, method=row.method or "") if samples else None,
+        compile_seconds=row.compile_s,
+        peak_bytes=row.peak_bytes,
+    )
