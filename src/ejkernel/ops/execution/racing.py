@@ -169,7 +169,7 @@ class Race:
     def ranking(self) -> list[int]:
         """Return the candidates that have a sample and did not fail, the best first.
 
-        Those that stayed longer come first, then those whose figure is less (`RacePlan.center`), then those named first.
+        Those that stayed longer come first; of equals those whose figure, `RacePlan.center`, is less; then by index.
         """
         samples = self.samples
         keys = {index: (-len(values), self.plan.center(values)) for index, values in enumerate(samples) if values}
