@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -259,6 +261,24 @@ def load_mosaic_gpu_runtime() -> None:
     ones = jnp.ones((128,), jnp.float32)
     shape = jax.ShapeDtypeStruct(ones.shape, ones.dtype)
     jax.block_until_ready(plgpu.kernel(double, out_type=shape, grid=(1,), grid_names=("x",))(ones))
+
+
+def profiled_planes(work: Callable[[], Any]) -> list[Any]:
+    """Run `work` under the profiler, and return the planes of its trace: `name`, and `lines` of `events`.
+
+    Raises:
+        RuntimeError: the profiler cannot be had, such as when another trace is being taken.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0  # the device's own events are enough
+    with tempfile.TemporaryDirectory(prefix="ejkernel-trace-") as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(work())
+        return [
+            plane
+            for file in sorted(Path(folder).rglob("*.xplane.pb"))
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+        ]
 
 
 def cudnn_attention_forward(

@@ -29,6 +29,7 @@ from ejkernel.ops import (
     UnsupportedError,
     default_executor,
     extract_labels_from_hlo_text,
+    recording,
 )
 
 KERNEL = FlashAttention()
@@ -371,3 +372,35 @@ def test_a_configuration_of_another_operation_is_a_clear_error():
     x = jnp.ones((1, 16, 2, 64))
     with pytest.raises(ConfigError, match="flash_attention: cfg must be a FlashAttentionConfig, got FwdParams"):
         flash_attention(x, x, x, cfg=FwdParams())
+
+
+# --- cost ---
+
+
+def cost_of(**options):
+    query, key, value = (jax.ShapeDtypeStruct((2, 6, heads, 8), jnp.bfloat16) for heads in (4, 2, 2))
+    kernel = FlashAttention()
+    args, kwargs = kernel.prepare(query, key, value, **options)
+    return kernel.cost(Invocation(kernel=kernel, args=args, kwargs=kwargs))
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, 36),
+        ({"causal": True}, 21),
+        ({"causal": True, "sliding_window": 1}, 11),
+        ({"sliding_window": (1, 0)}, 11),
+        ({"sliding_window": (None, 1)}, 26),
+    ],
+)
+def test_the_cost_counts_the_pairs_that_see_each_other(options, pairs):
+    cost = cost_of(**options)
+    assert cost.flops == 2 * 4 * pairs * 2 * (8 + 8)
+    assert cost.bytes == 2 * (2 * 6 * 8) * (4 + 2 + 2 + 4)
+
+
+def test_a_gradient_has_no_cost():
+    with recording() as calls:
+        jax.jit(jax.grad(lambda query, *others: flash_attention(query, *others).sum())).lower(*make_qkv())
+    assert {call.direction: call.kernel.cost(call) is None for call in calls} == {"fwd": False, "bwd": True}

@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rms_norm.reference import normalize
 from ejkernel.modules import RmsNorm, RmsNormConfig, rms_norm
-from ejkernel.ops import ArgumentError, ConfigError, Invocation
+from ejkernel.ops import ArgumentError, ConfigError, Invocation, recording
 
 KERNEL = RmsNorm()
 ONE_PASS = RmsNormConfig()
@@ -159,3 +159,24 @@ def test_candidates_are_distinct_and_smaller_than_the_rows():
     assert candidates[0] == ONE_PASS
     assert 4 <= len(candidates) == len(set(candidates))
     assert all(1 <= c.fwd_block_rows < 1000 for c in candidates[1:])
+
+
+# --- cost ---
+
+
+def test_the_cost_is_what_is_read_and_written_once():
+    cost = KERNEL.cost(Invocation(kernel=KERNEL, args=make((8, 16), dtype="bfloat16")))
+    assert (cost.flops, cost.bytes) == (4 * 8 * 16, 2 * 8 * 16 * 2 + 16 * 4)
+
+
+def test_under_vmap_a_shared_weight_is_read_once():
+    x, weight = make((3, 8, 16))
+    with recording() as calls:
+        jax.jit(jax.vmap(rms_norm, in_axes=(0, None))).lower(x, weight)
+    assert KERNEL.cost(calls[0]).bytes == 2 * x.nbytes + weight.nbytes
+
+
+def test_only_the_forward_has_a_cost():
+    with recording() as calls:
+        jax.jit(jax.grad(lambda x, weight: rms_norm(x, weight).sum())).lower(*make())
+    assert {call.direction: KERNEL.cost(call) is None for call in calls} == {"fwd": False, "bwd": True}

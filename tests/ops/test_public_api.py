@@ -33,6 +33,7 @@ DOCUMENTED = [
     "ConfigKey",
     "ConfigSelectorChain",
     "ConfigSpace",
+    "Cost",
     "DescriptionError",
     "EjkernelError",
     "EjkernelWarning",

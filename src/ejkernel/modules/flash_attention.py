@@ -16,11 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention import IMPLEMENTATIONS, load, xla
-from ejkernel.kernels.flash_attention.common import AttentionCall, Operands, Rules, describe
+from ejkernel.kernels.flash_attention.common import AttentionCall, Operands, Rules, describe, visible_pairs
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError, ConfigError, UnsupportedError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.fingerprint import platform_kind
@@ -145,6 +146,22 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         if segments is not None:
             segments = tuple(_random_segments(x.shape, rng).astype(x.dtype) for x in segments)
         return (query, key, value, bias, mask, segments), kwargs
+
+    def cost(self, inv: _Invocation) -> Cost | None:
+        """Return the forward's work: two products for every pair that the static rules let see each other.
+
+        What `attention_mask` and `segment_ids` hide depends on their values, and counts as seen.
+        """
+        if inv.direction != "fwd":
+            return None
+        args, options = self.prepare(*inv.args, **inv.kwargs)
+        operands = _operands(args)
+        batch, queries, heads, head_dim = operands.query.shape
+        keys, value_dim = operands.key.shape[1], operands.value.shape[3]
+        pairs = visible_pairs(queries, keys, _rules(options))
+        rows = math.prod(inv.batch_sizes) * batch * heads
+        out = rows * queries * value_dim * operands.query.dtype.itemsize
+        return Cost(flops=2 * rows * pairs * (head_dim + value_dim), bytes=inv.input_bytes + out)
 
     def _call(self, inv: _Invocation) -> AttentionCall:
         args, options = self.prepare(*inv.args, **inv.kwargs)

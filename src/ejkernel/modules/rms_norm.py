@@ -16,6 +16,7 @@ from ejkernel.kernels.rms_norm import IMPLEMENTATIONS, xla
 from ejkernel.kernels.rms_norm.reference import normalize
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.utils.signature import is_array
 
@@ -120,6 +121,13 @@ class RmsNorm(Kernel[RmsNormConfig, jax.Array]):
         rows, dim = _rows_and_dim(inv)
         sizes = dict.fromkeys(_even(rows, max(1, elements // dim)) for elements in (1 << 15, 1 << 17, _BLOCK, 1 << 21))
         return [RmsNormConfig(), *(_config(inv, size) for size in sizes if size < rows)]
+
+    def cost(self, inv: _Invocation) -> Cost | None:
+        """Return the forward's work: four operations an element; `x` and the weight are read, the output is written."""
+        if inv.direction != "fwd":
+            return None
+        rows, dim = _rows_and_dim(inv)
+        return Cost(flops=4 * rows * dim, bytes=inv.input_bytes + rows * dim * inv.args[0].dtype.itemsize)
 
 
 _rms_norm = RmsNorm()

@@ -15,6 +15,7 @@ from ejkernel.ops.core.invocation import default_key_builder_with_sharding as de
 from ejkernel.ops.core.kernel import Kernel as Kernel
 from ejkernel.ops.core.types import Cfg as Cfg
 from ejkernel.ops.core.types import ConfigKey as ConfigKey
+from ejkernel.ops.core.types import Cost as Cost
 from ejkernel.ops.core.types import Out as Out
 from ejkernel.ops.errors import ArgumentError as ArgumentError
 from ejkernel.ops.errors import CacheWarning as CacheWarning

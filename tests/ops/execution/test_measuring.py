@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import jax
@@ -13,8 +14,10 @@ import pytest
 from ejkernel.ops.config.cache import overlay_cache
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.execution import measuring
-from ejkernel.ops.execution.measuring import Measurement, apart, benchmark, calls_per_sample, interleaved, sample
+from ejkernel.ops.execution import timers
+from ejkernel.ops.execution.measuring import Measurement, Runner, apart, benchmark, interleaved, sets_for_cold
+from ejkernel.ops.execution.racing import Race, RacePlan
+from ejkernel.ops.execution.timers import Timer, TimerError, wall_sample
 from ejkernel.ops.registry import recording
 from ejkernel.ops.utils import services
 
@@ -41,7 +44,7 @@ class FakeTime:
 @pytest.fixture
 def clock(monkeypatch):
     clock = FakeTime()
-    monkeypatch.setattr(measuring, "_CLOCK", clock)
+    monkeypatch.setattr(timers, "_CLOCK", clock)
     return clock
 
 
@@ -61,31 +64,80 @@ def test_few_samples_have_no_spread(count):
     assert Measurement(samples=(1.0, 9.0, 5.0)[:count]).spread == 0.0
 
 
-# --- sampling ---
+# --- runners ---
 
 
-def test_a_sample_is_the_mean_of_its_calls(clock):
-    assert sample(clock.takes("f", 0.5), 4) == 0.5
+def test_a_runner_takes_its_sets_of_arguments_in_turn():
+    seen = []
+    runner = Runner(seen.append, [(1,), (2,), (3,)])
+    for _ in range(5):
+        runner()
+    assert seen == [1, 2, 3, 1, 2]
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(1.0, 1), (1e-3, 2), (1e-5, 200), (1e-9, 1000), (0.0, 1000)])
-def test_a_sample_has_as_many_calls_as_make_the_clock_negligible(clock, seconds, calls):
-    assert calls_per_sample(clock.takes("f", seconds), warmup=3) == calls
+def test_a_runner_needs_arguments():
+    with pytest.raises(ConfigError, match="argument_sets must hold the arguments of one call at least, got none"):
+        Runner(jnp.sin, [])
 
 
-def test_the_first_call_does_not_decide_how_many_make_a_sample(clock):
-    cold = iter([9.0, 1e-3])
-    assert calls_per_sample(lambda: setattr(clock, "now", clock.now + next(cold)), warmup=2) == 2
+@pytest.mark.parametrize(("size", "sets"), [(100, 3), (150, 2), (299, 2), (1, 300), (1000, 2), (0, 1)])
+def test_sets_are_cold_when_they_are_three_times_the_cache(size, sets):
+    assert sets_for_cold(size, cache_bytes=100) == sets
+
+
+@pytest.mark.parametrize(("count", "cache"), [(1, "warm"), (2, "warm"), (3, "cold"), (4, "cold")])
+def test_a_measurement_is_cold_when_there_are_sets_enough(clock, count, cache):
+    runner = Runner(lambda x: None, [(X,)] * count, cache_bytes=X.nbytes)
+    (got,) = interleaved([runner], rounds=1)
+    assert got.cache == cache
+
+
+def test_a_call_without_arguments_is_never_cold():
+    assert Runner(lambda: None, [()] * 9).cache == "warm"
+
+
+def test_a_measurement_of_a_compiled_program_has_its_memory_and_compile_time(clock):
+    compiled = jax.jit(lambda x: (x @ x, x)).lower(np.ones((8, 8), np.float32)).compile()
+    got = Runner(compiled, [(np.ones((8, 8), np.float32),)], compile_seconds=1.5).measurement([1.0], "wall")
+    assert (got.compile_seconds, got.output_bytes) == (1.5, compiled.memory_analysis().output_size_in_bytes)
+    assert got.peak_bytes >= 3 * 8 * 8 * 4
+
+
+def test_memory_that_the_compiler_does_not_tell_is_left_out():
+    class Silent:
+        def memory_analysis(self):
+            return None
+
+    for function in (Silent(), lambda: None):
+        got = Runner(function).measurement([1.0], "wall")
+        assert (got.peak_bytes, got.output_bytes) == (None, None)
+
+
+# --- rounds ---
 
 
 def test_functions_are_measured_in_turns(clock):
-    interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=3, warmup=2)
+    interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=2, warmup=2)
     assert clock.log == ["a", "a", "b", "b", "a", "b", "a", "b", "a", "b"]
 
 
 def test_each_function_has_its_samples(clock):
     got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=3)
     assert [measurement.samples for measurement in got] == [(1.0,) * 3, (2.0,) * 3]
+
+
+def test_the_first_sample_does_not_count(clock):
+    durations = iter([1.0, 1.0, 9.0, 2.0, 3.0])
+    function = lambda: setattr(clock, "now", clock.now + next(durations))  # noqa: E731
+    (got,) = interleaved([function], rounds=2)
+    assert got.samples == (2.0, 3.0)
+
+
+def test_a_race_says_who_is_sampled(clock):
+    race = Race(3, plan=RacePlan(rounds=5, hopeless=((2, 1.5),)))
+    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0), clock.takes("c", 0.9)], race=race)
+    assert [len(measurement.samples) for measurement in got] == [5, 2, 5]
+    assert race.ranking() == [2, 0, 1]
 
 
 def test_a_function_that_is_not_worth_it_is_dropped(clock):
@@ -101,7 +153,7 @@ def test_a_function_that_was_dropped_does_not_come_back(clock):
 
 
 def test_no_round_begins_after_the_deadline(clock):
-    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 1.0)], rounds=9, deadline=7.5)
+    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 1.0)], rounds=9, deadline=9.5)
     assert [len(measurement.samples) for measurement in got] == [2, 2]
 
 
@@ -112,6 +164,104 @@ def test_every_function_has_a_sample_however_late_it_is(clock):
 
 def test_nothing_to_measure_gives_no_measurement():
     assert interleaved([], rounds=3) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"rounds": 3, "race": Race(1)}])
+def test_rounds_or_a_race_must_be_given(options):
+    with pytest.raises(ConfigError, match="one of rounds and race must be given"):
+        interleaved([lambda: None], **options)
+
+
+def test_a_race_must_be_of_as_many_candidates():
+    with pytest.raises(ConfigError, match="race must be of 1 candidates, as many as functions; got 2"):
+        interleaved([lambda: None], race=Race(2))
+
+
+# --- functions that fail, and timers that do ---
+
+
+def fails_at(clock, call):
+    """A function whose call of that number, from 0 on, raises."""
+    calls = itertools.count()
+
+    def function():
+        clock.now += 1.0
+        if next(calls) == call:
+            raise ZeroDivisionError("on the device")
+
+    return function
+
+
+@pytest.mark.parametrize(("call", "samples"), [(0, 0), (2, 0), (4, 1), (5, 2)])
+def test_a_function_that_fails_leaves_the_race_and_is_reported(clock, call, samples):
+    errors = []
+    got = interleaved(
+        [fails_at(clock, call), clock.takes("b", 1.0)],
+        rounds=5,
+        on_error=lambda index, error: errors.append((index, str(error))),
+    )
+    assert errors == [(0, "on the device")]
+    assert [len(measurement.samples) for measurement in got] == [samples, 5]
+
+
+def test_a_failure_is_the_callers_where_it_did_not_ask_for_it(clock):
+    with pytest.raises(ZeroDivisionError):
+        interleaved([fails_at(clock, 4)], rounds=5)
+
+
+class Device:
+    """A timer that tells twice the clock's seconds, up to a number of samples."""
+
+    def __init__(self, most):
+        self.left = most
+
+    def sample(self, function, calls):
+        self.left -= 1
+        if self.left < 0:
+            raise TimerError("another profiler")
+        return 2 * wall_sample(function, calls)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    def setup(most):
+        monkeypatch.setattr(timers, "_BY_PLATFORM", {"cpu": Timer("device", Device(most).sample)})
+
+    return setup
+
+
+def test_a_device_that_tells_is_believed(clock, device):
+    device(99)
+    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=2)
+    assert [(m.samples, m.method) for m in got] == [((2.0,) * 2, "device"), ((4.0,) * 2, "device")]
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_device_that_does_not_tell_of_all_is_not_asked(clock, device, most, caplog):
+    device(most)
+    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=2)
+    assert [(m.samples, m.method) for m in got] == [((1.0,) * 2, "wall"), ((2.0,) * 2, "wall")]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("most", [2, 3, 5, 7])
+def test_when_a_device_falls_silent_all_are_measured_anew_by_the_wall_clock(clock, device, most, caplog):
+    device(most)
+    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=3)
+    assert [(m.samples, m.method) for m in got] == [((1.0,) * 3, "wall"), ((2.0,) * 3, "wall")]
+    assert [record.getMessage() for record in caplog.records] == [
+        "measuring anew, all by the wall clock: another profiler"
+    ]
+
+
+def test_who_failed_stays_out_when_all_are_measured_anew(clock, device):
+    device(5)  # two to see whether it tells, then two rounds of which the first function fails in the second
+    errors = []
+    got = interleaved(
+        [fails_at(clock, 4), clock.takes("b", 1.0)], rounds=3, on_error=lambda index, error: errors.append(index)
+    )
+    assert errors == [0]
+    assert [(m.samples, m.method) for m in got] == [((), "wall"), ((1.0,) * 3, "wall")]
 
 
 # --- benchmark ---

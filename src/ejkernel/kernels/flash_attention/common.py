@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel import compat
@@ -121,3 +122,11 @@ def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: R
         return visible
     recent = ahead >= -rules.left
     return recent if visible is None else visible & recent
+
+
+def visible_pairs(queries: int, keys: int, rules: Rules) -> int:
+    """Return how many pairs of a query and a key the rules let see each other, in one head."""
+    positions = np.arange(queries) + keys - queries
+    first = 0 if rules.left is None else np.clip(positions - rules.left, 0, keys)
+    end = keys if rules.right is None else np.clip(positions + rules.right + 1, 0, keys)
+    return int(np.maximum(np.broadcast_to(end - first, positions.shape), 0).sum())

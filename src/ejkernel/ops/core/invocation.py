@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic
 
@@ -105,6 +106,16 @@ class Invocation(Generic[Cfg, Out]):
     def abstract_kwargs(self) -> dict[str, Any]:
         """The keyword arguments with `ShapeDtypeStruct`s for arrays."""
         return dict(abstract_tree(dict(self.kwargs)))
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of all arrays that the call takes; one that a `vmap` maps over counts for every example."""
+        arrays, examples = self.array_types, 1
+        if not arrays:
+            leaves = jax.tree.leaves(abstract_tree([list(self.args), dict(self.kwargs)]))
+            arrays = tuple(leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
+            examples = math.prod(self.batch_sizes)
+        return examples * sum(int(math.prod(array.shape) * array.dtype.itemsize) for array in arrays)
 
     @functools.cached_property
     def device_fingerprint(self) -> str:

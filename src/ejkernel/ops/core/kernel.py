@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic
 
 import numpy as np
 
-from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.core.types import Cfg, Cost, Out
 from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
@@ -194,6 +194,14 @@ class Kernel(Noted, Generic[Cfg, Out]):
                 if value is self:
                     return name
         return super().__reduce_ex__(protocol)
+
+    def cost(self, inv: Invocation[Cfg, Out]) -> Cost | None:
+        """Return the work that a call asks for, enclosing `vmap`s included; `None`, the default, if that is not known.
+
+        Measured times are held against it: it tells how near a configuration is to what the device can do, and which
+        is too fast to be true. `inv.direction` says whether the forward, a backward or a tangent is meant.
+        """
+        return None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.op_id_v!r})"

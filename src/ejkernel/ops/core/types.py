@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple, TypeVar
 
 Cfg = TypeVar("Cfg")
@@ -24,3 +25,16 @@ class ConfigKey(NamedTuple):
     device: str
     op: str
     call: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The work that a call asks for, however it is done.
+
+    Attributes:
+        flops: Floating-point operations; a multiplication and an addition are two.
+        bytes: What must be read and written at least: each argument and each result once.
+    """
+
+    flops: float
+    bytes: float

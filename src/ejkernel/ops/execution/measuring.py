@@ -4,33 +4,50 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from ejkernel import compat
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.execution.memory import num_bytes, output_bytes, peak_bytes
+from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import apart
-from ejkernel.ops.utils.fingerprint import default_device, platform_kind
+from ejkernel.ops.execution.timers import WALL, Timer, TimerError, calls_per_sample, choose_timer, now, wall_sample
+from ejkernel.ops.utils.signature import is_array
 
-_CLOCK = time.perf_counter
-_SAMPLE_SECONDS = 2e-3  # a sample is as many calls as take this long, so that the clock and dispatch do not count
+logger = logging.getLogger(__name__)
+
+N = TypeVar("N", int, float)
+
+WARM, COLD = "warm", "cold"
+_CACHE_BYTES = 128 << 20
+_TIMES_CACHE = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """How long one call takes.
+    """How long one call takes, and what it takes up.
 
     Attributes:
         samples: Seconds a call, one figure a round; each is the mean of calls that run back to back.
-        method: How the time was taken: `cupti`, the GPU's own time of its kernels, or `wall`.
+        method: How the time was taken: `cupti`, the GPU's own time of its kernels; `profiler`, the device's own time
+            of its programs; or `wall`.
+        cache: `warm`: every call had the same arguments. `cold`: so many sets of arguments took turns that none was
+            left in the device's last-level cache.
+        compile_seconds: How long lowering and compiling took.
+        peak_bytes: Temporaries, arguments and results together, as the compiler says.
+        output_bytes: The results, as the compiler says.
     """
 
     samples: tuple[float, ...]
     method: str = "wall"
+    cache: str = WARM
+    compile_seconds: float | None = None
+    peak_bytes: int | None = None
+    output_bytes: int | None = None
 
     @property
     def median(self) -> float:
@@ -46,70 +63,177 @@ class Measurement:
         return float(high - low) / self.median
 
 
-def calls_per_sample(function: Callable[[], Any], warmup: int) -> int:
-    """Return how many calls of `function` make one sample, after `warmup` calls of it (one at least)."""
-    once = [sample(function, 1) for _ in range(max(2, warmup))][1:]
-    return max(1, min(1000, round(_SAMPLE_SECONDS / max(min(once), 1e-7))))
+class Runner:
+    """A compiled function and its arguments: what is measured.
+
+    Each call takes the next set of arguments, and after the last the first again. With one set its data stay in the
+    device's caches; with as many as `sets_for_cold` says, no call finds its own there.
+
+    Args:
+        function: What is called; if it is a `jax.stages.Compiled`, its figures of memory are kept.
+        argument_sets: Positional arguments of one call after another, of equal shapes; one set at least.
+        compile_seconds: How long compiling `function` took.
+        cache_bytes: Size of the device's last-level cache; a guess on the safe side, if left out.
+
+    Raises:
+        ConfigError: there is no set of arguments.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        argument_sets: Sequence[Sequence[Any]] = ((),),
+        *,
+        compile_seconds: float | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
+        if not argument_sets:
+            raise ConfigError("argument_sets must hold the arguments of one call at least, got none.")
+        self.function = function
+        self.argument_sets = tuple(tuple(arguments) for arguments in argument_sets)
+        self.compile_seconds = compile_seconds
+        self._cache_bytes = cache_bytes
+        self._next = 0
+
+    def __call__(self) -> Any:
+        """Call the function with the next set of arguments."""
+        arguments = self.argument_sets[self._next]
+        self._next = (self._next + 1) % len(self.argument_sets)
+        return self.function(*arguments)
+
+    @property
+    def cache(self) -> str:
+        """`cold` if there are enough sets of arguments for that, else `warm`."""
+        enough = sets_for_cold(_bytes_of(self.argument_sets[0]), cache_bytes=self._cache_bytes)
+        return COLD if 1 < enough <= len(self.argument_sets) else WARM
+
+    def measurement(self, samples: Sequence[float], method: str) -> Measurement:
+        """Return samples of this runner with what else is known of it."""
+        tells = hasattr(self.function, "memory_analysis")
+        return Measurement(
+            samples=tuple(samples),
+            method=method,
+            cache=self.cache,
+            compile_seconds=self.compile_seconds,
+            peak_bytes=peak_bytes(self.function) if tells else None,
+            output_bytes=output_bytes(self.function) if tells else None,
+        )
 
 
-def sample(function: Callable[[], Any], calls: int) -> float:
-    """Return seconds a call, of `calls` calls that are issued back to back and waited for once."""
-    start = _CLOCK()
-    out = None
-    for _ in range(calls):
-        out = function()
-    jax.block_until_ready(out)
-    return (_CLOCK() - start) / calls
+def sets_for_cold(bytes_of_one: int, *, cache_bytes: int | None = None) -> int:
+    """Return how many sets of arguments must take turns, so that none is left in the last-level cache.
+
+    They are three times as large as the cache together, so that one that replaces lines at random is flushed too. For
+    small arguments that is a great many sets; 1 if there are no arguments, which no cache can hold.
+
+    Args:
+        bytes_of_one: Size of one set.
+        cache_bytes: Size of the cache; 128 MiB if left out, which no GPU of today exceeds by much.
+    """
+    size = _CACHE_BYTES if cache_bytes is None else cache_bytes
+    return 1 if bytes_of_one <= 0 else max(2, -(-_TIMES_CACHE * size // bytes_of_one))
 
 
-def cupti_sample(function: Callable[[], Any], calls: int) -> float | None:
-    """Return the GPU's own seconds a call, of `calls` calls; `None` where the GPU does not tell."""
-
-    def work() -> Any:
-        return [function() for _ in range(calls)][-1]
-
-    seconds = compat.cupti_seconds(work)
-    return None if seconds is None else seconds / calls
-
-
-def choose_timer(functions: Sequence[Callable[[], Any]]) -> tuple[str, Callable[[Callable[[], Any], int], Any]]:
-    """Return how to time `functions`, all alike: by what the device says of itself, or else by the wall clock."""
-    on_gpu = platform_kind(default_device().platform) == "gpu"
-    if on_gpu and all(cupti_sample(function, 1) is not None for function in functions):
-        return "cupti", cupti_sample
-    return "wall", sample
+def _bytes_of(arguments: Sequence[Any]) -> int:
+    return sum(num_bytes(leaf) for leaf in jax.tree.leaves(arguments) if is_array(leaf))
 
 
 def interleaved(
     functions: Sequence[Callable[[], Any]],
     *,
-    rounds: int,
+    rounds: int | None = None,
+    race: Race | None = None,
     warmup: int = 2,
     keep: Callable[[Sequence[Sequence[float]]], Sequence[bool]] | None = None,
     deadline: float | None = None,
+    on_error: Callable[[int, Exception], None] | None = None,
 ) -> list[Measurement]:
     """Measure functions in turn, round by round, so that drift of the machine hits all of them alike.
 
+    All are timed in one way. Should the device stop telling times on the way, all are measured again by the wall
+    clock, which is logged as a warning. The first sample of each does not count.
+
     Args:
-        functions: What to measure.
-        rounds: Samples of each.
+        functions: What to measure; a `Runner`'s measurement says more.
+        rounds: Samples of each; or
+        race: who is sampled how often, and at the end who is the best.
         warmup: Calls of each before its first sample.
         keep: Given all samples so far, says which functions are worth another round; all, if left out.
         deadline: `time.perf_counter()` after which no new round begins; each function has one sample at least.
+        on_error: Called with the index of a function that raises, and the error; it leaves the race, and what it had
+            of samples is its measurement. If left out, the error is raised.
+
+    Raises:
+        ConfigError: not exactly one of `rounds` and `race` is given, or the race is of another number of functions.
     """
-    calls = [calls_per_sample(function, warmup) for function in functions]
-    method, timer = choose_timer(functions)
-    samples: list[list[float]] = [[] for _ in functions]
-    alive = [True] * len(functions)
-    for index in range(rounds):
-        if index and deadline is not None and _CLOCK() > deadline:
-            break
-        for position, function in enumerate(functions):
-            if alive[position]:
-                samples[position].append(timer(function, calls[position]))
-        if keep is not None:
-            alive = [was and now for was, now in zip(alive, keep(samples), strict=True)]
-    return [Measurement(samples=tuple(values), method=method) for values in samples]
+    if (rounds is None) == (race is None):
+        raise ConfigError(f"one of rounds and race must be given, got rounds={rounds!r} and race={race!r}.")
+    if race is None:
+        race = Race(len(functions), plan=RacePlan.fixed(rounds or 0), incumbents=())
+    if race.count != len(functions):
+        raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
+    meet = _Meet(functions, race, keep, deadline, on_error)
+    calls = {
+        index: count for index in race.running if (count := meet.tried(index, calls_per_sample, warmup)) is not None
+    }
+    timer = choose_timer([functions[index] for index in race.running])
+    try:
+        meet.run(timer, calls)
+    except TimerError as error:
+        logger.warning("measuring anew, all by the wall clock: %s", error)
+        timer = WALL
+        race.restart()
+        meet.run(timer, calls)
+    return [_measurement(function, values, timer) for function, values in zip(functions, race.samples, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Meet:
+    """Functions under a race's rules."""
+
+    functions: Sequence[Callable[[], Any]]
+    race: Race
+    keep: Callable[[Sequence[Sequence[float]]], Sequence[bool]] | None
+    deadline: float | None
+    on_error: Callable[[int, Exception], None] | None
+
+    def run(self, timer: Timer, calls: Mapping[int, int]) -> None:
+        """Sample whom the race asks for, until it is decided or time is up."""
+        while indices := self.race.next_round():
+            if self._is_late(indices):
+                return
+            for index in indices:
+                seconds = self.tried(index, timer.sample, calls[index])
+                if seconds is not None:
+                    self.race.note(index, seconds)
+            samples = self.race.samples
+            if self.keep is not None and all(samples[index] for index in self.race.running):
+                for index, stays in enumerate(self.keep(samples)):
+                    if not stays:
+                        self.race.drop(index)
+
+    def tried(self, index: int, time: Callable[[Callable[[], Any], int], N], count: int) -> N | None:
+        """Time a function; `None` if it raised, and has left the race."""
+        try:
+            return time(self.functions[index], count)
+        except TimerError:
+            raise
+        except Exception as error:
+            if self.on_error is None:
+                raise
+            self.race.fail(index)
+            self.on_error(index, error)
+            return None
+
+    def _is_late(self, indices: Sequence[int]) -> bool:
+        samples = self.race.samples
+        return all(samples[i] for i in indices) and self.deadline is not None and now() > self.deadline
+
+
+def _measurement(function: Callable[[], Any], samples: Sequence[float], timer: Timer) -> Measurement:
+    if isinstance(function, Runner):
+        return function.measurement(samples, timer.method)
+    return Measurement(samples=tuple(samples), method=timer.method)
 
 
 def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warmup: int = 3, **kwargs: Any) -> float:
@@ -126,7 +250,7 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warm
     def work() -> float:
         for _ in range(num_warmup):
             jax.block_until_ready(fn(*args, **kwargs))
-        times = [sample(lambda: fn(*args, **kwargs), 1) for _ in range(num_iters)]
+        times = [wall_sample(lambda: fn(*args, **kwargs), 1) for _ in range(num_iters)]
         return float(np.median(times)) * 1e3
 
     return apart(work)

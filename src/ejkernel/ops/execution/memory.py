@@ -29,6 +29,12 @@ def peak_bytes(compiled: Any) -> int | None:
     return argument + output + temp - alias
 
 
+def output_bytes(compiled: Any) -> int | None:
+    """Return the bytes of a compiled program's results, if the compiler tells."""
+    analysis = compiled.memory_analysis()
+    return None if analysis is None else int(analysis.output_size_in_bytes)
+
+
 def device_bytes() -> int | None:
     """Return the memory of the default device, or `None` if nobody knows."""
     device = default_device()

@@ -29,22 +29,26 @@ class RacePlan:
         discard: First samples of each candidate that do not count: clocks, caches and pages are not warm yet.
         keep: `(samples, candidates)`: after so many samples, at most so many candidates stay; the incumbents apart.
         hopeless: `(samples, ratio)`: after so many samples, who was never faster than `ratio` times the leader goes.
-        trim: Share of the samples left out at each end before the mean is taken that candidates are ranked by; 0.5
-            gives the median. Spikes must not count, but where the clock steps between two speeds, the median of
-            samples that are half of the one and half of the other is a coin toss, and the mean of the middle is not.
+        trim: Share of the samples left out at each end before their mean is taken.
+        median_share: Weight of the median beside that mean, in the figure that candidates are ranked by. Spikes must
+            not count, so it cannot be the mean of all. But where the clock steps between two speeds, the median of
+            samples that are half of the one and half of the other is a coin toss: half-way between the two is better.
     """
 
     rounds: int = 15
     discard: int = 1
     keep: tuple[tuple[int, int], ...] = ((3, 24), (6, 12))
     hopeless: tuple[tuple[int, float], ...] = ((1, 3.0), (2, 2.0), (3, 1.25))
-    trim: float = 0.25
+    trim: float = 0.125
+    median_share: float = 0.5
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.discard < 0:
             raise ConfigError(f"rounds must be positive and discard >= 0, got {self.rounds!r} and {self.discard!r}.")
         if not 0 <= self.trim <= 0.5:
-            raise ConfigError(f"trim must be in 0 ... 0.5, got {self.trim!r}; 0.5 ranks by the median.")
+            raise ConfigError(f"trim must be in 0 ... 0.5, got {self.trim!r}.")
+        if not 0 <= self.median_share <= 1:
+            raise ConfigError(f"median_share must be in 0 ... 1, got {self.median_share!r}; 1 ranks by the median.")
         if not all(samples >= 1 and most >= 1 for samples, most in self.keep):
             raise ConfigError(f"keep must hold pairs (samples, candidates) of positive integers, got {self.keep!r}.")
         if not all(samples >= 1 and ratio >= 1 for samples, ratio in self.hopeless):
@@ -56,10 +60,11 @@ class RacePlan:
         return cls(rounds=rounds, discard=discard, keep=(), hopeless=())
 
     def center(self, samples: Sequence[float]) -> float:
-        """Return the figure that candidates are ranked by, of one candidate's samples: their trimmed mean."""
-        count = len(samples)
+        """Return the figure that candidates are ranked by, of one candidate's samples."""
+        count, ordered = len(samples), sorted(samples)
         cut = min((count - 1) // 2, math.ceil(self.trim * count))
-        return statistics.fmean(sorted(samples)[cut : count - cut])
+        mean = statistics.fmean(ordered[cut : count - cut])
+        return self.median_share * statistics.median(ordered) + (1 - self.median_share) * mean
 
     def most(self, samples: int, count: int) -> int:
         """Return how many of `count` candidates may stay after so many samples."""
@@ -102,6 +107,16 @@ class Race:
         self._pending: set[int] = set()
 
     @property
+    def count(self) -> int:
+        """How many candidates there are."""
+        return len(self._samples)
+
+    @property
+    def running(self) -> list[int]:
+        """Who is still in the race, the incumbents included, in order."""
+        return sorted(self._runners())
+
+    @property
     def samples(self) -> list[tuple[float, ...]]:
         """What was noted of each candidate, in order, without what is discarded."""
         return [tuple(values[self.plan.discard :]) for values in self._samples]
@@ -138,10 +153,23 @@ class Race:
         self._alive = [other for other in self._alive if other != index]
         self._left.pop(index, None)
 
+    def drop(self, index: int) -> None:
+        """Give a candidate no further samples, because the caller knows better; an incumbent has them all the same."""
+        samples = self.samples[index]
+        if index in self._alive:
+            self._alive.remove(index)
+            self._left[index] = (len(samples), self.plan.center(samples) if samples else math.inf)
+
+    def restart(self) -> None:
+        """Forget all samples, because they cannot be compared with those to come; who failed stays out."""
+        self._samples = [[] for _ in self._samples]
+        self._alive = [index for index in range(len(self._samples)) if index not in self._failed]
+        self._left, self._round, self._pending = {}, 0, set()
+
     def ranking(self) -> list[int]:
         """Return the candidates that have a sample and did not fail, the best first.
 
-        Those that stayed longer come first, then those whose trimmed mean is less, then those named first.
+        Those that stayed longer come first; of equals those whose figure, `RacePlan.center`, is less; then by index.
         """
         samples = self.samples
         keys = {index: (-len(values), self.plan.center(values)) for index, values in enumerate(samples) if values}
