@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from tests.ops.execution.made_up_times import interleaved_with
 
 from ejkernel.cli import main
 from ejkernel.ops.execution import bench
-from ejkernel.ops.execution.measuring import Measurement
 
 PROGRAM = '''
 import dataclasses
@@ -66,9 +66,9 @@ def forgetful():
 '''
 
 
-def later_is_faster(functions, **_):
-    """Stand in for a clock: the first candidate, which is the heuristic, is the slowest."""
-    return [Measurement(samples=(1.0 / (1 + index),) * 8) for index, _ in enumerate(functions)]
+def time_of(config):
+    """Stand in for a clock."""
+    return float(config.repeats)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def program(tmp_path, monkeypatch):
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    monkeypatch.setattr(bench, "interleaved", later_is_faster)
+    monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
     yield tmp_path
     sys.modules.pop("program", None)
 

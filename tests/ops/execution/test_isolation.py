@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.ops import faulty_kernels
+from tests.ops.execution.made_up_times import interleaved_with
 from tests.ops.faulty_kernels import BEST, SHAPE
 
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError
+from ejkernel.ops.execution import bench
 from ejkernel.ops.execution.bench import Limits
 from ejkernel.ops.execution.compiling import Patience
 from ejkernel.ops.execution.events import SearchStarted, WorkerRestarted, on_event
@@ -103,16 +105,10 @@ def test_a_candidate_that_fails_or_is_wrong_is_an_outcome(isolate):
 
 
 def test_a_fast_candidate_with_a_wrong_gradient_is_not_admitted(monkeypatch):
-    from ejkernel.ops.execution import bench
-    from ejkernel.ops.execution.measuring import Measurement
+    def time_of(config):
+        return 0.5 if config.kind else 1.0 + config.repeats
 
-    def wrong_is_fastest(functions, **_):
-        return [
-            Measurement(samples=(0.5 if function.config.kind else 1.0 + function.config.repeats,) * 8)
-            for function in functions
-        ]
-
-    monkeypatch.setattr(bench, "interleaved", wrong_is_fastest)
+    monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
     data = tune(faulty_kernels.failing, isolate=False)
     assert data.config == BEST
     assert fates(data)["wrong gradient"][0] == "wrong"

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from tests.ops.execution.made_up_times import interleaved_with
 from tests.ops.sample_kernels import WithResiduals, WithRule, told_apart
 
 from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, tune
 from ejkernel.ops.execution import bench
-from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.tuning import Autotuner
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
@@ -59,11 +59,10 @@ of_another_module = WithRule("of_another_module")
 def made_up_times(monkeypatch):
     """A candidate takes the seconds that its configuration is given above."""
 
-    def interleaved(functions, *, rounds, **_):
-        blocks = [f.config["block"] if isinstance(f.config, dict) else f.config for f in functions]
-        return [Measurement(samples=(SECONDS[block],) * rounds) for block in blocks]
+    def time_of(config):
+        return SECONDS[config["block"] if isinstance(config, dict) else config]
 
-    monkeypatch.setattr(bench, "interleaved", interleaved)
+    monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
 
 
 def mesh():

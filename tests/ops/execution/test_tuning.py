@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.execution.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -17,11 +18,9 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution import bench
-from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.tuning import Autotuner
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
-ROUNDS = 4
 
 
 class Double(Kernel[int, jax.Array]):
@@ -46,14 +45,10 @@ def race(monkeypatch):
     """`race({config: seconds, ...})` makes up the times of the candidates that reach the race, in their order."""
 
     def setup(costs):
-        def interleaved(functions, *, rounds, warmup, keep, deadline):
-            for function in functions:
-                jax.block_until_ready(function())
-            configs = [function.config for function in functions]
-            found = [costs[config["block"] if isinstance(config, dict) else config] for config in configs]
-            return [Measurement(samples=s if isinstance(s, tuple) else (s,) * ROUNDS) for s in found]
+        def time_of(config):
+            return costs[config["block"] if isinstance(config, dict) else config]
 
-        monkeypatch.setattr(bench, "interleaved", interleaved)
+        monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
 
     return setup
 
@@ -82,8 +77,8 @@ def fates(tuned):
         ({1: 1.0, 2: 0.99, 3: 1.0}, 1),  # nearer than noise: the heuristic stays
         ({1: 1.0, 2: 0.97, 3: 1.0}, 2),
         ({1: 2.0, 2: 1.0, 3: 1.0}, 2),  # a tie of others: the first
-        ({1: (1.0, 1.0, 1.0, 1.0), 2: (0.1, 0.1, 1.7, 1.7), 3: 2.0}, 1),  # faster in the median, not in most rounds
-        ({1: 1.0, 2: (0.1,), 3: 1.5}, 1),  # dropped from the race: its few samples are not compared
+        ({1: 1.0, 2: (0.1, 1.7), 3: 2.0}, 1),  # faster in half of the rounds
+        ({1: 1.0, 2: 4.0, 3: 0.5}, 3),  # one that is dropped early
     ],
 )
 def test_the_winner_beats_the_heuristic(race, costs, winner):
@@ -104,7 +99,7 @@ def test_a_summary_is_plain_data_with_the_failures(race):
 
     race({1: 2.0, 2: 1.0})
     summary = tune(Double(faults={3: broken})).summary_data()
-    assert summary["winner"] == {"median_us": 1e6, "spread": 0.0, "samples": ROUNDS, "method": "wall"}
+    assert summary["winner"] == {"median_us": 1e6, "spread": 0.0, "samples": 15, "method": "wall"}
     assert (summary["speedup"], summary["candidates"]) == (2.0, 3)
     assert summary["failures"] == [{"config": 3, "status": "failed", "reason": "ValueError: does not fit"}]
 
@@ -349,36 +344,31 @@ def test_candidates_that_are_one_program_are_measured_once(race):
     assert fates(tuned)[2] == ("same", "the same program as 1")
 
 
-def test_a_winner_that_loses_the_second_race_is_not_admitted(monkeypatch):
-    lucky = iter([{1: 2.0, 2: 1.0, 3: 3.0}, {1: 2.0, 2: 2.0}])
+def races_one_after_the_other(monkeypatch, *races):
+    """Give each race times of its own."""
+    remaining = iter(races)
 
-    def interleaved(functions, **_):
-        times = next(lucky)
-        return [Measurement(samples=(times[function.config],) * ROUNDS) for function in functions]
+    def interleaved(functions, **options):
+        return interleaved_with(next(remaining).__getitem__)(functions, **options)
 
     monkeypatch.setattr(bench, "interleaved", interleaved)
+
+
+def test_a_winner_that_loses_the_second_race_is_not_admitted(monkeypatch):
+    races_one_after_the_other(monkeypatch, {1: 2.0, 2: 1.0, 3: 3.0}, {1: 2.0, 2: 2.0})
     assert tune(Double()).config == 1
 
 
 def test_the_speed_up_is_that_of_the_second_race(monkeypatch):
-    lucky = iter([{1: 2.0, 2: 0.5, 3: 3.0}, {1: 2.0, 2: 1.0}])
-
-    def interleaved(functions, **_):
-        times = next(lucky)
-        return [Measurement(samples=(times[function.config],) * ROUNDS) for function in functions]
-
-    monkeypatch.setattr(bench, "interleaved", interleaved)
-    assert tune(Double()).speedup == 2.0
+    races_one_after_the_other(monkeypatch, {1: 2.0, 2: 0.5, 3: 3.0}, {1: 2.0, 2: 1.0})
+    tuned = tune(Double())
+    assert tuned.speedup == 2.0
+    assert tuned.confidence > 0.99
 
 
-def test_nobody_is_dropped_on_a_few_samples():
-    assert bench.still_in_the_race([[1.0, 1.0], [9.0, 9.0]]) == [True, True]
-    assert bench.still_in_the_race([[1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]) == [True, False]
-    assert bench.still_in_the_race([[9.0, 9.0, 9.0], [1.0, 1.0, 1.0]]) == [True, True]
-
-
-def test_one_bad_sample_drops_nobody():
-    assert bench.still_in_the_race([[1.0, 1.0, 1.0], [9.0, 1.0, 1.0]]) == [True, True]
+def test_a_heuristic_that_stays_is_not_compared_with_confidence(race):
+    race({1: 1.0, 2: 2.0, 3: 2.0})
+    assert tune(Double()).confidence is None
 
 
 def test_a_search_in_which_only_the_heuristic_survives_warns_with_the_first_reason(race):

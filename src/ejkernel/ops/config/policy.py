@@ -21,6 +21,7 @@ class AutotunePolicy:
         heuristic: Answer with the kernel's heuristic; off, a miss is a `NoConfigError`.
         validate: While tuning, reject candidates whose results differ from the reference.
         budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
+        cold_cache: Measure with inputs that no cache of the device holds, where calls meet such inputs in the program.
         isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
         compile_processes: Compile in so many processes of their own, where they can compile for the device; 0: in
             threads. Worth it for kernels that take long in Python before the compiler has them.
@@ -33,13 +34,14 @@ class AutotunePolicy:
     heuristic: bool = True
     validate: bool = True
     budget_s: float | None = None
+    cold_cache: bool = False
     isolate: bool = False
     compile_processes: int = 0
     max_candidates: int = 100
     note_misses: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("autotune", "heuristic", "validate", "isolate", "note_misses"):
+        for name in ("autotune", "heuristic", "validate", "cold_cache", "isolate", "note_misses"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.budget_s is not None and not self.budget_s > 0:

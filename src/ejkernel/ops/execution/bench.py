@@ -24,13 +24,13 @@ from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError, DeviceLostError, SerializationError, TuningError
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
-from ejkernel.ops.execution.measuring import Measurement, interleaved
+from ejkernel.ops.execution.measuring import Measurement, Runner, interleaved, sets_for_cold
 from ejkernel.ops.execution.memory import check_room, num_bytes, peak_bytes
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, Outcome
+from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import carried
 
-_HOPELESS = 1.5  # times the best median so far, after a few samples: no noise that was seen makes up for that
-_FEW = 3
+_MOST_SETS = 512  # of inputs for cold caches; fewer than it takes for the smallest, whose times then are warm
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -44,6 +44,13 @@ class Candidate:
     compile_seconds: float | None = None
     peak_bytes: int | None = None
     measurement: Measurement | None = None
+    twin: Candidate | None = None  # whose program is the same
+
+    @property
+    def seconds(self) -> float | None:
+        """How long a call takes; that of its twin if it has one; `None` if it was not measured, or failed since."""
+        measured = self if self.twin is None else self.twin
+        return None if measured.measurement is None else measured.measurement.median
 
     def fail(self, status: str, error: BaseException) -> None:
         """Note the reason alone: a traceback would keep the candidate's arrays alive."""
@@ -208,7 +215,7 @@ class Bench:
             candidate = candidates[done.index]
             candidate.compile_seconds = done.seconds
             if isinstance(done.error, _SameProgram):
-                candidate.status, candidate.reason = SAME, str(done.error)
+                candidate.status, candidate.reason, candidate.twin = SAME, str(done.error), done.error.owner
             elif isinstance(done.error, KeyboardInterrupt):
                 raise done.error
             elif done.error is not None:
@@ -251,7 +258,7 @@ class Bench:
         order = {id(candidate): index for index, candidate in enumerate(candidates)}
         for program, owner in self._owners.items():
             first = min(
-                (c for c in candidates if c.status == SAME and c.reason == str(_SameProgram(owner))),
+                (candidate for candidate in candidates if candidate.twin is owner),
                 key=lambda c: order[id(c)],
                 default=None,
             )
@@ -333,61 +340,74 @@ class Bench:
                 f"{culprit.reason}; tune in a worker process (AutotunePolicy(isolate=True), or the command)."
             ) from error
 
-    def race(self, runners: Sequence[Candidate], rounds: int, warmup: int, deadline: float | None) -> None:
-        """Measure compiled candidates in turns; one that fails on the way leaves the race, and the rest starts anew."""
-        runners = list(runners)
-        while runners:
-            self.watch.begin("measuring", [runner.config for runner in runners], self.limits.idle)
-            functions = [_Run(runner, index, self) for index, runner in enumerate(runners)]
-            try:
-                measurements = interleaved(
-                    functions, rounds=rounds, warmup=warmup, keep=still_in_the_race, deadline=deadline
-                )
-            except _FailedError as failure:
-                failure.candidate.fail(FAILED, failure.reason)
-                self._probe(failure.candidate)
-                runners.remove(failure.candidate)
-                continue
-            for runner, measurement in zip(runners, measurements, strict=True):
-                runner.measurement, runner.status = measurement, MEASURED
-            return
+    def renew(self) -> None:
+        """Put new inputs in place of those that the candidates were checked and measured on so far."""
+        self._arrays, self._truth = None, None
+        self.seed += 1
+        self._find_truth()
 
+    def check_again(self, candidate: Candidate) -> None:
+        """Compare a candidate's results on the inputs that there are now.
 
-class _FailedError(Exception):
-    """A candidate that had worked failed while it was measured."""
+        Raises:
+            CandidateError: they are wrong, or there are none.
+        """
+        assert candidate.compiled is not None
+        try:
+            results = jax.block_until_ready(candidate.compiled(*self.arrays))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the candidate's
+            raise CandidateError(f"it fails on other inputs: {type(error).__name__}: {error}") from None
+        if self._truth is not None:
+            self.compare(results, self._truth)
 
-    def __init__(self, candidate: Candidate, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.candidate, self.reason = candidate, reason.with_traceback(None)
+    def race(
+        self, runners: Sequence[Candidate], plan: RacePlan, *, warmup: int, deadline: float | None
+    ) -> list[Candidate]:
+        """Measure compiled candidates in turns, and return them, the best first; one that fails leaves the race.
+
+        The first of `runners`, which is the heuristic where there is one, is in it to the end.
+        """
+        self.watch.begin("measuring", [runner.config for runner in runners], self.limits.idle)
+        sets = self._argument_sets()
+        functions = [Runner(_Run(runner, runner.compiled, index, self.watch), sets) for index, runner in enumerate(runners)]
+        failed: list[int] = []
+
+        def left(index: int, error: Exception) -> None:
+            failed.append(index)
+            runners[index].fail(FAILED, error)
+            self._probe(runners[index])
+
+        race = Race(len(runners), plan=plan)
+        measurements = interleaved(functions, race=race, warmup=warmup, deadline=deadline, on_error=left)
+        for index, measurement in enumerate(measurements):
+            if index not in failed and measurement.samples:
+                seconds = runners[index].compile_seconds
+                runners[index].measurement = dataclasses.replace(measurement, compile_seconds=seconds)
+                runners[index].status = MEASURED
+        return [runners[index] for index in race.ranking()]
+
+    def _argument_sets(self) -> list[list[Any]]:
+        """Return the inputs, and for cold caches as many copies as the caches cannot hold."""
+        count = sets_for_cold(sum(map(num_bytes, self.arrays))) if self.policy.cold_cache else 1
+        copies = [[jnp.copy(array) for array in self.arrays] for _ in range(min(count, _MOST_SETS) - 1)]
+        return [self.arrays, *jax.block_until_ready(copies)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Run:
-    """One call of a candidate."""
+    """A candidate's program, called under watch."""
 
     candidate: Candidate
+    compiled: Any
     index: int
-    bench: Bench
+    watch: Watch
 
-    @property
-    def config(self) -> Any:
-        return self.candidate.config
+    def __call__(self, *arrays: Any) -> Any:
+        self.watch.running(self.index)
+        return self.compiled(*arrays)
 
-    def __call__(self) -> Any:
-        self.bench.watch.running(self.index)
-        assert self.candidate.compiled is not None
-        try:
-            return self.candidate.compiled(*self.bench.arrays)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this candidate's
-            raise _FailedError(self.candidate, error) from None
-
-
-def still_in_the_race(samples: Sequence[Sequence[float]]) -> list[bool]:
-    """Say who is worth another round; the heuristic always is, for it is what a winner is compared with."""
-    if len(samples[0]) < _FEW:
-        return [True] * len(samples)
-    medians = [float(np.median(values)) for values in samples]
-    return [index == 0 or median < _HOPELESS * min(medians) for index, median in enumerate(medians)]
+    def memory_analysis(self) -> Any:
+        return self.compiled.memory_analysis()
 
 
 def _exchange(one: Candidate, other: Candidate) -> None:
@@ -397,4 +417,4 @@ def _exchange(one: Candidate, other: Candidate) -> None:
             mine, theirs = getattr(one, field.name), getattr(other, field.name)
             setattr(one, field.name, theirs)
             setattr(other, field.name, mine)
-    other.reason = f"the same program as {one.config!r}"
+    other.reason, other.twin = f"the same program as {one.config!r}", one

@@ -31,24 +31,18 @@ def confirm(bench: Bench, candidate: Candidate) -> tuple[str, ...]:
     if not bench.policy.validate:
         return ()
     bench.watch.begin("confirming", [candidate.config], bench.limits.compile.first)
-    try:
-        arrays = bench.inputs(bench.seed + 1)
-        truth = bench.truth_about(bench.inv.node, arrays)
-    except Exception as error:  # noqa: BLE001 - it was checked on other inputs; no room for more is no fault of it
-        logger.warning("%s: the winner was not checked on fresh inputs: %s", bench.inv.op_id, error)
-        return ("outputs",)
-    assert candidate.compiled is not None
-    bench.compare(_run(candidate.compiled, arrays, "on fresh inputs"), truth)
-    return ("outputs", "gradients") if _has_right_gradient(bench, candidate, arrays) else ("outputs",)
+    bench.renew()
+    bench.check_again(candidate)
+    return ("outputs", "gradients") if _has_right_gradient(bench, candidate) else ("outputs",)
 
 
-def _has_right_gradient(bench: Bench, candidate: Candidate, arrays: Sequence[Any]) -> bool:
+def _has_right_gradient(bench: Bench, candidate: Candidate) -> bool:
     """Return whether there is a gradient, which then is right.
 
     Raises:
         CandidateError: it is wrong, or fails where the reference's does not.
     """
-    inv = bench.inv
+    inv, arrays = bench.inv, bench.arrays
     if not isinstance(innermost(inv.node), Forward):
         return False
     choice = Choice(config=candidate.config, platform=inv.platform)
@@ -57,7 +51,7 @@ def _has_right_gradient(bench: Bench, candidate: Candidate, arrays: Sequence[Any
     if not any(wrt) or not any(outs):
         return False
     gradient = Vjp(inv.node, len(arrays), wrt, outs)
-    rng = np.random.default_rng(bench.seed + 2)
+    rng = np.random.default_rng(bench.seed)
     inputs = [*arrays, *(random_array(like, rng) for like, has in zip(results, outs, strict=True) if has)]
     try:
         lowered = jax.jit(gradient.flat(choice)).lower(*inputs)
@@ -97,10 +91,3 @@ def _works(node: Node, choice: Choice, inputs: Sequence[Any]) -> bool:
     except Exception:  # noqa: BLE001 - that is the question
         return False
     return True
-
-
-def _run(function: Any, arrays: Sequence[Any], where: str) -> Any:
-    try:
-        return jax.block_until_ready(function(*arrays))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the candidate's
-        raise CandidateError(f"it fails {where}: {type(error).__name__}: {error}") from None

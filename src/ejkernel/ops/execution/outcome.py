@@ -58,6 +58,8 @@ class AutotuneData:
         outcomes: What became of each candidate; the heuristic is the first.
         seconds: How long the search took.
         checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
+        confidence: Probability that the winner is not ahead of the heuristic by accident, of their race of the two
+            alone; `None` if the heuristic stays, or could not be measured.
         interrupted: Whether it was stopped before its end, and this is the best so far.
     """
 
@@ -66,6 +68,7 @@ class AutotuneData:
     outcomes: tuple[Outcome, ...]
     seconds: float
     checked: tuple[str, ...] = ()
+    confidence: float | None = None
     interrupted: bool = False
 
     @property
@@ -108,6 +111,7 @@ class AutotuneData:
             "candidates": len(self.outcomes),
             "seconds": round(self.seconds, 3),
             "checked": list(self.checked),
+            "confidence": None if self.confidence is None else round(self.confidence, 4),
             "interrupted": self.interrupted,
             "failures": failures,
         }

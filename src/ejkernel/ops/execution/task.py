@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,19 +20,21 @@ from ejkernel.ops.errors import CandidateError, NoConfigError, TuningError
 from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Loader, Unwatched, Watch, config_id
 from ejkernel.ops.execution.confirming import confirm
 from ejkernel.ops.execution.events import CandidateFinished, SearchStarted, emit
-from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.outcome import CRASHED, FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, AutotuneData, Outcome
+from ejkernel.ops.execution.racing import RacePlan, Verdict, compare
+from ejkernel.ops.execution.roofline import suspiciously_fast
 from ejkernel.ops.execution.searching import Record, default_strategy
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
 _REJECTED = (FAILED, WRONG, SAME, CRASHED)
 LISTED = 24  # configurations up to which a space is measured whole
-_SCREENING = 3  # rounds of a candidate that a search asked for
+_SCREENING = RacePlan.fixed(2)  # of candidates that a search asked for
+_DUEL = 8  # rounds of the winner and the heuristic at least; fewer prove nothing
 _BATCH = 8  # candidates that a search asks for at once, so that they compile side by side and run in turns
 _FINALISTS = 7  # the best of a search that are measured again, beside the heuristic
-_MOST = 0.75  # share of the rounds that a winner is faster in
-_MARGIN = 0.98  # a winner takes at most this share of the heuristic's time; nearer than that is a tie
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class TuningTask:
     programs: tuple[tuple[Any, Loader], ...] = ()
     reference: Loader | None = None
     suspects: tuple[Any, ...] = ()
-    rounds: int = 8
+    rounds: int = 15
     warmup: int = 2
     seed: int = 0
     width: int | None = None
@@ -98,6 +101,8 @@ class TuningRun:
         self._clock = clock
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._suspects = {config_id(config) for config in task.suspects}
+        self._plan = RacePlan(rounds=task.rounds)
+        self._ranking: list[Candidate] = []
         self._tried: list[Candidate] = []
         self._finished = 0
         self._shown: int | None = None
@@ -131,7 +136,7 @@ class TuningRun:
             self._ask(others, first)
         else:
             self._take_all(first, others)
-        winner, checked = self._decide()
+        winner, checked, confidence = self._decide()
         for candidate in self._tried:
             if candidate.status == READY:
                 candidate.status = SKIPPED
@@ -142,6 +147,7 @@ class TuningRun:
             outcomes=tuple(candidate.outcome() for candidate in self._tried),
             seconds=self._clock() - start,
             checked=checked,
+            confidence=confidence,
             interrupted=self._stop(),
         )
 
@@ -161,7 +167,7 @@ class TuningRun:
         self._tried = _distinct((*first, *others))
         self._begin(len(self._tried))
         self._prepare(self._tried)
-        self._race(self._tried, self.task.rounds)
+        self._race(self._tried, self._plan)
 
     def _ask(self, space: ConfigSpace[Any], first: Sequence[Any]) -> None:
         """Measure the candidates that a strategy asks for, and the best of them, beside the heuristic, again."""
@@ -173,15 +179,15 @@ class TuningRun:
             self._tried += batch
             fresh = [candidate for candidate in batch if not self._recall(candidate)]
             self._prepare(fresh)
-            self._race(fresh, _SCREENING)
+            self._race([self._tried[0], *(c for c in fresh if c is not self._tried[0])], _SCREENING)
             for candidate in batch:
-                strategy.tell(candidate.config, candidate.measurement.median if candidate.measurement else None)
+                strategy.tell(candidate.config, candidate.seconds)
             _release_losers(self._tried)
             room = 0 if self._must_end() else min(_BATCH, total - len(self._tried))
             batch = _distinct(strategy.ask(room), but=self._tried) if room > 0 else []
         finalists = _finalists(self._tried)
         self._prepare([candidate for candidate in finalists if candidate.compiled is None])
-        self._race(finalists, self.task.rounds)
+        self._race(finalists, self._plan)
 
     def _recall(self, candidate: Candidate) -> bool:
         """Take over what an earlier attempt measured; return whether it did."""
@@ -226,9 +232,13 @@ class TuningRun:
         self._note_progress(self._finished)
         emit(CandidateFinished(self.task.inv.key, candidate.outcome()))
 
-    def _race(self, candidates: Iterable[Candidate], rounds: int) -> None:
+    def _race(self, candidates: Iterable[Candidate], plan: RacePlan) -> None:
         runners = [candidate for candidate in candidates if candidate.compiled is not None]
-        self._bench.race(runners, rounds, self.task.warmup, self._deadline)
+        if runners:
+            deadline = self._deadline
+            self._ranking = self._bench.race(runners, plan, warmup=self.task.warmup, deadline=deadline)
+        else:
+            self._ranking = []
         for candidate in runners:
             emit(CandidateFinished(self.task.inv.key, candidate.outcome()))
 
@@ -240,42 +250,57 @@ class TuningRun:
 
     # --- who wins ---
 
-    def _decide(self) -> tuple[Candidate, tuple[str, ...]]:
-        """Return the winner, and what was checked of it: the best that holds its lead and is right on fresh inputs."""
+    def _decide(self) -> tuple[Candidate, tuple[str, ...], float | None]:
+        """Return the winner, what was checked of it, and how sure it is that it beats the heuristic.
+
+        That is the fastest that is right on fresh inputs too, and there beats the heuristic again, in a race of the
+        two alone: of many candidates the one that noise favoured most looks best, and new samples do not know which
+        one that was.
+        """
         heuristic = self._tried[0]
+        checked = ("outputs",) if self.task.policy.validate else ()
         while True:
-            winner = self._winner()
-            if winner is heuristic:
-                return winner, ("outputs",) if self.task.policy.validate else ()
-            if heuristic.compiled is not None and not self._holds_its_lead(winner, heuristic):
-                return heuristic, ("outputs",) if self.task.policy.validate else ()
+            if not self._ranking:
+                raise TuningError(_nobody_left(self.task.inv, self._tried))
+            winner = self._ranking[0]
+            if winner is heuristic or not _is_faster(winner, heuristic):
+                return heuristic, checked, None
+            self._note_suspicion(winner)
             try:
-                return winner, confirm(self._bench, winner)
+                checked_more = confirm(self._bench, winner)
             except CandidateError as error:
                 winner.fail(WRONG, error)
                 emit(CandidateFinished(self.task.inv.key, winner.outcome()))
-                self._race(self._tried, self.task.rounds)  # some were dropped for being slower than that one
+                self._race(self._tried, self._plan)  # some were dropped for being slower than that one
+                continue
+            verdict = self._duel(winner, heuristic)
+            if verdict is None or verdict.wins:
+                return winner, checked_more, None if verdict is None else verdict.confidence
+            return heuristic, checked, None
 
-    def _winner(self) -> Candidate:
-        """Return the fastest finalist that ran in every round, if it beats the heuristic, the first candidate."""
-        times = {id(c): c.measurement for c in self._tried if c.compiled is not None and c.measurement is not None}
-        if not times:
-            raise TuningError(_nobody_left(self.task.inv, self._tried))
-        full = max(len(measurement.samples) for measurement in times.values())
-        in_every_round = [c for c in self._tried if id(c) in times and len(times[id(c)].samples) == full]
-        best = min(in_every_round, key=lambda candidate: times[id(candidate)].median)
-        heuristic = times.get(id(self._tried[0]))
-        return best if heuristic is None or _beats(times[id(best)], heuristic) else self._tried[0]
+    def _duel(self, winner: Candidate, heuristic: Candidate) -> Verdict | None:
+        """Race the two alone; `None` if the heuristic cannot be measured."""
+        if heuristic.compiled is None:
+            return None
+        plan = RacePlan.fixed(max(_DUEL, self.task.rounds))
+        self._bench.race([heuristic, winner], plan, warmup=self.task.warmup, deadline=None)
+        if winner.measurement is None or winner.compiled is None:
+            return Verdict(wins=False, speedup=1.0, confidence=0.0, pairs=0)
+        if heuristic.measurement is None or heuristic.compiled is None:
+            return None
+        return compare(winner.measurement.samples, heuristic.measurement.samples)
 
-    def _holds_its_lead(self, winner: Candidate, heuristic: Candidate) -> bool:
-        """Return whether the winner beats the heuristic again, in a race of the two alone.
+    def _note_suspicion(self, winner: Candidate) -> None:
+        times = [c.measurement.median for c in self._ranking if c.measurement is not None]
+        if 0 in suspiciously_fast(times):
+            logger.info("%s: %r is suspiciously fast; looking again", self.task.inv.op_id_v, winner.config)
 
-        Of many candidates the one that noise favoured most looks best; new samples do not know which one that was.
-        """
-        self._bench.race([heuristic, winner], self.task.rounds, self.task.warmup, self._deadline)
-        if winner.measurement is None or heuristic.measurement is None:
-            return winner.measurement is not None
-        return _beats(winner.measurement, heuristic.measurement)
+
+def _is_faster(winner: Candidate, heuristic: Candidate) -> bool:
+    """Return whether the best of a race beat the heuristic in it by more than a tie."""
+    if heuristic.compiled is None or heuristic.measurement is None or winner.measurement is None:
+        return True
+    return compare(winner.measurement.samples, heuristic.measurement.samples, confidence=0.0).wins
 
 
 def heuristic_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[Any]:
@@ -324,11 +349,3 @@ def _nobody_left(inv: Invocation[Any, Any], tried: Sequence[Candidate]) -> str:
     reasons = collections.Counter(candidate.reason for candidate in tried)
     listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
     return f"{inv.op_id}: none of {len(tried)} candidates could be measured: {listed}"
-
-
-def _beats(challenger: Measurement, incumbent: Measurement) -> bool:
-    """Return whether the challenger is faster by more than a tie, in most of the rounds that both ran in."""
-    if challenger.median > _MARGIN * incumbent.median:
-        return False
-    pairs = list(zip(challenger.samples, incumbent.samples, strict=False))
-    return sum(mine < theirs for mine, theirs in pairs) >= _MOST * len(pairs)

@@ -52,7 +52,7 @@ class Autotuner:
     def __init__(
         self,
         *,
-        rounds: int = 8,
+        rounds: int = 15,
         warmup: int = 2,
         seed: int = 0,
         width: int | None = None,
