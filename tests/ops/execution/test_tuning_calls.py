@@ -148,7 +148,7 @@ def test_a_search_inside_a_candidate_does_not_wait_for_a_thread_that_waits_for_i
 
     class Crossing(Autotuner):
         def tune(self, inv, kernel, *, policy):
-            tuned = functools.partial(types.SimpleNamespace, config=7, summary_data=dict)
+            tuned = functools.partial(types.SimpleNamespace, config=7, summary_data=dict, interrupted=False)
             if inv is second:
                 second_has_its_lock.set()
                 return apart(tuned)

@@ -369,7 +369,9 @@ class Bench:
         """
         self.watch.begin("measuring", [runner.config for runner in runners], self.limits.idle)
         sets = self._argument_sets()
-        functions = [Runner(_Run(runner, runner.compiled, index, self.watch), sets) for index, runner in enumerate(runners)]
+        functions = [
+            Runner(_Run(runner, runner.compiled, index, self.watch), sets) for index, runner in enumerate(runners)
+        ]
         failed: list[int] = []
 
         def left(index: int, error: Exception) -> None:
