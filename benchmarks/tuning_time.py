@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--isolate", action="store_true")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--once", action="store_true")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="fresh processes for each way")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.once:

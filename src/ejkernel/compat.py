@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextlib
 import contextvars
 import inspect
 import tempfile
@@ -194,20 +195,39 @@ def pytree_node(cls: type, aux: Any, children: Sequence[Any]) -> Any:
 def cupti_seconds(work: Callable[[], Any]) -> float | None:
     """Run `work`, and return how long the GPU's kernels took, added up; `None` if that cannot be known.
 
-    That is where there is no CUPTI (no NVIDIA GPU, or another profiler is attached), or where no kernel ran.
+    That is where there is no CUPTI (no NVIDIA GPU, or another profiler is attached), or where no kernel ran. CUPTI
+    stays attached, for attaching takes ten milliseconds; `detach_cupti` ends it.
     """
+    extension = _cupti()
     try:
-        from jax._src.lib import mosaic_gpu
-
-        extension: Any = vars(mosaic_gpu)["_mosaic_gpu_ext"]
+        if extension is None:
+            return None
         extension._cupti_init()
-    except (ImportError, KeyError, AttributeError, RuntimeError):
+    except RuntimeError:
         return None
     try:
         jax.block_until_ready(work())
     finally:
-        timings = extension._cupti_get_timings(True)  # milliseconds by kernel; True detaches CUPTI again
+        timings = extension._cupti_get_timings(False)  # milliseconds by kernel
     return sum(milliseconds for _, milliseconds in timings) * 1e-3 if timings else None
+
+
+def detach_cupti() -> None:
+    """Leave CUPTI to other profilers."""
+    extension = _cupti()
+    if extension is not None:
+        with contextlib.suppress(RuntimeError):  # somebody else's already
+            extension._cupti_init()
+            extension._cupti_get_timings(True)
+
+
+def _cupti() -> Any:
+    try:
+        from jax._src.lib import mosaic_gpu
+    except ImportError:
+        return None
+    extension = vars(mosaic_gpu).get("_mosaic_gpu_ext")
+    return extension if hasattr(extension, "_cupti_get_timings") else None
 
 
 def abstract_gpu(device_kind: str, num_cores: int) -> Any:

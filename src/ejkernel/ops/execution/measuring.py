@@ -178,7 +178,10 @@ def interleaved(
     }
     timer = choose_timer([functions[index] for index in race.running])
     try:
-        meet.run(timer, calls)
+        try:
+            meet.run(timer, calls)
+        finally:
+            timer.end()
     except TimerError as error:
         logger.warning("measuring anew, all by the wall clock: %s", error)
         timer = WALL

@@ -30,10 +30,12 @@ class Timer:
     Attributes:
         method: Its name, which is kept with every figure.
         sample: Returns seconds a call, of so many calls of a function; raises `TimerError` if that cannot be known.
+        end: Gives back what the samples took hold of.
     """
 
     method: str
     sample: Callable[[Callable[[], Any], int], float]
+    end: Callable[[], None] = lambda: None
 
 
 def now() -> float:
@@ -90,7 +92,7 @@ def device_seconds(planes: Iterable[Any]) -> float | None:
 
 
 WALL = Timer("wall", wall_sample)
-CUPTI = Timer("cupti", cupti_sample)
+CUPTI = Timer("cupti", cupti_sample, compat.detach_cupti)
 PROFILER = Timer("profiler", profiler_sample)
 _BY_PLATFORM = {"gpu": CUPTI, "tpu": PROFILER}
 
@@ -104,6 +106,7 @@ def choose_timer(functions: Sequence[Callable[[], Any]]) -> Timer:
         for function in functions:
             timer.sample(function, 1)
     except TimerError:
+        timer.end()
         return WALL
     return timer
 
