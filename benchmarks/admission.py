@@ -18,8 +18,20 @@ import json
 import multiprocessing
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.report import environment
+from ejkernel.ops import Invocation, Kernel
+from ejkernel.ops.execution import bench
+from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.execution.racing import Race
+from ejkernel.ops.execution.tuning import Autotuner
 
 ERRORS = ("element", "rows", "mask", "scale", "tile", "nan", "stale", "gradient")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -46,8 +58,6 @@ class Run:
 
 def runs_of(count: int) -> list[Run]:
     """Return `count` different searches."""
-    import numpy as np
-
     rng = np.random.default_rng(0)
     return [
         Run(
@@ -61,70 +71,69 @@ def runs_of(count: int) -> list[Run]:
     ]
 
 
+def _element(out: jax.Array, at: tuple[int, int]) -> jax.Array:
+    size = jnp.sqrt(jnp.mean(out.astype(jnp.float32) ** 2))
+    return out.at[at].add((2 * size).astype(out.dtype))
+
+
+_SPOIL: dict[str, Callable[[jax.Array, tuple[int, int]], jax.Array]] = {
+    "element": _element,
+    "rows": lambda out, at: out.at[-1:].set(0),
+    "mask": lambda out, at: out.at[:, at[1]].set(out[:, at[1] - 1]),
+    "scale": lambda out, at: out * jnp.asarray(1.05, out.dtype),
+    "tile": lambda out, at: jnp.roll(out, 1, 0),
+    "nan": lambda out, at: out.at[at].set(jnp.nan),
+}
+
+
+class Product(Kernel[Way, jax.Array]):
+    """`x @ w`, and what may go wrong with it."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__("product")
+        self.parameters = run
+        rng = np.random.default_rng(run.seed)
+        self.at = int(rng.integers(run.rows)), int(rng.integers(run.depth))
+        x, w = ((run.rows, run.depth), run.dtype), ((run.depth, run.depth), run.dtype)
+        self.inv = Invocation(kernel=self, args=tuple(jax.ShapeDtypeStruct(*like) for like in (x, w)))
+        self.first = self.example_inputs(self.inv, np.random.default_rng(run.seed))[0][0]
+
+    def run(self, x: jax.Array, w: jax.Array, *, cfg: Way) -> jax.Array:
+        """The product, in parts that are added up in float32."""
+        pieces = zip(jnp.split(x, cfg.parts, 1), jnp.split(w, cfg.parts, 0), strict=True)
+        out = jnp.asarray(sum(jnp.matmul(a, b, preferred_element_type=jnp.float32) for a, b in pieces)).astype(x.dtype)
+        if cfg.error == "stale":
+            return jnp.where(jnp.all(x == self.first), out, 0 * out)
+        return _SPOIL[cfg.error](out, self.at) if cfg.error in _SPOIL else out
+
+    def custom_vjp(self, primals: Any, cfg: Way, kwargs: Any, cotangents: Any) -> tuple[jax.Array, jax.Array]:
+        """The gradient, or twice that."""
+        x, w = jax.vjp(lambda x, w: self.run(x, w, cfg=Way(1)), *primals)[1](cotangents[0])
+        return x * (2 if cfg.error == "gradient" else 1), w
+
+    def heuristic_cfg(self, inv: Invocation[Way, jax.Array]) -> Way:
+        """The plain product."""
+        return Way(1)
+
+    def config_space(self, inv: Invocation[Way, jax.Array]) -> list[Way]:
+        """Another order, and the error."""
+        return [Way(4), Way(4, self.parameters.error)]
+
+
+def made_up(functions: Any, *, race: Race, **_: Any) -> list[Measurement]:
+    """Let the wrong candidate be fastest, and the heuristic slowest."""
+    configs = [function.function.candidate.config for function in functions]
+    while indices := race.next_round():
+        for index in indices:
+            race.note(index, 0.1 if configs[index].error else 2.0 / configs[index].parts)
+    return [Measurement(samples=samples) for samples in race.samples]
+
+
 def winner_of(run: Run) -> str:
     """Return what a search names: `right`, `wrong`, or the `heuristic`."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from ejkernel.ops import Invocation, Kernel
-    from ejkernel.ops.execution import bench
-    from ejkernel.ops.execution.measuring import Measurement
-    from ejkernel.ops.execution.tuning import Autotuner
-
-    seconds = {Way(1): 1.0, Way(4): 0.5, Way(4, run.error): 0.1}
-    rng = np.random.default_rng(run.seed)
-    row, column = int(rng.integers(run.rows)), int(rng.integers(run.depth))
-
-    def spoiled(x: Any, out: Any) -> Any:
-        if run.error == "element":
-            return out.at[row, column].add(2 * jnp.sqrt(jnp.mean(out.astype(jnp.float32) ** 2)).astype(out.dtype))
-        if run.error == "rows":
-            return out.at[-1:].set(0)
-        if run.error == "mask":
-            return out.at[:, column].set(out[:, column - 1])
-        if run.error == "scale":
-            return out * jnp.asarray(1.05, out.dtype)
-        if run.error == "tile":
-            return jnp.roll(out, 1, 0)
-        if run.error == "nan":
-            return out.at[row, column].set(jnp.nan)
-        return jnp.where(jnp.all(x == x0), out, 0 * out) if run.error == "stale" else out
-
-    class Product(Kernel[Way, jax.Array]):
-        def run(self, x: Any, w: Any, *, cfg: Way) -> Any:
-            pieces = zip(jnp.split(x, cfg.parts, 1), jnp.split(w, cfg.parts, 0), strict=True)
-            out = sum(jnp.matmul(a, b, preferred_element_type=jnp.float32) for a, b in pieces)
-            out = jnp.asarray(out).astype(x.dtype)
-            return spoiled(x, out) if cfg.error else out
-
-        def custom_vjp(self, primals: Any, cfg: Way, kwargs: Any, cotangents: Any) -> Any:
-            gradients = jax.vjp(lambda x, w: self.run(x, w, cfg=Way(1)), *primals)[1](cotangents[0])
-            return (gradients[0] * (2 if cfg.error == "gradient" else 1), gradients[1])
-
-        def heuristic_cfg(self, inv: Any) -> Way:
-            return Way(1)
-
-        def config_space(self, inv: Any) -> list[Way]:
-            return list(seconds)
-
-    def made_up(functions: Any, *, race: Any, **_: Any) -> list[Measurement]:
-        while indices := race.next_round():
-            for index in indices:
-                race.note(index, seconds[functions[index].function.candidate.config])
-        return [Measurement(samples=samples) for samples in race.samples]
-
     bench.interleaved = made_up
-    kernel = Product("product")
-    inv = Invocation(
-        kernel=kernel,
-        args=(
-            jax.ShapeDtypeStruct((run.rows, run.depth), run.dtype),
-            jax.ShapeDtypeStruct((run.depth, run.depth), run.dtype),
-        ),
-    )
-    x0 = kernel.example_inputs(inv, np.random.default_rng(run.seed))[0][0]
-    config = Autotuner(seed=run.seed, width=1).tune(inv, kernel).config
+    kernel = Product(run)
+    config = Autotuner(seed=run.seed, width=1).tune(kernel.inv, kernel).config
     return "wrong" if config.error else {1: "heuristic", 4: "right"}[config.parts]
 
 
@@ -139,8 +148,6 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         winners = list(pool.map(winner_of, runs, chunksize=4))
-    from benchmarks.report import environment
-
     by_error = {error: Counter(w for r, w in zip(runs, winners, strict=True) if r.error == error) for error in ERRORS}
     found = {
         "environment": environment(),
