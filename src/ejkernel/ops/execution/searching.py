@@ -212,12 +212,20 @@ class ModelSearch(_Told):
         columns = self._candidates.pool.columns.shape[1]
         self._hypers = self._hypers or tuple(
             Hyper.start(columns, records=records, additive=share)
-            for records in ((True, False) if self._priors else (False,))
-            for share in self.options.additive
+            for records, shares in self._kinds()
+            for share in shares
         )
         self._model = Model(self._candidates, self._hypers, self.times)
         self._hypers = self._model.hypers
         self._stale_at = self._measured + max(2, self._measured // 5)
+
+    def _kinds(self) -> list[tuple[bool, tuple[float, ...]]]:
+        """Return which processes there are: whether they know the records, and their additive shares.
+
+        Beside those that know the records, one that does not is enough, and keeps an evaluation cheap.
+        """
+        shares = self.options.additive
+        return [(True, shares), (False, shares[-1:])] if self._priors else [(False, shares)]
 
     def _ranked(self) -> list[Point]:
         """Return the points to rank: all, or those that were measured, a sample, and what is near the best."""
