@@ -222,10 +222,10 @@ class ModelSearch(_Told):
     def _kinds(self) -> list[tuple[bool, tuple[float, ...]]]:
         """Return which processes there are: whether they know the records, and their additive shares.
 
-        Beside those that know the records, one that does not is enough, and keeps an evaluation cheap.
+        With records, one of each kind is enough, and keeps an evaluation cheap.
         """
         shares = self.options.additive
-        return [(True, shares), (False, shares[-1:])] if self._priors else [(False, shares)]
+        return [(True, shares[-1:]), (False, shares[-1:])] if self._priors else [(False, shares)]
 
     def _ranked(self) -> list[Point]:
         """Return the points to rank: all, or those that were measured, a sample, and what is near the best."""
