@@ -30,6 +30,6 @@ def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path
     compiled = sum(candidate.program is not None for candidate in candidates)
     console.print(
         f"{compiled} of {len(candidates)} candidates compiled in {time.monotonic() - started:.1f} s, written to "
-        f"{output}; measure them where the device is: ejkernel tune --from {output}",
+        f"{output}; measure them where the device is: ejkernel tune --from {output} --import MODULE",
         soft_wrap=True,
     )
