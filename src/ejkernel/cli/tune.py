@@ -135,7 +135,8 @@ def _tune(
         with bars(console, len(todo), "tuning") as step, on_event(note):
             return tune_invocations(chain, todo, progress=step, compiled=found.compiled)
     except KeyboardInterrupt:
-        click.echo(report.table(AutotuningResult(found.device, (), tuple(done))), err=True)
+        if done:
+            click.echo(report.table(AutotuningResult(found.device, (), tuple(done))), err=True)
         raise
 
 
