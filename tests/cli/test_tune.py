@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from tests.ops.execution.made_up_times import interleaved_with
 
 from ejkernel.cli import main
-from ejkernel.ops.execution import bench
+from ejkernel.ops.execution import bench, task, tuning
 
 PROGRAM = '''
 import dataclasses
@@ -119,7 +120,8 @@ def test_the_result_is_json_on_request(program, capsys):
 def test_verbose_tells_the_fate_of_every_candidate(program, capsys):
     _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--verbose")
     assert "RuntimeError: this candidate fails" in out
-    assert "wrong: result 0 differs from the reference" in out
+    assert re.search(r"repeats=\d +wrong .* result 0 differs from the reference", out)
+    assert re.search(r"^\* +repeats=1 +measured", out, re.M)
 
 
 def test_a_dry_run_lists_the_calls_and_measures_nothing(program, capsys):
@@ -137,6 +139,31 @@ def test_a_program_without_calls_is_no_failure(program, capsys):
     assert status == 0
     assert "0 distinct calls" in err
     assert "Nothing to tune" in out
+    assert run(capsys, "tune", "--in-process", "program:nothing", "--dry-run")[1] == "Nothing to tune.\n"
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_text_that_names_no_call_is_a_warning(program, capsys):
+    (program / "empty.mlir").write_text("module {}")
+    _, _, err = run(capsys, "tune", "--in-process", "empty.mlir")
+    assert "no kernel call is named in empty.mlir" in err
+
+
+def test_what_was_found_before_an_interrupt_is_shown_and_saved(program, capsys, monkeypatch):
+    calls = []
+
+    def interrupt_the_second(*args, **kwargs):
+        calls.append(args)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return task.TuningRun(*args, **kwargs)
+
+    monkeypatch.setattr(tuning, "TuningRun", interrupt_the_second)
+    status, _, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
+    assert status == 130
+    assert re.search(r"product .* 8.00x", err)
+    assert "stopped" in err
+    assert len(list((program / "saved").rglob("*.json"))) == 1
 
 
 def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsys):
@@ -167,6 +194,7 @@ def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsy
         ("program:needs_two", "program:needs_two must take no arguments, but it needs a, b"),
         ("program.py:step", "there is no module 'program.py' here"),
         ("program.py:step", "did you mean program:"),
+        ("program.py", "program.py is a Python file; give MODULE:FUNCTION, such as program:program"),
         ("program:raises", "calling program:raises raised KeyError: 'no such thing'"),
     ],
 )

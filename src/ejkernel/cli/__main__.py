@@ -3,6 +3,6 @@
 
 import sys
 
-from ejkernel.cli.app import main
+from ejkernel.cli import main
 
 sys.exit(main())

@@ -31,7 +31,7 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
-@click.option("--import", "imports", multiple=True, metavar="MODULE", help="Import the kernels that FILE names.")
+@click.option("--import", "imports", multiple=True, metavar="MODULE", help="Module that makes kernels; repeatable.")
 @click.option(
     "--from", "bundle", type=click.Path(path_type=Path), metavar="BUNDLE", help="Measure what was compiled elsewhere."
 )
@@ -41,7 +41,7 @@ def cli() -> None:
 @click.option("--force", is_flag=True, help="Tune calls that were tuned before, too.")
 @click.option("--in-process", is_flag=True, help="Measure in this process: a crash ends the command.")
 @click.option("--compile-only", is_flag=True, help="Compile for --target, measure nothing, and write --output.")
-@click.option("--target", "device", default="here", metavar="DEVICE", help="What to compile for, such as nvidia_h200.")
+@click.option("--target", "device", default="here", metavar="DEVICE", help="What to compile for: here, or nvidia_h200.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="BUNDLE", help="The folder to write.")
 @click.option("--dry-run", is_flag=True, help="Only list the calls.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -54,7 +54,7 @@ def tune(**options: Any) -> None:
     take effect the next time that the program starts.
 
     FILE is the text of a program that was lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by
-    jax.export; --import names the modules that make its kernels. With --missed or --from, neither is needed.
+    jax.export. FILE, --missed and --from import nothing: name the modules that make the kernels with --import.
 
     Candidates run in a worker process, which one that crashes or never returns takes with it; the command goes on.
     With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from.
@@ -69,7 +69,7 @@ def tune(**options: Any) -> None:
         from ejkernel.cli.compile import run_compile
 
         if output is None or not options["target"]:
-            raise click.UsageError("--compile-only needs MODULE:FUNCTION, --target and --output.")
+            raise click.UsageError("--compile-only needs MODULE:FUNCTION and --output.")
         run_compile(options["target"], options["imports"], device, output)
         return
     if output is not None or device != "here":

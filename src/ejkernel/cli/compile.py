@@ -26,8 +26,10 @@ def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path
     with bars(console, len(found.calls), "compiling") as step:
         bundled = compile_bundle(found.calls, aim, output, progress=step)
     click.echo(report.bundle(bundled))
+    candidates = [candidate for call in bundled for candidate in call.candidates]
+    compiled = sum(candidate.program is not None for candidate in candidates)
     console.print(
-        f"{sum(len(call.candidates) for call in bundled)} candidates in {time.monotonic() - started:.1f} s, written to "
-        f"{output}; measure them where the device is: ejkernel tune --from {output}",
+        f"{compiled} of {len(candidates)} candidates compiled in {time.monotonic() - started:.1f} s, written to "
+        f"{output}; measure them where the device is: ejkernel tune --from {output} --import MODULE",
         soft_wrap=True,
     )

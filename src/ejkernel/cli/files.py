@@ -17,7 +17,7 @@ from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.rebuild import rebuild
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ArgumentError, DescriptionError, OfflineWarning
+from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, OfflineWarning
 from ejkernel.ops.execution.bundles import BundledCall, read_bundle
 from ejkernel.ops.execution.texts import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -66,6 +66,8 @@ def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
         ArgumentError: the file cannot be read, or holds something else.
     """
     program = calls_in_text(_program_text(path), modules=modules)
+    if not program.labels:
+        _warn(f"no kernel call is named in {path}; was the program lowered with EJKERNEL_OPS_STAMP=none?")
     if program.bare:
         _warn(
             f"labels that carry no description of their call: {listed(program.bare)}; lower the program with "
@@ -88,10 +90,17 @@ def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
         modules: The modules that the user named.
 
     Raises:
-        ConfigError: it is no bundle, or not for this device and this JAX.
+        ConfigError: it is no bundle, not for this device and this JAX, or of kernels whose module was not named.
     """
     compiled, calls, refused = {}, [], 0
-    for call in read_bundle(folder):
+    try:
+        bundled = read_bundle(folder)
+    except ConfigError as error:
+        hint = _hint(str(error))
+        if not hint:
+            raise
+        raise ConfigError(f"{error}{hint}") from error
+    for call in bundled:
         try:
             inv = rebuild(call.description, modules=modules)
         except DescriptionError as error:
@@ -131,6 +140,8 @@ def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
 
 
 def _program_text(path: Path) -> str:
+    if path.suffix == ".py":
+        raise ArgumentError(f"{path} is a Python file; give MODULE:FUNCTION, such as {path.stem}:program.")
     try:
         size = path.stat().st_size
         if size > _LARGEST:
@@ -152,7 +163,8 @@ def _program_text(path: Path) -> str:
 
 
 def _hint(reason: str) -> str:
-    return " (--import MODULE)" if "name the module" in reason or "modules that were named" in reason else ""
+    signs = ("name the module", "modules that were named", "import its module")
+    return " (--import MODULE)" if any(sign in reason for sign in signs) else ""
 
 
 def _warn(text: str) -> None:

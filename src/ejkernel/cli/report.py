@@ -20,8 +20,8 @@ from ejkernel.ops.execution.outcome import MEASURED, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.tables import text_table
 
-_WIDTH = 120
 _PIPE_WIDTH = 400  # wide enough that nothing is cut where no person looks
 
 
@@ -66,6 +66,8 @@ def plain_compact(data: Any) -> str:
 
 def calls_as_text(calls: Sequence[Invocation[Any, Any]]) -> str:
     """List calls with their keys."""
+    if not calls:
+        return "Nothing to tune."
     table = Table("operation", "arguments", "key")
     for inv in calls:
         table.add_row(inv.op_id_v, signature(inv), inv.call_key)
@@ -93,7 +95,7 @@ def table(result: AutotuningResult, *, verbose: bool = False) -> str:
             _fates(tuned),
         )
     text = render(rows)
-    return text + "\n" + "\n".join(candidates(tuned) for tuned in result.searches) if verbose else text
+    return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
 
 
 def bundle(calls: Sequence[BundledCall]) -> str:
@@ -110,18 +112,23 @@ def bundle(calls: Sequence[BundledCall]) -> str:
 
 
 def candidates(tuned: AutotuneData) -> str:
-    """Return the fate of every candidate of a search, the fastest first."""
-    rows = Table("configuration", "status", "median", "spread", "compiled in", title=tuned.inv.op_id)
+    """Return the fate of every candidate of a search, the fastest first: `*` is the winner, `h` the heuristic."""
+    rows = []
     for outcome in sorted(tuned.outcomes, key=lambda o: o.measurement.median if o.measurement else float("inf")):
-        measured = outcome.measurement
-        rows.add_row(
-            compact(outcome.config),
-            outcome.status if outcome.status == MEASURED else f"{outcome.status}: {outcome.reason}",
-            _microseconds(measured),
-            "" if measured is None else f"{measured.spread:.0%}",
-            "" if outcome.compile_seconds is None else f"{outcome.compile_seconds:.2f} s",
+        measured, seconds = outcome.measurement, outcome.compile_seconds
+        rows.append(
+            (
+                "*" if outcome is tuned.winner else "h" if outcome is tuned.heuristic else "",
+                compact(outcome.config),
+                outcome.status,
+                _microseconds(measured),
+                "-" if measured is None else f"{measured.spread:.0%}",
+                "-" if seconds is None else f"{seconds:.2f} s",
+                " ".join(outcome.reason.split()),
+            )
         )
-    return render(rows)
+    header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
+    return f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}\n{text_table(header, rows)}"
 
 
 def _speedup(tuned: AutotuneData) -> str:
@@ -159,7 +166,7 @@ def result_as_json(result: AutotuningResult) -> str:
 
 def render(renderable: Any) -> str:
     """Return what rich would print, without colours, as text that a pipe can take."""
-    width = max(_WIDTH, Console().width) if sys.stdout.isatty() else _PIPE_WIDTH
+    width = Console().width if sys.stdout.isatty() else _PIPE_WIDTH
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(renderable)
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined,no-any-return]

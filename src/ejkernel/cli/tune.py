@@ -23,7 +23,9 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError
+from ejkernel.ops.execution.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 
 
@@ -121,8 +123,21 @@ def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> b
 def _tune(
     chain: ConfigSelectorChain[Any, Any], todo: Sequence[Invocation[Any, Any]], found: Found, console: Console
 ) -> AutotuningResult:
-    with bars(console, len(todo), "tuning") as step:
-        return tune_invocations(chain, todo, progress=step, compiled=found.compiled)
+    done: list[AutotuneData] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, WorkerRestarted):
+            console.print(f"{event.key.op}: {event.reason}; a new worker goes on", soft_wrap=True, highlight=False)
+        elif isinstance(event, SearchFinished):
+            done.append(event.data)
+
+    try:
+        with bars(console, len(todo), "tuning") as step, on_event(note):
+            return tune_invocations(chain, todo, progress=step, compiled=found.compiled)
+    except KeyboardInterrupt:
+        if done:
+            click.echo(report.table(AutotuningResult(found.device, (), tuple(done))), err=True)
+        raise
 
 
 @contextmanager
@@ -134,9 +149,9 @@ def bars(console: Console, count: int, doing: str) -> Iterator[Callable[[Invocat
         seen: dict[Any, int] = {}
 
         def step(inv: Invocation[Any, Any], done: int, total: int) -> None:
+            if not console.is_terminal and inv.key not in seen:
+                console.print(f"{doing} {inv.op_id} ({len(seen) + 1} of {count}), {total} candidates", highlight=False)
             index = seen.setdefault(inv.key, len(seen))
-            if not console.is_terminal and done == 0:
-                console.print(f"{doing} {inv.op_id} ({index + 1} of {count}), {total} candidates", highlight=False)
             progress.update(task, completed=index + done / max(total, 1), note=f"{inv.op_id}: {done} of {total}")
 
         yield step

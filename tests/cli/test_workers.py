@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command and what goes wrong: candidates that end their process, and programs that were compiled before."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = """
+import os
+import jax
+import jax.numpy as jnp
+from ejkernel.ops import tune
+
+
+def plain(x):
+    return jnp.sin(x)
+
+
+@tune(space={"rows": [8, 16, 32]}, reference=plain)
+def wave(x, *, rows=8):
+    if rows == 16:
+        jax.debug.callback(os.abort)
+    return jnp.sin(x) + (rows == 32)
+
+
+def program():
+    return wave, (jax.ShapeDtypeStruct((64, 64), jnp.float32),)
+"""
+
+
+@pytest.fixture
+def tune(tmp_path):
+    """Run `ejkernel tune` in a folder that has `waves.py`; give its status, output and messages."""
+    (tmp_path / "waves.py").write_text(KERNELS)
+    path = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
+    environment = {"EJKERNEL_CACHE_DIR": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+
+    def run(*arguments):
+        done = subprocess.run(
+            [sys.executable, "-m", "ejkernel.cli", "tune", *arguments],
+            cwd=tmp_path,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_a_candidate_that_aborts_is_reported_and_the_others_are_measured(tune):
+    status, out, err = tune("waves:program", "-v")
+    assert status == 0, err
+    assert "wave@v0: the worker was ended by SIGABRT while running; a new worker goes on" in err
+    assert "1 of 1 calls tuned" in err
+    assert "3, 1 crashed, 1 wrong" in out
+    assert re.search(r"^\* +rows=8 +measured", out, re.M)
+    assert re.search(r"rows=16 +crashed .* the worker was ended by SIGABRT while running", out)
+    assert re.search(r"rows=32 +wrong .* differs from the reference", out)
+
+
+def test_what_was_compiled_before_is_measured(tune, tmp_path):
+    status, out, err = tune("waves:program", "--compile-only", "--output", "bundle")
+    assert status == 0, err
+    assert "2 ready, 1 left" in out
+    assert "2 of 3 candidates compiled" in err
+    status, _, err = tune("--from", "bundle")
+    assert status == 0, err
+    assert "there is no kernel 'wave@v0' here" in err
+    assert "(--import MODULE)" in err
+    status, out, err = tune("--from", "bundle", "--import", "waves")
+    assert status == 0, err
+    assert "1 of 1 calls tuned" in err
+    assert "3, 1 crashed, 1 wrong" in out
+    assert Path(tmp_path / "cache").exists()

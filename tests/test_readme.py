@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README.md says of the command, of the environment and of names, held against what there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from ejkernel import ops, settings
+from ejkernel.cli import main
+from ejkernel.cli.app import cli
+from ejkernel.ops.execution import outcome
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^\$ (?:\w+=\S+ )*ejkernel (\w+) ([^\n#]*)", README, re.M)
+
+
+def block(first_line):
+    """Return the code block that begins with a line."""
+    return next(code for code in re.findall(r"```python\n(.*?)```", README, re.S) if code.startswith(first_line))
+
+
+def test_the_program_of_the_first_page_is_found_forward_and_backward(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text(block("# train.py"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", "--in-process", "train:training_step", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert "flash_attention.bwd@v0" in printed.out
+    assert "2 distinct calls, 1 forward and 1 derived" in printed.err
+
+
+@pytest.mark.parametrize(("command", "arguments"), COMMANDS)
+def test_a_command_has_the_options_that_it_is_shown_with(command, arguments):
+    known = {name for parameter in cli.commands[command].params for name in parameter.opts}
+    shown = set(re.findall(r"(?<!\S)--?[a-z-]+", arguments))
+    assert shown <= known
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"EJKERNEL_\w+", README))))
+def test_a_variable_is_one_that_is_read(name):
+    assert f'"{name}"' in Path(settings.__file__).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("field", sorted(set(re.findall(r"AutotunePolicy\((\w+)=", README))))
+def test_a_field_of_the_policy_is_there(field):
+    assert field in [known.name for known in dataclasses.fields(ops.AutotunePolicy)]
+
+
+def test_every_status_that_a_table_shows_is_explained():
+    statuses = {getattr(outcome, name) for name in vars(outcome) if name.isupper() and not name.startswith("_")}
+    explained = set(re.findall(r"^\| `(\w+)` \|", README, re.M))
+    assert statuses - {outcome.READY} <= explained
