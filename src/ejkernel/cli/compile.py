@@ -26,8 +26,10 @@ def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path
     with bars(console, len(found.calls), "compiling") as step:
         bundled = compile_bundle(found.calls, aim, output, progress=step)
     click.echo(report.bundle(bundled))
+    modules = imports or (target.partition(":")[0],)
+    measure = " ".join(["ejkernel tune --from", str(output), *(f"--import {module}" for module in modules)])
     console.print(
         f"{sum(len(call.candidates) for call in bundled)} candidates in {time.monotonic() - started:.1f} s, written to "
-        f"{output}; measure them where the device is: ejkernel tune --from {output}",
+        f"{output}; measure them where the device is: {measure}",
         soft_wrap=True,
     )

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import multiprocessing
 import re
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,7 @@ def compile_processes(count: int) -> concurrent.futures.Executor:
 
 
 def _prepare() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asked
     compat.leave_devices_alone()
 
 
