@@ -299,10 +299,7 @@ def read_bundle(folder: Path) -> list[BundledCall]:
             f"the bundle {folder} was made for {wanted[0]} with JAX {wanted[1]} and jaxlib {wanted[2]}; this is "
             f"{here[0]} with JAX {here[1]} and jaxlib {here[2]}."
         )
-    try:
-        return [_bundled(call, folder) for call in manifest.calls]
-    except SerializationError as error:
-        raise ConfigError(f"the bundle {folder} has a configuration that does not fit its type: {error}") from error
+    return [_bundled(call, folder) for call in manifest.calls]
 
 
 def device_and_versions() -> tuple[str, str, str]:
@@ -323,8 +320,17 @@ def _bundled(call: _Call, folder: Path) -> BundledCall:
 
 
 def _compiled(row: _Row, folder: Path) -> Compiled:
+    try:
+        config = decode_config(row.config, row.config_type)
+    except SerializationError as error:
+        raise ConfigError(f"the bundle {folder} has a configuration that does not fit its type: {error}") from error
+    except ConfigError as error:
+        name = row.config_type
+        raise ConfigError(
+            f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE)."
+        ) from error
     outcome = Outcome(
-        config=decode_config(row.config, row.config_type),
+        config=config,
         status=row.status,
         reason=row.reason,
         compile_seconds=row.compile_seconds,
