@@ -195,6 +195,8 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
         (("tune", "prog:step", "--output", "x"), 2, "--target and --output go with --compile-only"),
         (("tune", "--from", "x", "--compile-only", "--output", "y"), 2, "--compile-only needs MODULE:FUNCTION"),
         ((*COMPILE[:4], "abacus", *COMPILE[5:]), 1, "target must be one of here, "),
+        ((*COMPILE, "--dry-run"), 2, "--dry-run does not go with --compile-only"),
+        ((*COMPILE, "--json"), 2, "--json does not go with --compile-only"),
         (("tune", "--from", "nothing"), 1, "nothing is no bundle"),
     ],
 )

@@ -252,7 +252,9 @@ def test_configurations_whose_type_is_not_there_say_what_to_import(tmp_path):
         manifest["calls"][0]["candidates"][0]["config_type"] = "my_kernels.Tile"
 
     assert call.configs[0] == faulty_kernels.HEURISTIC
-    with pytest.raises(ConfigError, match=r"type 'my_kernels\.Tile' .* import its module first"):
+    with pytest.raises(
+        ConfigError, match=r"needs the module of 'my_kernels\.Tile'; import it first \(--import MODULE\)"
+    ):
         read_bundle(edited(tmp_path, rename))
 
 

@@ -75,7 +75,7 @@ def load_program(payload: bytes, *, inputs: int, outputs: int, mosaic: bool) -> 
 
 
 def _is_first(device: jax.Device) -> bool:
-    return device.id == 0
+    return int(device.id) == 0
 
 
 @functools.cache
