@@ -70,6 +70,10 @@ def tune(**options: Any) -> None:
 
         if output is None or not options["target"]:
             raise click.UsageError("--compile-only needs MODULE:FUNCTION and --output.")
+        for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose"):
+            if options[name]:
+                option = name.removeprefix("as_").replace("_", "-")
+                raise click.UsageError(f"--{option} does not go with --compile-only, which measures and saves nothing.")
         run_compile(options["target"], options["imports"], device, output)
         return
     if output is not None or device != "here":

@@ -28,8 +28,10 @@ def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path
     click.echo(report.bundle(bundled))
     candidates = [candidate for call in bundled for candidate in call.candidates]
     compiled = sum(candidate.program is not None for candidate in candidates)
+    modules = imports or (target.partition(":")[0],)
+    measure = " ".join(["ejkernel tune --from", str(output), *(f"--import {module}" for module in modules)])
     console.print(
         f"{compiled} of {len(candidates)} candidates compiled in {time.monotonic() - started:.1f} s, written to "
-        f"{output}; measure them where the device is: ejkernel tune --from {output} --import MODULE",
+        f"{output}; measure them where the device is: {measure}",
         soft_wrap=True,
     )

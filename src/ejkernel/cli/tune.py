@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,8 @@ def _run(options: TuneOptions) -> None:
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
-    found = _find(options, store)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
+        found = _find(options, store)
     calls = found.calls
     console.print(report.found(found.name, calls, found.device), soft_wrap=True)
     if options.dry_run:
@@ -99,10 +102,11 @@ def _find(options: TuneOptions, store: PersistentCache) -> Found:
     )
     if options.in_process:
         return find(source)
-    from ejkernel.ops.execution.workers import shared_worker
+    from ejkernel.ops.execution.workers import Doing, shared_worker
 
     with shared_worker() as worker:
-        found: Found = worker.call(find, source)
+        # a program may take any time to lower, and Ctrl-C ends that
+        found: Found = worker.call(find, source, doing=Doing(what="finding the calls", allowed=math.inf))
     return found
 
 
@@ -132,7 +136,7 @@ def _tune(
             done.append(event.data)
 
     try:
-        with bars(console, len(todo), "tuning") as step, on_event(note):
+        with bars(console, len(todo), "tuning") as step, on_event(note), contextlib.redirect_stdout(sys.stderr):
             return tune_invocations(chain, todo, progress=step, compiled=found.compiled)
     except KeyboardInterrupt:
         if done:
@@ -140,7 +144,7 @@ def _tune(
         raise
 
 
-@contextmanager
+@contextlib.contextmanager
 def bars(console: Console, count: int, doing: str) -> Iterator[Callable[[Invocation[Any, Any], int, int], None]]:
     """Show one bar over all candidates of all calls; on a pipe, a line a call."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())

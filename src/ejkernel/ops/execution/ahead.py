@@ -7,7 +7,9 @@ import concurrent.futures
 import dataclasses
 import functools
 import multiprocessing
+import multiprocessing.util
 import re
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +19,11 @@ from ejkernel import compat
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.bench import program_digest
 from ejkernel.ops.execution.outcome import READY
 from ejkernel.ops.execution.targets import Target
+from ejkernel.ops.utils.fingerprint import default_device
 
 LEFT = "left"  # the fate of a program that must be compiled where it runs
 # XLA chooses how to compute these by timing on the device, and chooses badly where there is none.
@@ -55,10 +59,23 @@ class Made:
 
 
 def load_program(payload: bytes, *, inputs: int, outputs: int, mosaic: bool) -> Any:
-    """Return the program that the bytes are the machine code of."""
+    """Return the program that the bytes are the machine code of.
+
+    Raises:
+        TuningError: the default device is not the first, which is the one that programs are compiled for.
+    """
+    if not _is_first(default_device()):
+        raise TuningError(
+            f"a program that another process compiled runs on the first device alone, not on {default_device()}; let "
+            "this process see no other, such as with CUDA_VISIBLE_DEVICES."
+        )
     if mosaic:
         _bring_mosaic_runtime()
     return compat.loaded(payload, inputs=inputs, outputs=outputs)
+
+
+def _is_first(device: jax.Device) -> bool:
+    return int(device.id) == 0
 
 
 @functools.cache
@@ -92,22 +109,26 @@ def compile_for(inv: Invocation[Any, Any], choice: Choice, target: Target, *, on
 @functools.cache
 def compile_processes(count: int) -> concurrent.futures.Executor:
     """Return this process's pool of so many processes that compile, and never touch a device."""
-    return concurrent.futures.ProcessPoolExecutor(
+    pool = concurrent.futures.ProcessPoolExecutor(
         count, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare
     )
+    # A worker process that ends waits for its children, and closes queues (at 10) that its pools end them by.
+    multiprocessing.util.Finalize(None, pool.shutdown, exitpriority=100)
+    return pool
 
 
 def _prepare() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asked
     compat.leave_devices_alone()
 
 
 def compiler_for(device: str, count: int) -> Callable[[Invocation[Any, Any], Choice], Any] | None:
     """Return what compiles calls for `device` in `count` processes, as `Bench.compile_elsewhere` wants it.
 
-    `None`, if there are no processes, or nobody has described the device to them.
+    `None`, if there are no processes, or nobody has described the device to them, or it is not the first.
     """
     target = Target.of(device)
-    if count < 1 or target is None:
+    if count < 1 or target is None or not _is_first(default_device()):
         return None
     return functools.partial(_compile_elsewhere, compile_processes(count), target)
 

@@ -25,12 +25,13 @@ from ejkernel.ops.errors import CandidateError, DeviceLostError, SerializationEr
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.measuring import Measurement, Runner, interleaved, sets_for_cold
-from ejkernel.ops.execution.memory import check_room, num_bytes, peak_bytes
+from ejkernel.ops.execution.memory import check_room, device_bytes, num_bytes, peak_bytes
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, Outcome
 from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import carried
 
-_MOST_SETS = 512  # of inputs for cold caches; fewer than it takes for the smallest, whose times then are warm
+_MOST_SETS = 512  # of inputs for cold caches; inputs so small that they need more are measured warm
+_GRACE = 10.0  # seconds in which this process gives a compilation up by itself, before whoever watches ends it
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -198,12 +199,13 @@ class Bench:
         """Compile candidates side by side, run each once as soon as it is there, and compare its results.
 
         A failure is noted, whatever it is. Candidates that are the same program are compiled once; of these the
-        first in the order of `candidates` is the one that counts.
+        first in the order of `candidates` is the one that counts. `finished` may hear of one of these twice.
 
         Raises:
             TuningError: there are no inputs, or no truth about them.
             DeviceLostError: the device no longer works in this process.
         """
+        check_room(sum(map(num_bytes, example_types(self.inv))), f"{self.inv.op_id}: its inputs")
         jobs = [carried(functools.partial(self._compile, candidate)) for candidate in candidates]
 
         def changed(running: Sequence[int]) -> None:
@@ -211,6 +213,7 @@ class Bench:
 
         threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_change=changed)
         self._find_truth()  # while the first candidates are compiled
+        self._watch_compiling()
         for done in threads.results(self.stop):
             candidate = candidates[done.index]
             candidate.compile_seconds = done.seconds
@@ -224,8 +227,11 @@ class Bench:
                 self._check(candidate, done.result)
             if candidate.status != SAME:
                 finished(candidate)
-            self.watch.begin("compiling", [], self.limits.compile.seconds)
+            self._watch_compiling()
         self._settle(candidates, finished)
+
+    def _watch_compiling(self) -> None:
+        self.watch.begin("compiling", [], self.limits.compile.seconds + _GRACE)
 
     def _compile(self, candidate: Candidate) -> Any:
         compiled_before = self.programs.get(config_id(candidate.config))
@@ -256,15 +262,17 @@ class Bench:
     def _settle(self, candidates: Sequence[Candidate], finished: Callable[[Candidate], None]) -> None:
         """Give a shared program to the first of those that share it: which one was compiled is a matter of luck."""
         order = {id(candidate): index for index, candidate in enumerate(candidates)}
-        for program, owner in self._owners.items():
-            first = min(
-                (candidate for candidate in candidates if candidate.twin is owner),
-                key=lambda c: order[id(c)],
-                default=None,
-            )
-            if first is not None and order[id(first)] < order.get(id(owner), -1):
-                _exchange(first, owner)
-                self._owners[program] = first
+        with self._lock:  # a thread that was given up may still come to its program
+            owners = list(self._owners.items())
+        for program, owner in owners:
+            twins = [candidate for candidate in candidates if candidate.twin is owner]
+            if not twins or order[id(twins[0])] > order.get(id(owner), -1):
+                continue
+            first = self._owners[program] = twins[0]
+            _exchange(first, owner)
+            for twin in (*twins[1:], owner):
+                twin.twin, twin.reason = first, str(_SameProgram(first))
+            finished(first)
         for candidate in candidates:
             if candidate.status == SAME:
                 finished(candidate)
@@ -287,13 +295,7 @@ class Bench:
             ) from error
 
     def inputs(self, seed: int) -> list[Any]:
-        """Return random inputs of the call.
-
-        Raises:
-            TuningError: the device has no room for them.
-        """
-        types = example_types(self.inv)
-        check_room(sum(map(num_bytes, types)), f"{self.inv.op_id}: its inputs")
+        """Return random inputs of the call."""
         arrays = example_arrays(self.inv, np.random.default_rng(seed), self._choice)
         return list(jax.block_until_ready(arrays))
 
@@ -308,9 +310,9 @@ class Bench:
 
     def _check(self, candidate: Candidate, compiled: Any) -> None:
         self.watch.begin("running", [candidate.config], self.limits.run.seconds)
-        candidate.peak_bytes = peak_bytes(compiled)
         start = time.perf_counter()
         try:
+            candidate.peak_bytes = peak_bytes(compiled)
             check_room(candidate.peak_bytes or 0, "it")
             results = jax.block_until_ready(compiled(*self.arrays))
             self.limits.run.note(time.perf_counter() - start)
@@ -346,19 +348,20 @@ class Bench:
         self.seed += 1
         self._find_truth()
 
-    def check_again(self, candidate: Candidate) -> None:
-        """Compare a candidate's results on the inputs that there are now.
+    def check_again(self, candidate: Candidate) -> Sequence[Any]:
+        """Compare a candidate's results on the inputs that there are now, and return them.
 
         Raises:
             CandidateError: they are wrong, or there are none.
         """
         assert candidate.compiled is not None
         try:
-            results = jax.block_until_ready(candidate.compiled(*self.arrays))
+            results: Sequence[Any] = jax.block_until_ready(candidate.compiled(*self.arrays))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the candidate's
             raise CandidateError(f"it fails on other inputs: {type(error).__name__}: {error}") from None
         if self._truth is not None:
             self.compare(results, self._truth)
+        return results
 
     def race(
         self, runners: Sequence[Candidate], plan: RacePlan, *, warmup: int, deadline: float | None
@@ -389,9 +392,13 @@ class Bench:
         return [runners[index] for index in race.ranking()]
 
     def _argument_sets(self) -> list[list[Any]]:
-        """Return the inputs, and for cold caches as many copies as the caches cannot hold."""
-        count = sets_for_cold(sum(map(num_bytes, self.arrays))) if self.policy.cold_cache else 1
-        copies = [[jnp.copy(array) for array in self.arrays] for _ in range(min(count, _MOST_SETS) - 1)]
+        """Return the inputs and, for cold caches, as many copies as the caches cannot hold, if the device has room."""
+        size = sum(map(num_bytes, self.arrays))
+        count = sets_for_cold(size) if self.policy.cold_cache else 1
+        room = device_bytes()
+        if count > _MOST_SETS or (room is not None and count * size > room / 2):
+            count = 1
+        copies = [[jnp.copy(array) for array in self.arrays] for _ in range(count - 1)]
         return [self.arrays, *jax.block_until_ready(copies)]
 
 
@@ -419,4 +426,3 @@ def _exchange(one: Candidate, other: Candidate) -> None:
             mine, theirs = getattr(one, field.name), getattr(other, field.name)
             setattr(one, field.name, theirs)
             setattr(other, field.name, mine)
-    other.reason, other.twin = f"the same program as {one.config!r}", one

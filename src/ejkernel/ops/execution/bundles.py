@@ -10,6 +10,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -20,20 +22,22 @@ import numpy as np
 
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import candidates_of, overrides
+from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
 from ejkernel.ops.core.nodes import Choice
-from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError
+from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
 from ejkernel.ops.execution.ahead import LEFT, Made, compile_for, load_program
 from ejkernel.ops.execution.bench import config_id
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.outcome import FAILED, READY, SAME, Outcome
 from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.task import LISTED, heuristic_of
+from ejkernel.ops.execution.threads import carried
 from ejkernel.ops.utils.serialize import from_data, from_json, to_data, to_json
 from ejkernel.ops.utils.typenames import decode_config, type_name
 
 _SCHEMA = 1
 _MANIFEST = "manifest.json"
+_FILE = re.compile(r"\d+-\d+\.bin")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +150,8 @@ def compile_bundle(
 ) -> list[BundledCall]:
     """Compile the candidates of calls for a target, without measuring anything, and write them to a folder.
 
+    A call that has no candidates is a `TuningWarning`, and is left out.
+
     Args:
         calls: The calls, abstract, with their kernels.
         target: What to compile for.
@@ -155,16 +161,25 @@ def compile_bundle(
         progress: Called with the call, how many of its candidates are done, and how many there are.
 
     Raises:
-        ConfigError: the folder is not empty, or this machine cannot compile for the target.
+        ConfigError: the folder is not empty or cannot be written, or this machine cannot compile for the target.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ConfigError(f"the bundle's folder must be empty, but {folder} is not.")
     target.placed(jax.ShapeDtypeStruct((), np.dtype("float32")))  # the error, if any, once and not for each candidate
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
+    if not is_empty:
+        raise ConfigError(f"the bundle's folder must be empty, but {folder} is not.")
     bundled, written = [], []
     for number, inv in enumerate(calls):
         aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
-        fates = _compile_call(aimed, target, max_candidates, executor, progress)
+        configs = _configs(aimed, max_candidates)
+        if not configs:
+            text = f"{inv.op_id}: there is nothing to compile; config_space(inv) returned no configuration."
+            warnings.warn(text, TuningWarning, stacklevel=2)
+            continue
+        fates = _compile_call(aimed, target, configs, executor, progress)
         written.append(_written(aimed, fates, folder, number))
         bundled.append(_bundled(written[-1], folder))
     manifest = _Manifest(
@@ -187,22 +202,22 @@ class _Fate:
 def _compile_call(
     inv: Invocation[Any, Any],
     target: Target,
-    max_candidates: int,
+    configs: list[Any],
     executor: concurrent.futures.Executor | None,
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
 ) -> list[_Fate]:
     """Return the fate of each candidate, and last that of the reference, if there is one."""
     assert inv.kernel is not None  # calls that are found in programs have one
-    configs = _configs(inv, max_candidates)
     jobs = [functools.partial(compile_for, inv, Choice(config=c, platform=inv.platform), target) for c in configs]
     if overrides(inv.kernel, "reference"):
         choice = Choice(config=configs[0], platform=inv.platform, reference=True)
         jobs.append(functools.partial(compile_for, inv, choice, target, only_once=True))
-        configs.append(None)
+        configs = [*configs, None]
     if executor is not None:
         jobs = [functools.partial(_elsewhere, executor, job) for job in jobs]
     fates: dict[int, _Fate] = {}
-    for done in CompileThreads(jobs, patience=Patience(first=600.0, least=60.0)).results():
+    carried_jobs = [carried(job, deeper=True) for job in jobs]  # a kernel in a kernel is not to be tuned meanwhile
+    for done in CompileThreads(carried_jobs, patience=Patience(first=600.0, least=60.0)).results():
         fates[done.index] = _Fate(
             config=configs[done.index], made=done.result, error=done.error, seconds=round(done.seconds, 3)
         )
@@ -219,20 +234,23 @@ def _configs(inv: Invocation[Any, Any], max_candidates: int) -> list[Any]:
     assert inv.kernel is not None
     space = candidates_of(inv.kernel, inv)
     if isinstance(space, ConfigSpace) and space.size > max(LISTED, max_candidates):
-        others: Iterable[Any] = space.sample(np.random.default_rng(0), max_candidates)
+        others = space.sample(np.random.default_rng(0), max_candidates)
     else:
-        others = space
+        others = list(space)
+    for config in others:
+        check_config(inv.kernel, config, "each candidate")
     return list({config_id(config): config for config in (*heuristic_of(inv, inv.kernel), *others)}.values())
 
 
 def _written(inv: Invocation[Any, Any], fates: Sequence[_Fate], folder: Path, number: int) -> _Call:
     rows, reference, first = [], None, dict[str, Any]()
     for index, fate in enumerate(fates):
-        row = _row(fate, folder, f"{number:03d}-{index:04d}.bin", first)
+        name = f"{number:03d}-{index:04d}.bin"
         if fate.config is not None:
-            rows.append(row)
-        elif row.file is not None:
-            reference = row
+            rows.append(_row(fate, folder, name, first))
+            continue
+        row = _row(fate, folder, name, {})  # which may be a candidate's program, and needs its own file all the same
+        reference = row if row.file is not None else None
     return _Call(description=inv.description, candidates=rows, reference=reference)
 
 
@@ -242,6 +260,8 @@ def _row(fate: _Fate, folder: Path, name: str, first: dict[str, Any]) -> _Row:
     made = fate.made
     if made is None:
         error = fate.error
+        if isinstance(error, concurrent.futures.BrokenExecutor):  # some candidate ended its process: but which one?
+            return dataclasses.replace(row, status=LEFT, reason="the process that was to compile it ended")
         reason = str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
         return dataclasses.replace(row, status=FAILED, reason=reason)
     if made.digest and made.digest in first:
@@ -266,12 +286,15 @@ def read_bundle(folder: Path) -> list[BundledCall]:
         ConfigError: it is no bundle, or was made with other versions of JAX or for another device.
     """
     try:
-        manifest = from_data(from_json((folder / _MANIFEST).read_text(encoding="utf-8"), Any), _Manifest)
+        data = from_json((folder / _MANIFEST).read_text(encoding="utf-8"), Any)
+        if isinstance(data, dict) and data.get("schema", _SCHEMA) != _SCHEMA:
+            raise ConfigError(f"the bundle {folder} was made by another version of ejkernel; make it anew.")
+        manifest = from_data(data, _Manifest)
     except (OSError, UnicodeDecodeError, SerializationError) as error:
         raise ConfigError(f"{folder} is no bundle: {error}") from error
     here = device_and_versions()
     wanted = (manifest.target, manifest.jax, manifest.jaxlib)
-    if manifest.schema != _SCHEMA or wanted != here:
+    if wanted != here:
         raise ConfigError(
             f"the bundle {folder} was made for {wanted[0]} with JAX {wanted[1]} and jaxlib {wanted[2]}; this is "
             f"{here[0]} with JAX {here[1]} and jaxlib {here[2]}."
@@ -297,8 +320,17 @@ def _bundled(call: _Call, folder: Path) -> BundledCall:
 
 
 def _compiled(row: _Row, folder: Path) -> Compiled:
+    try:
+        config = decode_config(row.config, row.config_type)
+    except SerializationError as error:
+        raise ConfigError(f"the bundle {folder} has a configuration that does not fit its type: {error}") from error
+    except ConfigError as error:
+        name = row.config_type
+        raise ConfigError(
+            f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE)."
+        ) from error
     outcome = Outcome(
-        config=decode_config(row.config, row.config_type),
+        config=config,
         status=row.status,
         reason=row.reason,
         compile_seconds=row.compile_seconds,
@@ -309,6 +341,6 @@ def _compiled(row: _Row, folder: Path) -> Compiled:
 def _program(row: _Row, folder: Path) -> Program | None:
     if row.file is None:
         return None
-    if Path(row.file).name != row.file:
+    if not _FILE.fullmatch(row.file):
         raise ConfigError(f"the bundle {folder} names a file outside of it: {row.file!r}.")
     return Program(file=folder / row.file, inputs=row.inputs, outputs=row.outputs, mosaic=row.mosaic)

@@ -30,13 +30,13 @@ def confirm(bench: Bench, candidate: Candidate) -> tuple[str, ...]:
     """
     if not bench.policy.validate:
         return ()
-    bench.watch.begin("confirming", [candidate.config], bench.limits.compile.first)
     bench.renew()
-    bench.check_again(candidate)
-    return ("outputs", "gradients") if _has_right_gradient(bench, candidate) else ("outputs",)
+    bench.watch.begin("confirming", [candidate.config], bench.limits.compile.first)
+    results = bench.check_again(candidate)
+    return ("outputs", "gradients") if _has_right_gradient(bench, candidate, results) else ("outputs",)
 
 
-def _has_right_gradient(bench: Bench, candidate: Candidate) -> bool:
+def _has_right_gradient(bench: Bench, candidate: Candidate, results: Sequence[Any]) -> bool:
     """Return whether there is a gradient, which then is right.
 
     Raises:
@@ -46,7 +46,6 @@ def _has_right_gradient(bench: Bench, candidate: Candidate) -> bool:
     if not isinstance(innermost(inv.node), Forward):
         return False
     choice = Choice(config=candidate.config, platform=inv.platform)
-    results = jax.eval_shape(inv.node.flat(choice), *arrays)
     wrt, outs = (tuple(map(is_inexact, values)) for values in (arrays, results))
     if not any(wrt) or not any(outs):
         return False
@@ -58,10 +57,12 @@ def _has_right_gradient(bench: Bench, candidate: Candidate) -> bool:
     except Exception as error:  # noqa: BLE001 - whether that is the candidate's fault, the heuristic tells
         return _excuse(bench, gradient, inputs, error)
     try:
+        bench.watch.begin("running the reference's gradient", [], bench.limits.compile.first)
         truth = bench.truth_about(gradient, inputs)
     except Exception as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
         logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, error)
         return False
+    bench.watch.begin("confirming", [candidate.config], bench.limits.compile.first)
     try:
         found = jax.block_until_ready(lowered.compile()(*inputs))
     except Exception as error:  # noqa: BLE001 - see above

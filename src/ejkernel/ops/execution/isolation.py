@@ -25,6 +25,7 @@ def tune_isolated(task: TuningTask, progress: Progress | None) -> AutotuneData:
     Raises:
         TuningError: no candidate could be measured; there is no truth to compare with; or a worker ended for no
             reason that could be found.
+        KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
     """
     journal = _Journal(task, progress)
     here = current_scope()
@@ -35,20 +36,25 @@ def tune_isolated(task: TuningTask, progress: Progress | None) -> AutotuneData:
         while True:
             try:
                 with shared_worker() as journal.worker:
-                    data = journal.worker.call(_carry_out, journal.task(), scope, on_event=journal.note)
+                    data: AutotuneData = journal.worker.call(
+                        _carry_out, journal.task(), scope, on_event=journal.note, stopping=journal.is_stopping
+                    )
             except (WorkerDiedError, DeviceLostError) as death:
                 journal.bury(death)
+            except TuningError:
+                if journal.worker.is_stopping:  # the reason why nothing was measured
+                    raise KeyboardInterrupt from None
+                raise
             else:
-                found: AutotuneData = dataclasses.replace(data, inv=task.inv)
-                return found
+                journal.close()
+                return dataclasses.replace(data, inv=task.inv)
 
 
 def _carry_out(task: TuningTask, scope: Scope) -> AutotuneData:
     """Run a task in this process, which is a worker, and tell the parent what happens."""
     mine = reports()
     assert mine is not None  # only workers are sent here
-    mine.stop.clear()
-    run = TuningRun(task, watch=mine, stop=mine.stop.is_set)
+    run = TuningRun(task, watch=mine, stop=mine.must_stop)
     with (
         entered(scope),
         jax.default_matmul_precision(task.inv.precision),
@@ -59,16 +65,25 @@ def _carry_out(task: TuningTask, scope: Scope) -> AutotuneData:
 
 
 class _Journal:
-    """What is known of a task, whatever becomes of the workers."""
+    """What is known of a task, whatever becomes of the workers.
+
+    Attributes:
+        worker: Who is, or was last, at work on it.
+        is_stopping: Whether Ctrl-C has asked for its end; the next worker must know.
+    """
+
+    worker: Worker
 
     def __init__(self, task: TuningTask, progress: Progress | None) -> None:
         self._task = task
         self._progress = progress
-        self._known: dict[Any, Outcome] = {}
+        self._known = {config_id(outcome.config): outcome for outcome in task.known}
+        self._told: dict[Any, Outcome] = {}
         self._suspects: dict[Any, Any] = {}
         self._total = 0
+        self._shown: int | None = None
         self._unexplained = 0
-        self.worker: Worker | None = None
+        self.is_stopping = False
 
     def task(self) -> TuningTask:
         """Return the task as it is left to do."""
@@ -83,11 +98,21 @@ class _Journal:
             is_new, self._total = self._total == 0, event.candidates
         elif isinstance(event, CandidateFinished):
             token = config_id(event.outcome.config)
-            is_new, self._known[token] = self._known.get(token) != event.outcome, event.outcome
-        if self._progress is not None:
-            self._progress(min(len(self._known), self._total), self._total)
+            is_new = self._told.get(token) != event.outcome
+            self._told[token] = self._known[token] = event.outcome
+        self._note_progress(len(self._told))
         if is_new:
             emit(event)
+
+    def close(self) -> None:
+        """Take note that the task is done."""
+        self._note_progress(self._total)
+
+    def _note_progress(self, done: int) -> None:
+        done = min(done, self._total)
+        if self._progress is not None and done != self._shown:
+            self._progress(done, self._total)
+        self._shown = done
 
     def bury(self, death: TuningError) -> None:
         """Find out who was to blame for the end of a worker.
@@ -95,7 +120,7 @@ class _Journal:
         Raises:
             TuningError: nobody was, twice.
         """
-        assert self.worker is not None
+        self.is_stopping = self.is_stopping or self.worker.is_stopping
         doing, culprit = self.worker.doing, self.worker.culprit
         compiling = [] if getattr(death, "timed_out", False) and culprit is not None else list(doing.compiling)
         accused = [*([] if culprit is None else [culprit]), *compiling]

@@ -104,7 +104,7 @@ class TuningRun:
         self._plan = RacePlan(rounds=task.rounds)
         self._ranking: list[Candidate] = []
         self._tried: list[Candidate] = []
-        self._finished = 0
+        self._finished: set[int] = set()
         self._shown: int | None = None
         self._total = 0
 
@@ -228,8 +228,8 @@ class TuningRun:
             self._bench.prepare([suspect], self._one_finished)
 
     def _one_finished(self, candidate: Candidate) -> None:
-        self._finished += 1
-        self._note_progress(self._finished)
+        self._finished.add(id(candidate))
+        self._note_progress(len(self._finished))
         emit(CandidateFinished(self.task.inv.key, candidate.outcome()))
 
     def _race(self, candidates: Iterable[Candidate], plan: RacePlan) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import threading
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.errors import TuningWarning
+from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution.bench import Limits
 from ejkernel.ops.execution.events import SearchFinished, emit
 from ejkernel.ops.execution.measuring import benchmark as benchmark
@@ -93,6 +94,7 @@ class Autotuner:
 
         Raises:
             TuningError: no candidate could be measured, or the reference itself failed.
+            KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
         """
         inv = dataclasses.replace(inv.abstract(), kernel=kernel)
         task = TuningTask(
@@ -107,7 +109,7 @@ class Autotuner:
             warmup=self.warmup,
             seed=self.seed,
             width=self.width,
-            limits=self.limits,
+            limits=copy.deepcopy(self.limits),  # what one call's candidates teach does not hold for another's
         )
         data = self._in_worker(task, progress) if task.policy.isolate else self._here(task, progress)
         _report(data)
@@ -117,7 +119,12 @@ class Autotuner:
     def _here(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
         stop = threading.Event()
         run = TuningRun(task, progress=progress, stop=stop.is_set, clock=self._clock)
-        return apart(run.run, on_interrupt=stop.set)
+        try:
+            return apart(run.run, on_interrupt=stop.set)
+        except TuningError:
+            if stop.is_set():  # the reason why nothing was measured
+                raise KeyboardInterrupt from None
+            raise
 
     def _in_worker(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
         from ejkernel.ops.execution.isolation import tune_isolated  # imports multiprocessing

@@ -32,6 +32,9 @@ from ejkernel.ops.execution.events import Event
 _LOOK = 0.2  # seconds between two looks at whether a worker is alive
 _START = 120.0  # seconds in which a worker must have started
 _GOODBYE = 5.0  # seconds that a worker has to end by itself
+# What parent and worker share without a lock, which one that is killed would keep: the index of the candidate that
+# runs, how often one was called, and whether to end the search.
+_RUNNING, _CALLS, _STOP = range(3)
 
 
 class WorkerDiedError(TuningError):
@@ -68,14 +71,13 @@ class Worker:
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pulse = context.RawArray("q", 2)  # which candidate runs, and how often one was called
-        self._stop = context.Event()
+        self._pulse = context.RawArray("q", 3)
         self._pipe, other = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(other, self._pulse, self._stop, environ or {}), name="ejkernel-worker"
-        )
+        self._process = context.Process(target=_serve, args=(other, self._pulse, environ or {}), name="ejkernel-worker")
         self._process.start()
         other.close()
+        self._can_stop = False
+        self.is_busy = False  # true, too, once it has died at work, or nobody has waited for its answer
         self.doing = Doing()
         atexit.register(self.kill)  # it is no daemon, for it may have processes of its own
 
@@ -88,23 +90,43 @@ class Worker:
     def culprit(self) -> Any:
         """The candidate that the device worked on last; `None` if it did not work on one."""
         configs = self.doing.configs
-        return configs[min(self._pulse[0], len(configs) - 1)] if configs else None
+        return configs[min(self._pulse[_RUNNING], len(configs) - 1)] if configs else None
 
-    def call(self, function: Callable[..., Any], *args: Any, on_event: Callable[[Event], None] | None = None) -> Any:
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was asked to end its search."""
+        return bool(self._pulse[_STOP])
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        on_event: Callable[[Event], None] | None = None,
+        stopping: bool | None = None,
+        doing: Doing | None = None,
+    ) -> Any:
         """Return `function(*args)`, computed in the worker; what it raises is raised here.
 
+        Args:
+            function: Something at the top of a module.
+            *args: What it is called with.
+            on_event: Called with what the worker tells meanwhile.
+            stopping: Whether it is asked to stop from the start; if not, the first Ctrl-C asks it to, and a second
+                one is raised. If left out it cannot be asked, and the first is raised.
+            doing: What it is at, until it says so itself.
+
         Raises:
+            KeyboardInterrupt: Ctrl-C, as above; the worker is gone.
             WorkerDiedError: the worker ended, or showed no sign of life for as long as it had said; it is gone.
             TuningError: the function or its arguments cannot be sent to another process.
         """
         try:
             request = pickle.dumps((function, args))
         except Exception as error:
-            raise TuningError(
-                f"this cannot be sent to a worker process: {type(error).__name__}: {error}. Kernels and their "
-                "configurations must be defined at the top of a module; or tune in this process (isolate=False)."
-            ) from error
-        self.doing = Doing(what="receiving its task")
+            raise _unsendable(error) from error
+        self.doing = doing or Doing(what="receiving its task")
+        self._can_stop, self._pulse[_STOP] = stopping is not None, bool(stopping)
+        self.is_busy = True
         try:
             self._pipe.send_bytes(request)
             return self._answer(on_event)
@@ -113,20 +135,21 @@ class Worker:
             raise WorkerDiedError(self._last_words()) from None
 
     def _answer(self, on_event: Callable[[Event], None] | None) -> Any:
-        alive, beats = time.monotonic(), self._pulse[1]
+        alive, beats = time.monotonic(), self._pulse[_CALLS]
         while True:
             ready = self._wait()
             now = time.monotonic()
             if ready:
                 alive = now
                 kind, value = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 - our own child wrote it
+                self.is_busy = kind not in ("done", "error")
                 if kind == "done":
                     return value
                 if kind == "error":
                     raise value
                 self._take_note(kind, value, on_event)
-            elif self._pulse[1] != beats:
-                alive, beats = now, self._pulse[1]
+            elif self._pulse[_CALLS] != beats:
+                alive, beats = now, self._pulse[_CALLS]
             elif not self._process.is_alive() and not self._pipe.poll():
                 raise WorkerDiedError(self._last_words())
             elif now - alive > self.doing.allowed:
@@ -135,21 +158,21 @@ class Worker:
                 raise WorkerDiedError(f"{text}{self.doing.allowed:.1f} s)", timed_out=True)
 
     def _wait(self) -> bool:
-        """Return whether a message is there. The first Ctrl-C asks the worker to end its search; a second is raised."""
+        """Return whether a message is there. Ctrl-C asks the worker to stop, if it can be asked and was not before."""
         try:
             multiprocessing.connection.wait([self._pipe, self._process.sentinel], timeout=_LOOK)
             return self._pipe.poll()
         except KeyboardInterrupt:
-            if self._stop.is_set():
+            if not self._can_stop or self.is_stopping:
                 self.kill()
                 raise
-            self._stop.set()
+            self._pulse[_STOP] = True
             return False
 
     def _take_note(self, kind: str, value: Any, on_event: Callable[[Event], None] | None) -> None:
         if kind == "begin":
             self.doing.what, self.doing.configs, self.doing.allowed = value
-            self._pulse[0] = 0
+            self._pulse[_RUNNING] = 0
         elif kind == "compiling":
             self.doing.compiling = value
         elif kind == "warning":
@@ -190,7 +213,6 @@ class _Reports:
 
     pipe: Any
     pulse: Any
-    stop: Any
     lock: Any
 
     def send(self, kind: str, value: Any) -> None:
@@ -205,8 +227,19 @@ class _Reports:
         self.send("begin", (doing, list(configs), allowed))
 
     def running(self, index: int) -> None:
-        self.pulse[0] = index
-        self.pulse[1] += 1
+        self.pulse[_RUNNING] = index
+        self.pulse[_CALLS] += 1
+
+    def warn(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        """Have the parent warn, in place of `warnings.showwarning`."""
+        try:
+            self.send("warning", message)
+        except Exception:  # noqa: BLE001 - a warning of the user's own that cannot be pickled: its text has to do
+            self.send("warning", f"{type(message).__name__}: {message}")
+
+    def must_stop(self) -> bool:
+        """Return whether the parent asks for the search's end."""
+        return bool(self.pulse[_STOP])
 
 
 _reports: list[_Reports] = []  # of this process, if it is a worker
@@ -217,31 +250,42 @@ def reports() -> _Reports | None:
     return _reports[0] if _reports else None
 
 
-def _serve(pipe: Any, pulse: Any, stop: Any, environ: dict[str, str]) -> None:
+def _serve(pipe: Any, pulse: Any, environ: dict[str, str]) -> None:
     os.setsid()  # Ctrl-C is the parent's to handle, and the whole group can be ended
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # results on stdout are the parent's to print
     settings.share_device(environ)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    mine = _Reports(pipe, pulse, stop, threading.Lock())
+    mine = _Reports(pipe, pulse, threading.Lock())
     _reports.append(mine)
-    warnings.showwarning = lambda message, *_, **__: mine.send("warning", message)
+    warnings.showwarning = mine.warn
     while True:
         try:
             request = pipe.recv_bytes()
         except EOFError:
             return  # and end; a thread that keeps the process from it is the parent's to deal with
-        mine.send(*_carry_out(request))
+        kind, value = _carry_out(request)
+        try:
+            mine.send(kind, value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises any of these
+            mine.send("error", _unsendable(error))
 
 
 def _carry_out(request: bytes) -> tuple[str, Any]:
     try:
         function, args = pickle.loads(request)  # noqa: S301 - our own parent wrote it
         return "done", function(*args)
-    except Exception as error:  # noqa: BLE001 - it is raised in the parent
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised in the parent
         return "error", _sendable(error)
 
 
-def _sendable(error: Exception) -> Exception:
+def _unsendable(error: Exception) -> TuningError:
+    return TuningError(
+        f"this cannot be sent to a worker process, or back: {type(error).__name__}: {error}. Kernels and their "
+        "configurations must be defined at the top of a module; or tune in this process (isolate=False)."
+    )
+
+
+def _sendable(error: BaseException) -> BaseException:
     """Return the error, or its text if it cannot be pickled."""
     error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
     bare = error.with_traceback(None)
@@ -289,7 +333,9 @@ def shared_worker() -> Iterator[Worker]:
         worker = _shared[0]
         try:
             yield worker
-        except (WorkerDiedError, DeviceLostError, KeyboardInterrupt):
-            worker.kill()
-            _shared.remove(worker)
+        except BaseException as error:
+            # Of one that is busy nobody has waited for the answer: the next to ask would be given that.
+            if worker.is_busy or isinstance(error, DeviceLostError):
+                worker.kill()
+                _shared.remove(worker)
             raise

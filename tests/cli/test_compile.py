@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel tune` across processes: bundles, interruptions, and what a program prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = '''
+import dataclasses
+import os
+import signal
+import warnings
+import jax
+import jax.numpy as jnp
+from ejkernel.ops import Kernel
+
+interrupted = []
+print("imported")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    repeats: int = 2
+
+
+class Noisy(Kernel[Config, jax.Array]):
+    """Adds ones, in as many steps as it is told; its integers have no gradient, which would be compiled."""
+
+    def run(self, x, *, cfg):
+        if os.environ.get("COMPILING_IS_FORBIDDEN"):
+            raise RuntimeError("it is compiled here")
+        print("tracing", cfg)
+        warnings.warn(f"a warning of {cfg}", UserWarning)
+        if cfg.repeats < 0:
+            raise ValueError("it fails")
+        for _ in range(cfg.repeats):
+            x = x + (jnp.sort(x) > 10**6).astype(x.dtype)
+        return x + 1
+
+    def reference(self, x):
+        if os.environ.get("COMPILING_IS_FORBIDDEN"):
+            raise RuntimeError("the reference is compiled here")
+        return x + 1
+
+    def heuristic_cfg(self, inv):
+        return Config(4)
+
+    def config_space(self, inv):
+        return [Config(0), Config(-1)]
+
+
+class Slow(Noisy):
+    """When its second candidate is run, Ctrl-C comes."""
+
+    def run(self, x, *, cfg):
+        def callback(x):
+            if cfg.repeats == 1 and os.environ.get("INTERRUPTED") and not interrupted:
+                interrupted.append(True)
+                os.kill({"parent": os.getppid(), "self": os.getpid()}[os.environ["INTERRUPTED"]], signal.SIGINT)
+            return x + 1
+
+        return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def heuristic_cfg(self, inv):
+        return Config(4)
+
+    def config_space(self, inv):
+        return [Config(1), *(Config(n) for n in range(100, 110))]
+
+
+noisy, slow = Noisy("noisy"), Slow("slow")
+X = jax.ShapeDtypeStruct((2048,), jnp.int32)
+
+
+def step():
+    return noisy, (X,)
+
+
+def long():
+    return slow, (X,)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the program."""
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def start(folder, *arguments, **environment):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "ejkernel.cli", *arguments],
+        cwd=folder,
+        env=clean | {"JAX_PLATFORMS": "cpu", "EJKERNEL_CACHE_DIR": str(folder / "cache")} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder, *arguments, **environment):
+    process = start(folder, *arguments, **environment)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+COMPILE = ("tune", "prog:step", "--compile-only", "--target", "here", "--output", "bundle")
+
+
+def test_what_one_process_compiled_another_measures_and_compiles_nothing(folder):
+    status, out, err = run(folder, *COMPILE)
+    assert status == 0, err
+    assert "2 ready, 1 failed" in out
+    assert "noisy@v0: 1 x ValueError: it fails" in out
+    assert "3 candidates in" in err
+    assert "ejkernel tune --from bundle --import prog" in err
+    arguments = ("tune", "--from", "bundle", "--import", "prog", "--json")
+    status, out, err = run(folder, *arguments, COMPILING_IS_FORBIDDEN="1")
+    assert status == 0, err
+    assert "bundle: 1 calls, 0 of no use here" in err
+    (entry,) = json.loads(out)["entries"]
+    assert entry["config"] == {"repeats": 0}
+    assert entry["measured"]["checked"] == ["outputs"]
+    (failure,) = entry["measured"]["failures"]
+    assert failure["reason"] == "ValueError: it fails"
+    status, out, _ = run(folder, "show")
+    assert "repeats=0" in out
+    status, _, err = run(folder, *COMPILE)
+    assert status == 1
+    assert "folder must be empty" in err
+    status, _, err = run(folder, "tune", "--from", "bundle")
+    assert status == 1
+    assert "'prog.Config'" in err
+    assert "--import" in err
+
+
+@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["in a worker", "in this process"])
+def test_what_a_program_prints_and_warns_of_goes_to_stderr(folder, mode):
+    status, out, err = run(folder, "tune", "prog:step", "--json", *mode)
+    assert status == 0, err
+    assert json.loads(out)["entries"][0]["config"] == {"repeats": 0}
+    assert "imported\n" in err
+    assert "tracing Config(repeats=0)" in err
+    assert "ejkernel: warning: a warning of Config(repeats=0)" in err
+
+
+def saved(folder):
+    (path,) = (folder / "cache").rglob("*.json")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("mode", ["in a worker", "in this process"])
+def test_ctrl_c_ends_the_search_with_the_best_so_far_which_is_saved_and_gone_on_from(folder, mode):
+    in_process = mode == "in this process"
+    arguments = ("tune", "prog:long", *(("--in-process",) if in_process else ()))
+    status, _, err = run(folder, *arguments, INTERRUPTED="self" if in_process else "parent")
+    assert status == 130, err
+    assert "Traceback" not in err
+    assert "stopped; what was tuned so far is saved, run it again to go on" in err
+    entry = saved(folder)
+    assert entry["measured"]["interrupted"] is True
+    assert entry["measured"]["candidates"] == 12
+    again = ("tune", "prog:long", "--in-process")
+    status, _, err = run(folder, *again)
+    assert status == 0, err
+    assert "were tuned before" not in err
+    assert "1 of 1 calls tuned" in err
+    assert saved(folder)["measured"]["interrupted"] is False
+    _, _, err = run(folder, *again)
+    assert "1 of them were tuned before" in err
+
+
+def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(folder):
+    endless = "import sys, threading\nprint('imported', file=sys.stderr, flush=True)\nthreading.Event().wait(600)\n"
+    (folder / "prog.py").write_text(endless)
+    process = start(folder, "tune", "prog:step")
+    assert process.stderr.readline() == "imported\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("tune", "prog:step", "--compile-only"), 2, "--compile-only needs MODULE:FUNCTION, --target and --output"),
+        (("tune", "prog:step", "--output", "x"), 2, "--target and --output go with --compile-only"),
+        (("tune", "--from", "x", "--compile-only", "--output", "y"), 2, "--compile-only needs MODULE:FUNCTION"),
+        ((*COMPILE[:4], "abacus", *COMPILE[5:]), 1, "target must be one of here, "),
+        ((*COMPILE, "--dry-run"), 2, "--dry-run does not go with --compile-only"),
+        ((*COMPILE, "--json"), 2, "--json does not go with --compile-only"),
+        (("tune", "--from", "nothing"), 1, "nothing is no bundle"),
+    ],
+)
+def test_wrong_usage_is_a_clear_error(folder, monkeypatch, capsys, arguments, status, message):
+    from ejkernel.cli import main
+
+    monkeypatch.chdir(folder)
+    arguments = [*arguments, "--in-process"] if "--from" in arguments else list(arguments)
+    assert main(arguments) == status
+    assert message in capsys.readouterr().err

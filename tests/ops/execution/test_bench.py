@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates on the bench: those that are one program, those that are right by accident, and what they are timed on."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.ops.execution.made_up_times import interleaved_with
+from tests.ops.sample_kernels import told_apart
+
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.examples import example_arrays
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.execution import bench, measuring, memory
+from ejkernel.ops.execution.bench import Bench, Candidate
+from ejkernel.ops.execution.racing import RacePlan
+from ejkernel.ops.execution.tuning import Autotuner
+
+X = jax.ShapeDtypeStruct((16,), jnp.int32)
+
+
+class Sum(Kernel[int, jax.Array]):
+    """`x + x`; configurations that are equal but for their tens are one program."""
+
+    def run(self, x, *, cfg):
+        return told_apart(x + x, cfg % 10)
+
+    def reference(self, x):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+def bench_of(kernel, x=X, **options):
+    options.setdefault("policy", AutotunePolicy())
+    return Bench(inv=Invocation(kernel=kernel, args=(x,)).abstract(), baseline=1, **options)
+
+
+def prepared(kernel, configs, finished=lambda candidate: None, **options):
+    candidates = [Candidate(config) for config in configs]
+    table = bench_of(kernel, **options)
+    table.prepare(candidates, finished)
+    return table, candidates
+
+
+# --- one program ---
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compiled_first(monkeypatch, seed):
+    order = random.Random(seed).sample(range(4), 4)
+    results = bench.CompileThreads
+
+    class Shuffled(results):
+        def __init__(self, jobs, **options):
+            super().__init__([jobs[index] for index in order], **options | {"width": 1})
+
+        def results(self, stop):
+            for done in super().results(stop):
+                yield dataclasses.replace(done, index=order[done.index])
+
+    monkeypatch.setattr(bench, "CompileThreads", Shuffled)
+    _, (one, same, other, third) = prepared(Sum("sum"), [1, 11, 2, 21])
+    assert [c.status for c in (one, same, other, third)] == ["ready", "same", "ready", "same"]
+    assert same.twin is third.twin is one
+    assert same.reason == third.reason == "the same program as 1"
+    assert one.compiled is not None
+    assert same.compiled is third.compiled is None
+
+
+def test_every_candidate_of_one_program_takes_as_long_as_the_one_that_is_measured(monkeypatch):
+    monkeypatch.setattr(bench, "interleaved", interleaved_with(float))
+    table, candidates = prepared(Sum("sum"), [3, 13, 23, 4], width=1)
+    table.race([c for c in candidates if c.compiled is not None], RacePlan.fixed(2), warmup=0, deadline=None)
+    assert [c.seconds for c in candidates] == [3.0, 3.0, 3.0, 4.0]
+
+
+def test_a_candidate_finishes_with_the_fate_that_it_has_in_the_end():
+    last = {}
+    _, candidates = prepared(Sum("sum"), [1, 11, 21, 31, 2], lambda c: last.update({c.config: c.status}))
+    assert last == {c.config: c.status for c in candidates}
+
+
+def test_candidates_of_a_later_batch_are_twins_of_the_earlier_ones():
+    table, (first,) = prepared(Sum("sum"), [11])
+    later = Candidate(1)
+    table.prepare([later])
+    assert (later.status, later.twin) == ("same", first)
+
+
+def test_programs_that_call_back_to_the_host_are_never_one():
+    class CallsBack(Sum):
+        def run(self, x, *, cfg):
+            return jax.pure_callback(lambda x: x * (2 + (cfg == 2)), X, x)
+
+    _, candidates = prepared(CallsBack("calls_back"), [1, 2, 3])
+    assert [c.status for c in candidates] == ["ready", "wrong", "ready"]
+
+
+def test_programs_that_differ_in_a_constant_alone_are_not_one():
+    class Constant(Sum):
+        def run(self, x, *, cfg):
+            return x + x + jnp.asarray(np.arange(16, dtype=np.int32) % 2 * (cfg - 1))
+
+    _, candidates = prepared(Constant("constant"), [1, 2])
+    assert [c.status for c in candidates] == ["ready", "wrong"]
+
+
+# --- right by accident ---
+
+
+def test_a_candidate_that_is_right_on_the_first_inputs_alone_does_not_win(monkeypatch):
+    inv = Invocation(kernel=Sum("sum"), args=(X,))
+    (known,) = map(np.asarray, example_arrays(inv, np.random.default_rng(0), Choice(config=1, platform="cpu")))
+
+    class Remembers(Sum):
+        """2 returns the sum of the inputs that the first seed makes."""
+
+        def run(self, x, *, cfg):
+            return jnp.asarray(known * 2) if cfg == 2 else told_apart(x + x, cfg)
+
+        def config_space(self, inv):
+            return [2, 3]
+
+    monkeypatch.setattr(bench, "interleaved", interleaved_with({1: 3.0, 2: 1.0, 3: 2.0}.get))
+    kernel = Remembers("remembers")
+    data = Autotuner().tune(Invocation(kernel=kernel, args=(X,)), kernel)
+    assert [outcome.status for outcome in data.outcomes] == ["measured", "wrong", "measured"]
+    assert data.config == 3
+
+
+# --- memory and caches ---
+
+
+def test_a_candidate_that_needs_more_than_the_device_has_fails_with_both_figures(monkeypatch):
+    class Large(Sum):
+        def run(self, x, *, cfg):
+            if cfg == 2:
+                return x + x + (jnp.sort(jnp.arange(1000)[:, None] + x, 0)[0] >> 30)
+            return x + x
+
+    monkeypatch.setattr(memory, "device_bytes", lambda: 4096)
+    _, (small, large) = prepared(Large("large"), [1, 2])
+    assert small.status == "ready"
+    assert large.status == "failed"
+    assert large.reason.endswith("; the device has 0.0 MiB.")
+
+
+def test_a_compiler_that_fails_to_tell_the_memory_is_the_candidate_s_failure(monkeypatch):
+    def raises(compiled):
+        raise RuntimeError("no analysis")
+
+    monkeypatch.setattr(bench, "peak_bytes", raises)
+    _, (candidate,) = prepared(Sum("sum"), [1])
+    assert (candidate.status, candidate.reason) == ("failed", "RuntimeError: no analysis")
+
+
+@pytest.mark.parametrize(
+    ("elements", "cold_cache", "room", "expected"),
+    [
+        (1 << 14, True, None, "cold"),  # 48 sets
+        (1 << 14, False, None, "warm"),
+        (16, True, None, "warm"),  # too many sets
+        (1 << 14, True, 1 << 22, "warm"),  # half of it holds 32 sets
+    ],
+)
+def test_inputs_are_cold_where_that_is_asked_for_and_can_be_had(monkeypatch, elements, cold_cache, room, expected):
+    monkeypatch.setattr(measuring, "_CACHE_BYTES", 1 << 20)
+    if room is not None:
+        monkeypatch.setattr(bench, "device_bytes", lambda: room)
+    x = jax.ShapeDtypeStruct((elements,), jnp.int32)
+    table, candidates = prepared(Sum("sum"), [1], x=x, policy=AutotunePolicy(cold_cache=cold_cache))
+    table.race(candidates, RacePlan.fixed(1), warmup=0, deadline=None)
+    assert candidates[0].measurement.cache == expected
+
+
+def test_copies_for_cold_caches_are_equal_and_keys_of_random_numbers_too(monkeypatch):
+    monkeypatch.setattr(measuring, "_CACHE_BYTES", 1 << 10)
+
+    class Draws(Sum):
+        def run(self, x, *, cfg):
+            return jax.random.bits(x[0], (4,))
+
+        def reference(self, x):
+            return jax.random.bits(x[0], (4,))
+
+    keys = jax.random.split(jax.random.key(0), 64)
+    table, _ = prepared(Draws("draws"), [1], x=keys, policy=AutotunePolicy(cold_cache=True))
+    first, *others = table._argument_sets()
+    assert len(others) > 1
+    for other in others:
+        assert jnp.array_equal(jax.random.key_data(first[0]), jax.random.key_data(other[0]))
