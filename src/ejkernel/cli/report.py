@@ -18,6 +18,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.execution.bundles import BundledCall
 from ejkernel.ops.execution.outcome import MEASURED, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
+from ejkernel.ops.execution.roofline import roofline
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.signature import is_array
 from ejkernel.ops.utils.tables import text_table
@@ -128,7 +129,18 @@ def candidates(tuned: AutotuneData) -> str:
             )
         )
     header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
-    return f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}\n{text_table(header, rows)}"
+    title = f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}"
+    kept = f"\nthe heuristic stays: {tuned.why}" if tuned.why else ""
+    return f"{title}{kept}{_achieved(tuned)}\n{text_table(header, rows)}"
+
+
+def _achieved(tuned: AutotuneData) -> str:
+    """Return what the winner achieved, as a line, if its kernel says what a call costs."""
+    cost, measured = tuned.inv.node.spec.kernel.cost(tuned.inv), tuned.winner.measurement
+    if cost is None or measured is None:
+        return ""
+    reached = roofline(measured, cost)
+    return f"\n{reached.tflops:.3g} TFLOP/s, {reached.gbytes:.3g} GB/s"
 
 
 def _speedup(tuned: AutotuneData) -> str:

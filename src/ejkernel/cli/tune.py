@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -136,12 +138,33 @@ def _tune(
             done.append(event.data)
 
     try:
-        with bars(console, len(todo), "tuning") as step, on_event(note), contextlib.redirect_stdout(sys.stderr):
+        with (
+            bars(console, len(todo), "tuning") as step,
+            on_event(note),
+            contextlib.redirect_stdout(sys.stderr),
+            _saying_that_it_stops(console),
+        ):
             return tune_invocations(chain, todo, progress=step, compiled=found.compiled)
     except KeyboardInterrupt:
         if done:
             click.echo(report.table(AutotuningResult(found.device, (), tuple(done))), err=True)
         raise
+
+
+@contextlib.contextmanager
+def _saying_that_it_stops(console: Console) -> Iterator[None]:
+    """Answer the first Ctrl-C at once: the search under way may take a while to end."""
+
+    def stopping(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        console.print("stopping with the best so far; Ctrl-C again stops at once", highlight=False)
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, stopping)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

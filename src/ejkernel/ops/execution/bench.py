@@ -228,7 +228,7 @@ class Bench:
             if candidate.status != SAME:
                 finished(candidate)
             self._watch_compiling()
-        self._settle(candidates, finished)
+        self.settle(candidates, finished)
 
     def _watch_compiling(self) -> None:
         self.watch.begin("compiling", [], self.limits.compile.seconds + _GRACE)
@@ -259,7 +259,7 @@ class Bench:
             if owner is not candidate:
                 raise _SameProgram(owner)
 
-    def _settle(self, candidates: Sequence[Candidate], finished: Callable[[Candidate], None]) -> None:
+    def settle(self, candidates: Sequence[Candidate], finished: Callable[[Candidate], None]) -> None:
         """Give a shared program to the first of those that share it: which one was compiled is a matter of luck."""
         order = {id(candidate): index for index, candidate in enumerate(candidates)}
         with self._lock:  # a thread that was given up may still come to its program
@@ -363,12 +363,11 @@ class Bench:
             self.compare(results, self._truth)
         return results
 
-    def race(
-        self, runners: Sequence[Candidate], plan: RacePlan, *, warmup: int, deadline: float | None
-    ) -> list[Candidate]:
+    def race(self, runners: Sequence[Candidate], plan: RacePlan, *, warmup: int) -> list[Candidate]:
         """Measure compiled candidates in turns, and return them, the best first; one that fails leaves the race.
 
-        The first of `runners`, which is the heuristic where there is one, is in it to the end.
+        The first of `runners`, which is the heuristic where there is one, is in it to the end. Once `stop()` is true,
+        what was sampled by then decides.
         """
         self.watch.begin("measuring", [runner.config for runner in runners], self.limits.idle)
         sets = self._argument_sets()
@@ -383,7 +382,7 @@ class Bench:
             self._probe(runners[index])
 
         race = Race(len(runners), plan=plan)
-        measurements = interleaved(functions, race=race, warmup=warmup, deadline=deadline, on_error=left)
+        measurements = interleaved(functions, race=race, warmup=warmup, stop=self.stop, on_error=left)
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:
                 seconds = runners[index].compile_seconds

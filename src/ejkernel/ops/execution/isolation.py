@@ -125,12 +125,16 @@ class _Journal:
         compiling = [] if getattr(death, "timed_out", False) and culprit is not None else list(doing.compiling)
         accused = [*([] if culprit is None else [culprit]), *compiling]
         if len(accused) == 1:
-            self._known[config_id(accused[0])] = Outcome(config=accused[0], status=CRASHED, reason=str(death))
             self._suspects.pop(config_id(accused[0]), None)
+            crashed = Outcome(config=accused[0], status=CRASHED, reason=str(death))
+            self.note(CandidateFinished(self._task.inv.key, crashed))
         elif accused:
             self._suspects |= {config_id(config): config for config in accused}
         else:
             self._unexplained += 1
             if self._unexplained > 1:
-                raise TuningError(f"{self._task.inv.op_id}: the worker process ends without any candidate: {death}")
+                raise TuningError(
+                    f"{self._task.inv.op_id}: the worker process ends without any candidate: {death}. A worker imports "
+                    'the program that started it, which therefore needs `if __name__ == "__main__":`.'
+                )
         emit(WorkerRestarted(self._task.inv.key, str(death)))

@@ -146,6 +146,7 @@ def interleaved(
     warmup: int = 2,
     keep: Callable[[Sequence[Sequence[float]]], Sequence[bool]] | None = None,
     deadline: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
     on_error: Callable[[int, Exception], None] | None = None,
 ) -> list[Measurement]:
     """Measure functions in turn, round by round, so that drift of the machine hits all of them alike.
@@ -160,6 +161,7 @@ def interleaved(
         warmup: Calls of each before its first sample.
         keep: Given all samples so far, says which functions are worth another round; all, if left out.
         deadline: `time.perf_counter()` after which no new round begins; each function has one sample at least.
+        stop: Asked between samples whether to end now; who was not sampled by then has no samples.
         on_error: Called with the index of a function that raises, and the error; it leaves the race, and what it had
             of samples is its measurement. If left out, the error is raised.
 
@@ -172,10 +174,8 @@ def interleaved(
         race = Race(len(functions), plan=RacePlan.fixed(rounds or 0), incumbents=())
     if race.count != len(functions):
         raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
-    meet = _Meet(functions, race, keep, deadline, on_error)
-    calls = {
-        index: count for index in race.running if (count := meet.tried(index, calls_per_sample, warmup)) is not None
-    }
+    meet = _Meet(functions, race, keep, deadline, stop, on_error)
+    calls = meet.warmed_up(warmup)
     timer = choose_timer([functions[index] for index in race.running])
     try:
         try:
@@ -198,7 +198,18 @@ class _Meet:
     race: Race
     keep: Callable[[Sequence[Sequence[float]]], Sequence[bool]] | None
     deadline: float | None
+    stop: Callable[[], bool]
     on_error: Callable[[int, Exception], None] | None
+
+    def warmed_up(self, warmup: int) -> dict[int, int]:
+        """Return how many calls make a sample of each function; after `stop`, others than the first leave the race."""
+        calls: dict[int, int] = {}
+        for index in list(self.race.running):
+            if calls and self.stop():
+                self.race.drop(index)
+            elif (count := self.tried(index, calls_per_sample, warmup)) is not None:
+                calls[index] = count
+        return calls
 
     def run(self, timer: Timer, calls: Mapping[int, int]) -> None:
         """Sample whom the race asks for, until it is decided or time is up."""
@@ -206,6 +217,8 @@ class _Meet:
             if self._is_late(indices):
                 return
             for index in indices:
+                if any(self.race.samples) and self.stop():
+                    return
                 seconds = self.tried(index, timer.sample, calls[index])
                 if seconds is not None:
                     self.race.note(index, seconds)

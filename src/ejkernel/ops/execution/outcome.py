@@ -60,6 +60,7 @@ class AutotuneData:
         checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
         confidence: Probability that the winner is not ahead of the heuristic by accident, of their race of the two
             alone; `None` if the heuristic stays, or could not be measured.
+        why: Why the heuristic stays, if it does.
         interrupted: Whether it was stopped before its end, and this is the best so far.
     """
 
@@ -69,6 +70,7 @@ class AutotuneData:
     seconds: float
     checked: tuple[str, ...] = ()
     confidence: float | None = None
+    why: str = ""
     interrupted: bool = False
 
     @property
@@ -95,7 +97,7 @@ class AutotuneData:
     def summary(self) -> str:
         """Return the fate of every candidate as a table for people, the fastest first."""
         title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}\n{self.key.device}, call {self.key.call}"
-        return summary_of(title, self.outcomes, self.winner, self.seconds)
+        return summary_of(title, self.outcomes, self.winner, self.seconds, self.why)
 
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
@@ -117,7 +119,7 @@ class AutotuneData:
         }
 
 
-def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds: float) -> str:
+def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds: float, why: str = "") -> str:
     """Return a search as text: `title`, what came out, and a table of the outcomes, the fastest first.
 
     Args:
@@ -125,10 +127,11 @@ def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds
         outcomes: What became of each candidate; the heuristic is the first.
         winner: One of them.
         seconds: How long the search took.
+        why: Why the heuristic stays, if it does.
     """
     heuristic = outcomes[0].measurement
     if winner is outcomes[0]:
-        found = "the heuristic stays"
+        found = f"the heuristic stays{': ' if why else ''}{why}"
     elif heuristic is None or winner.measurement is None:
         found = "the heuristic could not be measured"
     else:

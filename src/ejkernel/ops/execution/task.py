@@ -32,6 +32,7 @@ Progress = Callable[[int, int], None]
 _REJECTED = (FAILED, WRONG, SAME, CRASHED)
 LISTED = 24  # configurations up to which a space is measured whole
 _SCREENING = RacePlan.fixed(2)  # of candidates that a search asked for
+_CLEAR = 0.1  # share of the heuristic's time that a winner saves at least where there is no time to make sure
 _DUEL = 8  # rounds of the winner and the heuristic at least; fewer prove nothing
 _BATCH = 8  # candidates that a search asks for at once, so that they compile side by side and run in turns
 _FINALISTS = 7  # the best of a search that are measured again, beside the heuristic
@@ -72,6 +73,16 @@ class TuningTask:
         """The call's kernel."""
         assert self.inv.kernel is not None  # who makes a task has put it there
         return self.inv.kernel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Decision:
+    """Who won, what was checked of it, how sure that is, and why the heuristic stays if it does."""
+
+    winner: Candidate
+    checked: tuple[str, ...]
+    confidence: float | None = None
+    why: str = ""
 
 
 class TuningRun:
@@ -136,18 +147,19 @@ class TuningRun:
             self._ask(others, first)
         else:
             self._take_all(first, others)
-        winner, checked, confidence = self._decide()
+        decision = self._decide()
         for candidate in self._tried:
             if candidate.status == READY:
                 candidate.status = SKIPPED
         self._note_progress(self._total)
         return AutotuneData(
             inv=inv,
-            config=winner.config,
+            config=decision.winner.config,
             outcomes=tuple(candidate.outcome() for candidate in self._tried),
             seconds=self._clock() - start,
-            checked=checked,
-            confidence=confidence,
+            checked=decision.checked,
+            confidence=decision.confidence,
+            why=decision.why,
             interrupted=self._stop(),
         )
 
@@ -226,6 +238,8 @@ class TuningRun:
         self._bench.prepare([candidate for candidate in todo if candidate not in suspects], self._one_finished)
         for suspect in suspects:
             self._bench.prepare([suspect], self._one_finished)
+        if suspects:
+            self._bench.settle(todo, self._one_finished)  # one that came late may be the first of its program
 
     def _one_finished(self, candidate: Candidate) -> None:
         self._finished.add(id(candidate))
@@ -235,8 +249,7 @@ class TuningRun:
     def _race(self, candidates: Iterable[Candidate], plan: RacePlan) -> None:
         runners = [candidate for candidate in candidates if candidate.compiled is not None]
         if runners:
-            deadline = self._deadline
-            self._ranking = self._bench.race(runners, plan, warmup=self.task.warmup, deadline=deadline)
+            self._ranking = self._bench.race(runners, plan, warmup=self.task.warmup)
         else:
             self._ranking = []
         for candidate in runners:
@@ -250,45 +263,55 @@ class TuningRun:
 
     # --- who wins ---
 
-    def _decide(self) -> tuple[Candidate, tuple[str, ...], float | None]:
-        """Return the winner, what was checked of it, and how sure it is that it beats the heuristic.
+    def _decide(self) -> _Decision:
+        """Return who wins: the fastest that is right on fresh inputs too, and there beats the heuristic again.
 
-        That is the fastest that is right on fresh inputs too, and there beats the heuristic again, in a race of the
-        two alone: of many candidates the one that noise favoured most looks best, and new samples do not know which
-        one that was.
+        That second race is of the two alone: of many candidates the one that noise favoured most looks best, and new
+        samples do not know which one that was.
         """
         heuristic = self._tried[0]
-        checked = ("outputs",) if self.task.policy.validate else ()
+        stays = _Decision(heuristic, ("outputs",) if self.task.policy.validate else ())
         while True:
             if not self._ranking:
                 raise TuningError(_nobody_left(self.task.inv, self._tried))
             winner = self._ranking[0]
             if winner is heuristic or not _is_faster(winner, heuristic):
-                return heuristic, checked, None
+                return dataclasses.replace(stays, why="no candidate was faster by more than a tie")
             self._note_suspicion(winner)
             try:
-                checked_more = confirm(self._bench, winner)
+                checked = confirm(self._bench, winner)
             except CandidateError as error:
                 winner.fail(WRONG, error)
                 emit(CandidateFinished(self.task.inv.key, winner.outcome()))
                 self._race(self._tried, self._plan)  # some were dropped for being slower than that one
                 continue
             verdict = self._duel(winner, heuristic)
-            if verdict is None or verdict.wins:
-                return winner, checked_more, None if verdict is None else verdict.confidence
-            return heuristic, checked, None
+            if verdict is None:
+                return _Decision(winner, checked)
+            if verdict.wins:
+                return _Decision(winner, checked, verdict.confidence)
+            why = f"{winner.config!r} did not beat it again in a race of the two alone"
+            return dataclasses.replace(
+                stays, why=f"{why} ({verdict.speedup:.2f}x, confidence {verdict.confidence:.2f})"
+            )
 
     def _duel(self, winner: Candidate, heuristic: Candidate) -> Verdict | None:
-        """Race the two alone; `None` if the heuristic cannot be measured."""
+        """Race the two alone; `None` if the heuristic cannot be measured.
+
+        If there is no time for it, what was sampled so far decides, be it little: a large difference is enough.
+        """
+        if heuristic.compiled is None or heuristic.measurement is None or winner.measurement is None:
+            return None
+        if self._must_end():
+            return compare(winner.measurement.samples, heuristic.measurement.samples, margin=_CLEAR, confidence=0.0)
+        plan = RacePlan.fixed(max(_DUEL, self.task.rounds))
+        self._bench.race([heuristic, winner], plan, warmup=self.task.warmup)
+        if winner.compiled is None:
+            return Verdict(wins=False, speedup=1.0, confidence=0.0, pairs=0)
         if heuristic.compiled is None:
             return None
-        plan = RacePlan.fixed(max(_DUEL, self.task.rounds))
-        self._bench.race([heuristic, winner], plan, warmup=self.task.warmup, deadline=None)
-        if winner.measurement is None or winner.compiled is None:
-            return Verdict(wins=False, speedup=1.0, confidence=0.0, pairs=0)
-        if heuristic.measurement is None or heuristic.compiled is None:
-            return None
-        return compare(winner.measurement.samples, heuristic.measurement.samples)
+        least = {"margin": _CLEAR, "confidence": 0.0} if self._must_end() else {}
+        return compare(winner.measurement.samples, heuristic.measurement.samples, **least)
 
     def _note_suspicion(self, winner: Candidate) -> None:
         times = [c.measurement.median for c in self._ranking if c.measurement is not None]

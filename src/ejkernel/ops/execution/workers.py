@@ -242,7 +242,13 @@ class _Reports:
         return bool(self.pulse[_STOP])
 
 
+_at_end: list[Callable[[], object]] = []
 _reports: list[_Reports] = []  # of this process, if it is a worker
+
+
+def at_end(close: Callable[[], object]) -> None:
+    """Have `close` called when this process ends, if it is a worker."""
+    _at_end.append(close)
 
 
 def reports() -> _Reports | None:
@@ -262,7 +268,9 @@ def _serve(pipe: Any, pulse: Any, environ: dict[str, str]) -> None:
         try:
             request = pipe.recv_bytes()
         except EOFError:
-            return  # and end; a thread that keeps the process from it is the parent's to deal with
+            for close in _at_end:
+                close()
+            os._exit(0)  # at once: threads that still compile would end in the middle of C++, and not quietly
         kind, value = _carry_out(request)
         try:
             mine.send(kind, value)
