@@ -306,9 +306,9 @@ class TuningRun:
             return compare(winner.measurement.samples, heuristic.measurement.samples, margin=_CLEAR, confidence=0.0)
         plan = RacePlan.fixed(max(_DUEL, self.task.rounds))
         self._bench.race([heuristic, winner], plan, warmup=self.task.warmup)
-        if winner.compiled is None:
+        if winner.status == FAILED:
             return Verdict(wins=False, speedup=1.0, confidence=0.0, pairs=0)
-        if heuristic.compiled is None:
+        if heuristic.status == FAILED:
             return None
         least = {"margin": _CLEAR, "confidence": 0.0} if self._must_end() else {}
         return compare(winner.measurement.samples, heuristic.measurement.samples, **least)
