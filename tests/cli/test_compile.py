@@ -49,7 +49,7 @@ class Noisy(Kernel[Config, jax.Array]):
         return x + 1
 
     def heuristic_cfg(self, inv):
-        return Config(4)
+        return Config(20)
 
     def config_space(self, inv):
         return [Config(0), Config(-1)]
