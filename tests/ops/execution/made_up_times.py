@@ -23,7 +23,7 @@ def interleaved_with(time_of):
             return found
         return next(sequences.setdefault(str(config), itertools.cycle(found)))
 
-    def interleaved(functions, *, race, warmup, deadline, on_error):
+    def interleaved(functions, *, race, warmup, stop, on_error):
         configs = [function.function.candidate.config for function in functions]
         for index, function in enumerate(functions):
             try:
