@@ -79,7 +79,7 @@ def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compi
 def test_every_candidate_of_one_program_takes_as_long_as_the_one_that_is_measured(monkeypatch):
     monkeypatch.setattr(bench, "interleaved", interleaved_with(float))
     table, candidates = prepared(Sum("sum"), [3, 13, 23, 4], width=1)
-    table.race([c for c in candidates if c.compiled is not None], RacePlan.fixed(2), warmup=0, deadline=None)
+    table.race([c for c in candidates if c.compiled is not None], RacePlan.fixed(2), warmup=0)
     assert [c.seconds for c in candidates] == [3.0, 3.0, 3.0, 4.0]
 
 
@@ -178,7 +178,7 @@ def test_inputs_are_cold_where_that_is_asked_for_and_can_be_had(monkeypatch, ele
         monkeypatch.setattr(bench, "device_bytes", lambda: room)
     x = jax.ShapeDtypeStruct((elements,), jnp.int32)
     table, candidates = prepared(Sum("sum"), [1], x=x, policy=AutotunePolicy(cold_cache=cold_cache))
-    table.race(candidates, RacePlan.fixed(1), warmup=0, deadline=None)
+    table.race(candidates, RacePlan.fixed(1), warmup=0)
     assert candidates[0].measurement.cache == expected
 
 

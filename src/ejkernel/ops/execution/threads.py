@@ -72,9 +72,9 @@ def apart(work: Callable[[], T], *, on_interrupt: Callable[[], None] | None = No
     try:
         return future.result()
     except KeyboardInterrupt:
-        if on_interrupt is None or future.done():
+        if on_interrupt is None:
             raise
-        on_interrupt()
+        on_interrupt()  # even if the work has just been done: it is not lost
         return future.result()
 
 

@@ -120,11 +120,12 @@ class Autotuner:
         stop = threading.Event()
         run = TuningRun(task, progress=progress, stop=stop.is_set, clock=self._clock)
         try:
-            return apart(run.run, on_interrupt=stop.set)
+            data = apart(run.run, on_interrupt=stop.set)
         except TuningError:
             if stop.is_set():  # the reason why nothing was measured
                 raise KeyboardInterrupt from None
             raise
+        return dataclasses.replace(data, interrupted=data.interrupted or stop.is_set())
 
     def _in_worker(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
         from ejkernel.ops.execution.isolation import tune_isolated  # imports multiprocessing
