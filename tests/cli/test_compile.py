@@ -39,9 +39,8 @@ class Noisy(Kernel[Config, jax.Array]):
         warnings.warn(f"a warning of {cfg}", UserWarning)
         if cfg.repeats < 0:
             raise ValueError("it fails")
-        for _ in range(cfg.repeats):
-            x = x + (jnp.sort(x) > 10**6).astype(x.dtype)
-        return x + 1
+        # so much slower with repeats that no load of the machine hides it
+        return jax.lax.fori_loop(0, 20 * cfg.repeats, lambda _, x: x + (jnp.sort(x) > 10**6).astype(x.dtype), x) + 1
 
     def reference(self, x):
         if os.environ.get("COMPILING_IS_FORBIDDEN"):
