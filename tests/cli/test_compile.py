@@ -86,6 +86,14 @@ def long():
 '''
 
 
+# What a shell runs in the background, such as these tests, ignores Ctrl-C.
+COMMAND = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("ejkernel.cli", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the program."""
@@ -96,7 +104,7 @@ def folder(tmp_path):
 def start(folder, *arguments, **environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL")}
     return subprocess.Popen(
-        [sys.executable, "-m", "ejkernel.cli", *arguments],
+        [sys.executable, "-c", COMMAND, *arguments],
         cwd=folder,
         env=clean | {"JAX_PLATFORMS": "cpu", "EJKERNEL_CACHE_DIR": str(folder / "cache")} | environment,
         stdout=subprocess.PIPE,
@@ -183,7 +191,10 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
     process = start(folder, "tune", "prog:step")
     assert process.stderr.readline() == "imported\n"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, err
 
 

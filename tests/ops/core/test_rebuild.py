@@ -18,7 +18,7 @@ from ejkernel.modules import flash_attention, rms_norm
 from ejkernel.ops import DescriptionError, Invocation, Kernel, recording, tune
 from ejkernel.ops.core.rebuild import rebuild
 
-KERNELS = [Plain("plain"), WithRule("with_rule"), WithResiduals("with.residuals")]
+KERNELS = [Plain("rebuilt.plain"), WithRule("rebuilt.with_rule"), WithResiduals("rebuilt.residuals")]
 X, W, XS = jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones((3, 4, 4))
 
 
@@ -189,7 +189,7 @@ def changed(data, **changes):
 
 
 def test_the_untouched_description_is_fine(described):
-    assert rebuild(described).op_id_v == "with.residuals.bwd@v0"
+    assert rebuild(described).op_id_v == "rebuilt.residuals.bwd@v0"
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_the_untouched_description_is_fine(described):
         ({"surprise": 1}, "it needs op, args and kwargs"),
         ({"op": 3}, "its op is int 3"),
         ({"op": "absent@v0"}, "there is no kernel 'absent@v0' here; name the module that makes it"),
-        ({"op": "with.residuals.bwd@v7"}, "no kernel 'with.residuals@v7' here, only with.residuals@v0"),
-        ({"op": "with.residuals@v0"}, "there is no kernel"),
-        ({"op": "plain.bwd@v0"}, "another key|are not those"),
+        ({"op": "rebuilt.residuals.bwd@v7"}, "no kernel 'rebuilt.residuals@v7' here, only rebuilt.residuals@v0"),
+        ({"op": "rebuilt.residuals@v0"}, "there is no kernel"),
+        ({"op": "rebuilt.plain.bwd@v0"}, "another key|are not those"),
         ({"args": {}}, "its args is dict"),
         ({"args": [{"array": ["float32", [4, 4]]}]}, "cannot be traced|another key"),
         ({"steps": [["scan", 3], ["vmap", 3, [0, None]]]}, "there is no step list"),
@@ -225,15 +225,15 @@ def test_a_description_that_was_tampered_with_is_refused_with_a_reason(described
         rebuild(changed(described, **changes), key=right)
 
 
-@pytest.mark.parametrize("data", [None, 3, "text", [], {}, {"op": "plain@v0"}, {1: 2}])
+@pytest.mark.parametrize("data", [None, 3, "text", [], {}, {"op": "rebuilt.plain@v0"}, {1: 2}])
 def test_what_is_no_description_is_refused(data):
     with pytest.raises(DescriptionError, match="it needs op, args and kwargs"):
         rebuild(data)
 
 
 def test_a_description_under_anothers_label_is_refused(described):
-    with pytest.raises(DescriptionError, match=r"it describes a call of str 'with\.residuals\.bwd@v0'"):
-        rebuild(described, op="plain@v0")
+    with pytest.raises(DescriptionError, match=r"it describes a call of str 'rebuilt\.residuals\.bwd@v0'"):
+        rebuild(described, op="rebuilt.plain@v0")
     with pytest.raises(DescriptionError, match="has another key"):
         rebuild(described, key="0" * 16)
 
