@@ -21,7 +21,7 @@ from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.execution.roofline import roofline
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.signature import is_array
-from ejkernel.ops.utils.tables import text_table
+from ejkernel.ops.utils.tables import compact, text_table
 
 _PIPE_WIDTH = 400  # wide enough that nothing is cut where no person looks
 
@@ -46,23 +46,6 @@ def signature(inv: Invocation[Any, Any]) -> str:
 def _short(leaf: Any) -> str:
     name = str(leaf.dtype).replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
     return f"{name}[{','.join(map(str, leaf.shape))}]"
-
-
-def compact(config: Any) -> str:
-    """Return a configuration without the fields that are not set."""
-    return plain_compact(to_data(config))
-
-
-def plain_compact(data: Any) -> str:
-    """Return a configuration that is plain data, without the fields that are not set."""
-    if isinstance(data, dict):
-        parts = []
-        for name, value in data.items():
-            shown = plain_compact(value)
-            if value is not None and shown:
-                parts.append(f"{name}({shown})" if isinstance(value, dict) else f"{name}={shown}")
-        return " ".join(parts)
-    return str(data)
 
 
 def calls_as_text(calls: Sequence[Invocation[Any, Any]]) -> str:

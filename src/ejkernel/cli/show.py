@@ -10,11 +10,11 @@ from typing import Any
 import click
 from rich.table import Table
 
-from ejkernel.cli.report import plain_compact, render
+from ejkernel.cli.report import render
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.store import MeasurementStore, StoredSearch
-from ejkernel.ops.utils.tables import arguments
+from ejkernel.ops.utils.tables import arguments, compact
 
 
 def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> None:
@@ -38,7 +38,7 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> None:
         rows.add_row(
             *key,
             arguments(entry.call),
-            plain_compact(entry.config),
+            compact(entry.config),
             f"{speedup:.2f}x" if isinstance(speedup, float) else "-",
             str(entry.provenance.get("time", "-"))[:16].replace("T", " "),
         )

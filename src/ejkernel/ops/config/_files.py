@@ -111,6 +111,25 @@ def read_text(file: Traversable) -> str | None:
         raise UnusableError(f"it is not UTF-8: {error}") from error
 
 
+def check_schema(data: Any, schema: int, what: str) -> None:
+    """Raise unless stored data are of this layout.
+
+    Args:
+        data: What the file holds.
+        schema: The layout that is read.
+        what: What the file ought to be, in words.
+
+    Raises:
+        UnusableError: they are of another, or no such thing.
+    """
+    found = data.get("schema") if isinstance(data, dict) else None
+    if type(found) is not int:
+        raise UnusableError(f"it is not {what}")
+    if found != schema:
+        age = "a newer" if found > schema else "an older"
+        raise UnusableError(f"it was written by {age} ejkernel: schema {found}, not {schema}")
+
+
 def warn_of(place: str, reason: Exception) -> None:
     """Warn, once a place, that what is there is ignored."""
     if place not in _warned:
@@ -129,9 +148,9 @@ def provenance(key: Any, time: datetime.datetime) -> dict[str, Any]:
     return {
         "device": device,
         "driver": _driver() if device is not None and device.startswith("gpu") else None,
-        "ejkernel": _version("ejkernel-ops"),
-        "jax": _version("jax"),
-        "jaxlib": _version("jaxlib"),
+        "ejkernel": version("ejkernel-ops"),
+        "jax": version("jax"),
+        "jaxlib": version("jaxlib"),
         "python": platform.python_version(),
         "time": time.astimezone(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -143,10 +162,11 @@ def now() -> datetime.datetime:
 
 
 @functools.cache
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
+    """Return the version of a distribution that is installed here; `None` for a source tree on the path."""
     try:
         return metadata.version(distribution)
-    except metadata.PackageNotFoundError:  # a source tree on the path
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -18,6 +18,7 @@ from ejkernel import settings
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
+    check_schema,
     files,
     forget_warning,
     location,
@@ -356,7 +357,7 @@ def _read(file: Traversable) -> StoredEntry | None:
 def _parse(text: str, path: Path | None) -> StoredEntry:
     try:
         data = from_json(text, Any)
-        _check_schema(data)
+        check_schema(data, SCHEMA, "an entry of this cache")
         entry = from_data(data, _File)
     except SerializationError as error:
         raise UnusableError(str(error)) from error
@@ -369,15 +370,6 @@ def _parse(text: str, path: Path | None) -> StoredEntry:
         provenance=entry.provenance,
         path=path,
     )
-
-
-def _check_schema(data: Any) -> None:
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if type(schema) is not int:
-        raise UnusableError("it is not an entry of this cache")
-    if schema != SCHEMA:
-        age = "a newer" if schema > SCHEMA else "an older"
-        raise UnusableError(f"it was written by {age} ejkernel: schema {schema}, not {SCHEMA}")
 
 
 # --- what an entry holds ---

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import UnusableError, restored_key
+from ejkernel.ops.config._files import UnusableError, check_schema, restored_key
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution._modelling import Record
@@ -214,12 +214,7 @@ def load(text: str, path: Path | None = None) -> StoredSearch:
 def _header(line: str) -> _Header:
     try:
         data = from_json(line, Any)
-        schema = data.get("schema") if isinstance(data, dict) else None
-        if type(schema) is not int:
-            raise UnusableError("it is not the log of a search")
-        if schema != SCHEMA:
-            age = "a newer" if schema > SCHEMA else "an older"
-            raise UnusableError(f"it was written by {age} ejkernel: schema {schema}, not {SCHEMA}")
+        check_schema(data, SCHEMA, "the log of a search")
         header = from_data(data, _Header)
     except SerializationError as error:
         raise UnusableError(f"line 1: {error}") from error

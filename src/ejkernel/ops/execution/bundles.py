@@ -13,13 +13,13 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from ejkernel.ops.config._files import version
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
@@ -183,7 +183,7 @@ def compile_bundle(
         written.append(_written(aimed, fates, folder, number))
         bundled.append(_bundled(written[-1], folder))
     manifest = _Manifest(
-        schema=_SCHEMA, target=target.fingerprint, jax=jax.__version__, jaxlib=_jaxlib_version(), calls=written
+        schema=_SCHEMA, target=target.fingerprint, jax=jax.__version__, jaxlib=str(version("jaxlib")), calls=written
     )
     (folder / _MANIFEST).write_text(to_json(manifest) + "\n", encoding="utf-8")
     return bundled
@@ -304,11 +304,7 @@ def read_bundle(folder: Path) -> list[BundledCall]:
 
 def device_and_versions() -> tuple[str, str, str]:
     """Return what a bundle must have been made for to be measured here."""
-    return Target.named("here").fingerprint, jax.__version__, _jaxlib_version()
-
-
-def _jaxlib_version() -> str:
-    return metadata.version("jaxlib")
+    return Target.named("here").fingerprint, jax.__version__, str(version("jaxlib"))
 
 
 def _bundled(call: _Call, folder: Path) -> BundledCall:

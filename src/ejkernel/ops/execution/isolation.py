@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-
+from ejkernel import compat
 from ejkernel.ops.config.policy import PolicyChange
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.errors import DeviceLostError, TuningError
@@ -57,8 +56,7 @@ def _carry_out(task: TuningTask, scope: Scope) -> AutotuneData:
     run = TuningRun(task, watch=mine, stop=mine.must_stop)
     with (
         entered(scope),
-        jax.default_matmul_precision(task.inv.precision),
-        jax.enable_x64(task.inv.x64),
+        compat.numerics(task.inv.precision, task.inv.x64),
         on_event(lambda event: mine.send("event", event)),
     ):
         return apart(run.run)

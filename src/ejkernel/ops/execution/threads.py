@@ -46,8 +46,7 @@ def carried(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
         before, _inside.depth = _depth(), depth
         try:
             with (
-                jax.default_matmul_precision(precision),
-                jax.enable_x64(x64),
+                compat.numerics(precision, x64),
                 jax.default_device(device),
                 entered(scope),
             ):
