@@ -71,6 +71,12 @@ def compile_without_gpu() -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
+def tell_of_spills() -> None:
+    """Let the GPU's compilers write how many registers each program spills, before their first use in a process."""
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+
+
 def _cache_dir(env: Mapping[str, str]) -> Path:
     given = env.get("EJKERNEL_CACHE_DIR", "").strip()
     if given:

@@ -18,10 +18,17 @@ SHAPE = (64, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A configuration: what goes wrong, and how much is done before."""
+    """A configuration: what goes wrong, how much is done before, and what a compiler says of it."""
 
     kind: str = ""
     repeats: int = 0
+    says: str = ""
+
+
+def spill(count):
+    """Return what the GPU's assembler says of a kernel."""
+    stores = f"{count} bytes spill stores, {count} bytes spill loads"
+    return f"ptxas info    : Function properties for kernel\n    {count} bytes stack frame, {stores}\n"
 
 
 HEURISTIC = Fault(repeats=400)  # so slow that no load of the machine hides it
@@ -53,8 +60,11 @@ class Faulty(Kernel[Fault, jax.Array]):
     def run(self, x, *, cfg):
         if cfg.kind == "raise":
             raise ValueError("it raises")
+        os.write(1, cfg.says.encode())
         if cfg.kind == "abort while tracing":
             os.abort()
+        if cfg.kind == "never while tracing":
+            threading.Event().wait()
         x = jax.lax.fori_loop(0, cfg.repeats, lambda _, x: x + 1e-30 * jnp.sin(x @ x), x)
         if cfg.kind in ("abort", "exit", "never", "memory"):
             return jax.pure_callback(_strike(cfg.kind), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -96,11 +106,17 @@ class FailingOnDevice(Faulty):
     kinds = ("raise", "nan", "wrong", "terabyte", "wrong gradient")
 
 
+class Spilling(Faulty):
+    def heuristic_cfg(self, inv):
+        return Fault(repeats=400, says=spill(4))
+
+
 class BrokenReference(Faulty):
     def reference(self, x):
         os.abort()
 
 
+plain, spilling = Faulty("plain"), Spilling("spilling")
 crashing, hanging, failing = Crashing("crashing"), Hanging("hanging"), Failing("failing")
 failing_on_device = FailingOnDevice("failing_on_device")
 broken_reference = BrokenReference("broken_reference")

@@ -140,7 +140,7 @@ def test_an_executor_compiles(twice, tmp_path):
 
 def test_candidates_whose_executor_broke_are_left(twice, tmp_path):
     class Broken(concurrent.futures.Executor):
-        def submit(self, job):
+        def submit(self, *_, **__):
             raise concurrent.futures.BrokenExecutor("some process ended")
 
     call = bundle(twice, tmp_path, executor=Broken())

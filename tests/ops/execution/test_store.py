@@ -163,7 +163,16 @@ def test_an_outcome_is_a_short_line_and_fields_are_named_once(store, folder):
     (file,) = folder.rglob("*.jsonl")
     first, *lines = file.read_text().splitlines()
     assert json.loads(first)["fields"] == ["rows", "order"]
-    assert lines[0] == '[[1,"row"],"measured",[2.0],"cupti",null,null,""]'
+    assert lines[0] == '[[1,"row"],"measured",[2.0],"cupti",null,null,"",null]'
+
+
+def test_a_log_without_the_newest_column_is_read():
+    search = searched(call(), {Tile(1): 2.0})
+    first, *lines = dump(search, {}).splitlines()
+    header = json.loads(first)
+    header["columns"].remove("spilled")
+    older = "".join(json.dumps(line) + "\n" for line in (header, *(json.loads(line)[:-1] for line in lines)))
+    assert load(older).outcomes == load(dump(search, {})).outcomes
 
 
 def test_a_long_reason_is_cut():
@@ -265,7 +274,7 @@ def edited(change):
         (lambda text: text.replace("[2.0]", "[NaN]"), "line 2"),
         (lambda text: text.replace('"measured"', "1"), "line 2"),
         (lambda text: text.replace('[1,"row"]', "[1]"), "line 2"),
-        (lambda text: text.replace(',null,""]', ",null]"), "line 2"),
+        (lambda text: text.replace(',"",null]', ",null]"), "line 2"),
     ],
 )
 def test_a_log_that_cannot_be_used_is_a_warned_skip(store, folder, edit, reason):

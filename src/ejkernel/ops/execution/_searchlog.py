@@ -128,6 +128,7 @@ class _Row:
     compile_s: float | None
     peak_bytes: int | None
     reason: str
+    spilled: int | None = None
 
 
 _COLUMNS: Final = [field.name for field in dataclasses.fields(_Row)]
@@ -174,6 +175,7 @@ def _row(config: Any, outcome: Outcome) -> _Row:
         compile_s=None if compiled is None else round(compiled, 3),
         peak_bytes=outcome.peak_bytes,
         reason=outcome.reason if len(outcome.reason) <= _REASON else outcome.reason[: _REASON - 3] + "...",
+        spilled=outcome.spilled,
     )
 
 
@@ -203,7 +205,7 @@ def load(text: str, path: Path | None = None) -> StoredSearch:
         key=header.key,
         call=header.call,
         config_type=header.config_type,
-        outcomes=tuple(_outcome(line, number, header.fields) for number, line in enumerate(lines[:-1], 2)),
+        outcomes=tuple(_outcome(line, number, header) for number, line in enumerate(lines[:-1], 2)),
         winner=header.winner,
         seconds=header.seconds,
         provenance=header.provenance,
@@ -221,15 +223,14 @@ def _header(line: str) -> _Header:
     key = restored_key(header.key)
     if not isinstance(key, ConfigKey):
         raise UnusableError(f"line 1: its key is none of a call: {header.key!r}")
-    if header.columns != _COLUMNS:
-        raise UnusableError(f"line 1: its columns are {header.columns}, not {_COLUMNS}")
     return dataclasses.replace(header, key=key)
 
 
-def _outcome(line: str, number: int, fields: list[str] | None) -> Outcome:
+def _outcome(line: str, number: int, header: _Header) -> Outcome:
+    fields = header.fields
     try:
         values = from_json(line, list[Any])
-        row = from_data(dict(zip(_COLUMNS, values, strict=True)), _Row)
+        row = from_data(dict(zip(header.columns, values, strict=True)), _Row)
         config = row.config if fields is None else dict(zip(fields, from_data(row.config, list[Any]), strict=True))
     except (ValueError, TypeError) as error:  # of JSON or types, of columns too many or too few, of no list at all
         raise UnusableError(f"line {number}: {error}") from error
@@ -243,4 +244,5 @@ def _outcome(line: str, number: int, fields: list[str] | None) -> Outcome:
         measurement=Measurement(samples=samples, method=row.method or "") if samples else None,
         compile_seconds=row.compile_s,
         peak_bytes=row.peak_bytes,
+        spilled=row.spilled,
     )

@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
-import multiprocessing
 import re
-import signal
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +18,6 @@ from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.bench import program_digest
 from ejkernel.ops.execution.outcome import READY
 from ejkernel.ops.execution.targets import Target
-from ejkernel.ops.execution.workers import at_end
 from ejkernel.ops.utils.fingerprint import default_device
 
 LEFT = "left"  # the fate of a program that must be compiled where it runs
@@ -41,6 +36,7 @@ class Made:
         inputs: How many arrays it takes.
         outputs: How many it returns.
         mosaic: Whether it needs the runtime of Mosaic GPU.
+        spilled: Bytes of registers that a thread of it spills to memory, as far as that is known.
         status: `ready` or `left`.
         reason: Why it is left.
     """
@@ -50,6 +46,7 @@ class Made:
     inputs: int = 0
     outputs: int = 0
     mosaic: bool = False
+    spilled: int | None = None
     status: str = READY
     reason: str = ""
 
@@ -109,39 +106,3 @@ def compile_for(inv: Invocation[Any, Any], choice: Choice, target: Target, *, on
         payload = compat.serialized(lowered.compile())
     outputs = len(jax.tree.leaves(lowered.out_info))
     return Made(digest=digest, payload=payload, inputs=len(types), outputs=outputs, mosaic=bool(_MOSAIC.search(text)))
-
-
-@functools.cache
-def compile_processes(count: int) -> concurrent.futures.Executor:
-    """Return this process's pool of so many processes that compile, and never touch a device."""
-    pool = concurrent.futures.ProcessPoolExecutor(
-        count, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare
-    )
-    at_end(pool.shutdown)
-    return pool
-
-
-def _prepare() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asked
-    compat.leave_devices_alone()
-
-
-def compiler_for(device: str, count: int) -> Callable[[Invocation[Any, Any], Choice], Any] | None:
-    """Return what compiles calls for `device` in `count` processes, as `Bench.compile_elsewhere` wants it.
-
-    `None`, if there are no processes, or nobody has described the device to them, or it is not the first.
-    """
-    target = Target.of(device)
-    if count < 1 or target is None or not _is_first(default_device()):
-        return None
-    return functools.partial(_compile_elsewhere, compile_processes(count), target)
-
-
-def _compile_elsewhere(
-    executor: concurrent.futures.Executor, target: Target, inv: Invocation[Any, Any], choice: Choice
-) -> tuple[str | None, Callable[[], Any] | None]:
-    try:
-        made = executor.submit(compile_for, inv, choice, target).result()
-    except concurrent.futures.BrokenExecutor:
-        return None, None  # some candidate ended its process: here it is found out which
-    return made.digest, (None if made.status == LEFT else made.load)

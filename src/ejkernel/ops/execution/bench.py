@@ -26,7 +26,7 @@ from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.measuring import Measurement, Runner, interleaved, sets_for_cold
 from ejkernel.ops.execution.memory import check_room, device_bytes, num_bytes, peak_bytes
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, Outcome
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, PRUNED, READY, SAME, SKIPPED, WRONG, Outcome
 from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import carried
 
@@ -44,6 +44,7 @@ class Candidate:
     reason: str = "the budget was spent before its turn"
     compile_seconds: float | None = None
     peak_bytes: int | None = None
+    spilled: int | None = None
     measurement: Measurement | None = None
     twin: Candidate | None = None  # whose program is the same
 
@@ -68,6 +69,7 @@ class Candidate:
             measurement=self.measurement,
             compile_seconds=self.compile_seconds,
             peak_bytes=self.peak_bytes,
+            spilled=self.spilled,
         )
 
 
@@ -94,8 +96,20 @@ def config_id(config: Any) -> Any:
 class Loader(Protocol):
     """A program that was compiled before."""
 
+    @property
+    def spilled(self) -> int | None:
+        """Bytes of registers that a thread of it spills to memory, as far as that is known."""
+
     def load(self) -> Any:
         """Return the program, ready to run on the default device."""
+
+
+class Remote(Loader, Protocol):
+    """A program that another process has compiled."""
+
+    @property
+    def digest(self) -> str:
+        """What tells it from others; empty if nothing does."""
 
 
 class Watch(Protocol):
@@ -145,6 +159,12 @@ class _SameProgram(CandidateError):
         self.owner = owner
 
 
+class _HeldBackError(CandidateError):
+    def __init__(self, program: Loader) -> None:
+        super().__init__(f"it spills {program.spilled} bytes of registers a thread, where others spill none")
+        self.program = program
+
+
 @dataclasses.dataclass(kw_only=True)
 class Bench:
     """A call's inputs and the truth about them.
@@ -159,8 +179,8 @@ class Bench:
         watch: Who must know what is under way.
         programs: Programs that were compiled before, by what tells their configurations from others.
         reference: The kernel's reference for this call, compiled before.
-        compile_elsewhere: Compiles a call in another process, and returns the program's digest and what loads it;
-            nothing, if it must be compiled here.
+        compile_elsewhere: Compiles a call in another process, which is allowed so many seconds; returns `None` if it
+            must be compiled here.
         stop: Whether to end as soon as possible.
     """
 
@@ -173,9 +193,7 @@ class Bench:
     watch: Watch = dataclasses.field(default_factory=Unwatched)
     programs: Mapping[Any, Loader] = dataclasses.field(default_factory=dict)
     reference: Loader | None = None
-    compile_elsewhere: Callable[[Invocation[Any, Any], Choice], tuple[str | None, Callable[[], Any] | None]] | None = (
-        None
-    )
+    compile_elsewhere: Callable[[Invocation[Any, Any], Choice, float], Remote | None] | None = None
     stop: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -184,6 +202,7 @@ class Bench:
         self._references: dict[Node, Callable[..., Any]] = {}
         self._arrays: list[Any] | None = None
         self._truth: Sequence[Any] | None = None
+        self._some_spill_nothing = False
         self._choice = Choice(config=self.baseline, platform=self.inv.platform)
 
     @property
@@ -199,7 +218,8 @@ class Bench:
         """Compile candidates side by side, run each once as soon as it is there, and compare its results.
 
         A failure is noted, whatever it is. Candidates that are the same program are compiled once; of these the
-        first in the order of `candidates` is the one that counts. `finished` may hear of one of these twice.
+        first in the order of `candidates` is the one that counts. `finished` may hear of one of these twice. Those
+        that spill registers are not run, but for the baseline, unless no other is right.
 
         Raises:
             TuningError: there are no inputs, or no truth about them.
@@ -214,11 +234,15 @@ class Bench:
         threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_change=changed)
         self._find_truth()  # while the first candidates are compiled
         self._watch_compiling()
+        held: list[tuple[Candidate, _HeldBackError]] = []
         for done in threads.results(self.stop):
             candidate = candidates[done.index]
             candidate.compile_seconds = done.seconds
             if isinstance(done.error, _SameProgram):
                 candidate.status, candidate.reason, candidate.twin = SAME, str(done.error), done.error.owner
+            elif isinstance(done.error, _HeldBackError):
+                held.append((candidate, done.error))
+                continue
             elif isinstance(done.error, KeyboardInterrupt):
                 raise done.error
             elif done.error is not None:
@@ -228,24 +252,46 @@ class Bench:
             if candidate.status != SAME:
                 finished(candidate)
             self._watch_compiling()
+        for candidate, spills in held:
+            if not self.stop():
+                self._prune_or_check(candidate, spills)
+                finished(candidate)
         self.settle(candidates, finished)
+
+    def _prune_or_check(self, candidate: Candidate, spills: _HeldBackError) -> None:
+        if self._some_spill_nothing:
+            candidate.fail(PRUNED, spills)
+            return
+        try:
+            compiled = spills.program.load()
+        except Exception as error:  # noqa: BLE001 - as any failure of a candidate
+            candidate.fail(FAILED, error)
+        else:
+            self._check(candidate, compiled)
 
     def _watch_compiling(self) -> None:
         self.watch.begin("compiling", [], self.limits.compile.seconds + _GRACE)
 
     def _compile(self, candidate: Candidate) -> Any:
-        compiled_before = self.programs.get(config_id(candidate.config))
-        if compiled_before is not None:
-            return compiled_before.load()
+        made = self.programs.get(config_id(candidate.config)) or self._made_elsewhere(candidate)
+        if made is None:
+            choice = Choice(config=candidate.config, platform=self.inv.platform)
+            lowered = jax.jit(self.inv.node.flat(choice)).lower(*example_types(self.inv))
+            self._claim(program_digest(lowered.as_text()), candidate)
+            return lowered.compile()
+        candidate.spilled = made.spilled
+        if made.spilled and candidate.config is not self.baseline:
+            raise _HeldBackError(made)
+        return made.load()
+
+    def _made_elsewhere(self, candidate: Candidate) -> Loader | None:
+        if self.compile_elsewhere is None:
+            return None
         choice = Choice(config=candidate.config, platform=self.inv.platform)
-        if self.compile_elsewhere is not None:
-            digest, load = self.compile_elsewhere(self.inv, choice)
-            if load is not None:
-                self._claim(digest, candidate)
-                return load()
-        lowered = jax.jit(self.inv.node.flat(choice)).lower(*example_types(self.inv))
-        self._claim(program_digest(lowered.as_text()), candidate)
-        return lowered.compile()
+        made = self.compile_elsewhere(self.inv, choice, self.limits.compile.seconds)
+        if made is not None:
+            self._claim(made.digest, candidate)
+        return made
 
     def _claim(self, program: str | None, candidate: Candidate) -> None:
         """Make a candidate the owner of its program.
@@ -327,6 +373,7 @@ class Bench:
             self._probe(candidate)
         else:
             candidate.compiled, candidate.status = compiled, READY
+            self._some_spill_nothing = self._some_spill_nothing or candidate.spilled == 0
 
     def compare(self, results: Sequence[Any], truth: Sequence[Any]) -> None:
         """Raise a `CandidateError` unless the results are as near to the truth as their dtypes allow."""

@@ -27,6 +27,7 @@ from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
 from ejkernel.ops.execution.ahead import LEFT, Made, compile_for, load_program
 from ejkernel.ops.execution.bench import config_id
+from ejkernel.ops.execution.compilers import compile_processes
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.outcome import FAILED, READY, SAME, Outcome
 from ejkernel.ops.execution.targets import Target
@@ -49,12 +50,14 @@ class Program:
         inputs: How many arrays it takes.
         outputs: How many it returns.
         mosaic: Whether it needs the runtime of Mosaic GPU.
+        spilled: Bytes of registers that a thread of it spills to memory, as far as that is known.
     """
 
     file: Path
     inputs: int
     outputs: int
     mosaic: bool = False
+    spilled: int | None = None
 
     def load(self) -> Any:
         """Return the program, ready to run on the default device."""
@@ -118,6 +121,7 @@ class _Row:
     inputs: int = 0
     outputs: int = 0
     mosaic: bool = False
+    spilled: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +149,7 @@ def compile_bundle(
     folder: Path,
     *,
     max_candidates: int = 100,
+    processes: int = 0,
     executor: concurrent.futures.Executor | None = None,
     progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
 ) -> list[BundledCall]:
@@ -157,7 +162,8 @@ def compile_bundle(
         target: What to compile for.
         folder: Where to write; made if it is not there, and must be empty.
         max_candidates: How many candidates of a `ConfigSpace` are compiled, chosen at random.
-        executor: Who compiles, such as a `ProcessPoolExecutor` or a cluster's; threads of this process by default.
+        processes: How many processes compile; 0: threads of this process do, and spills of registers stay unknown.
+        executor: Who compiles instead, such as a cluster's.
         progress: Called with the call, how many of its candidates are done, and how many there are.
 
     Raises:
@@ -179,7 +185,7 @@ def compile_bundle(
             text = f"{inv.op_id}: there is nothing to compile; config_space(inv) returned no configuration."
             warnings.warn(text, TuningWarning, stacklevel=2)
             continue
-        fates = _compile_call(aimed, target, configs, executor, progress)
+        fates = _compile_call(aimed, target, configs, _compiler(processes, executor), progress)
         written.append(_written(aimed, fates, folder, number))
         bundled.append(_bundled(written[-1], folder))
     manifest = _Manifest(
@@ -199,22 +205,27 @@ class _Fate:
     seconds: float
 
 
+def _compiler(processes: int, executor: concurrent.futures.Executor | None) -> Callable[..., Made]:
+    """Return what does as `compile_for` does, elsewhere."""
+    if executor is not None:
+        return lambda *args, **options: executor.submit(compile_for, *args, **options).result()
+    return compile_processes(processes).compile if processes else compile_for
+
+
 def _compile_call(
     inv: Invocation[Any, Any],
     target: Target,
     configs: list[Any],
-    executor: concurrent.futures.Executor | None,
+    compiler: Callable[..., Made],
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
 ) -> list[_Fate]:
     """Return the fate of each candidate, and last that of the reference, if there is one."""
     assert inv.kernel is not None  # calls that are found in programs have one
-    jobs = [functools.partial(compile_for, inv, Choice(config=c, platform=inv.platform), target) for c in configs]
+    jobs = [functools.partial(compiler, inv, Choice(config=c, platform=inv.platform), target) for c in configs]
     if overrides(inv.kernel, "reference"):
         choice = Choice(config=configs[0], platform=inv.platform, reference=True)
-        jobs.append(functools.partial(compile_for, inv, choice, target, only_once=True))
+        jobs.append(functools.partial(compiler, inv, choice, target, only_once=True))
         configs = [*configs, None]
-    if executor is not None:
-        jobs = [functools.partial(_elsewhere, executor, job) for job in jobs]
     fates: dict[int, _Fate] = {}
     carried_jobs = [carried(job, deeper=True) for job in jobs]  # a kernel in a kernel is not to be tuned meanwhile
     for done in CompileThreads(carried_jobs, patience=Patience(first=600.0, least=60.0)).results():
@@ -224,10 +235,6 @@ def _compile_call(
         if progress is not None:
             progress(inv, len(fates), len(jobs))
     return [fates[index] for index in range(len(jobs))]
-
-
-def _elsewhere(executor: concurrent.futures.Executor, job: Callable[[], Made]) -> Made:
-    return executor.submit(job).result()
 
 
 def _configs(inv: Invocation[Any, Any], max_candidates: int) -> list[Any]:
@@ -272,7 +279,13 @@ def _row(fate: _Fate, folder: Path, name: str, first: dict[str, Any]) -> _Row:
         return dataclasses.replace(row, status=LEFT, reason=f"{made.reason}, so it is compiled where it runs")
     (folder / name).write_bytes(made.payload)
     return dataclasses.replace(
-        row, status=READY, file=name, inputs=made.inputs, outputs=made.outputs, mosaic=made.mosaic
+        row,
+        status=READY,
+        file=name,
+        inputs=made.inputs,
+        outputs=made.outputs,
+        mosaic=made.mosaic,
+        spilled=made.spilled,
     )
 
 
@@ -330,6 +343,7 @@ def _compiled(row: _Row, folder: Path) -> Compiled:
         status=row.status,
         reason=row.reason,
         compile_seconds=row.compile_seconds,
+        spilled=row.spilled,
     )
     return Compiled(outcome=outcome, program=_program(row, folder))
 
@@ -339,4 +353,6 @@ def _program(row: _Row, folder: Path) -> Program | None:
         return None
     if not _FILE.fullmatch(row.file):
         raise ConfigError(f"the bundle {folder} names a file outside of it: {row.file!r}.")
-    return Program(file=folder / row.file, inputs=row.inputs, outputs=row.outputs, mosaic=row.mosaic)
+    return Program(
+        file=folder / row.file, inputs=row.inputs, outputs=row.outputs, mosaic=row.mosaic, spilled=row.spilled
+    )

@@ -21,6 +21,8 @@ WRONG = "wrong"
 SKIPPED = "skipped"
 SAME = "same"
 CRASHED = "crashed"
+PRUNED = "pruned"
+REJECTED = (FAILED, WRONG, SAME, PRUNED, CRASHED)  # no measurement is to be expected of them
 
 _REASON = 100  # characters of a reason that a table shows
 
@@ -32,12 +34,15 @@ class Outcome:
     Attributes:
         config: The candidate.
         status: `measured`; `failed` (raised); `wrong` (results differ from the reference); `same` (the program of
-            another candidate); `crashed` (its process ended, or had to be ended); `skipped` (out of time).
-            While the search goes on, also `ready` (compiled and checked).
+            another candidate); `pruned` (not run, because its program spills registers); `crashed` (its process ended,
+            or had to be ended); `skipped` (out of time). While the search goes on, also `ready` (compiled and
+            checked).
         reason: Why it was not measured.
         measurement: Its times.
         compile_seconds: How long lowering and compiling took.
         peak_bytes: Memory that a call takes, inputs and results included, where the compiler tells.
+        spilled: Bytes of registers that a thread spills to memory, where the compiler tells: on GPUs, of programs that
+            were compiled in a process of their own.
     """
 
     config: Any
@@ -46,6 +51,7 @@ class Outcome:
     measurement: Measurement | None = None
     compile_seconds: float | None = None
     peak_bytes: int | None = None
+    spilled: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

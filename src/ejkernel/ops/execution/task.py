@@ -20,7 +20,7 @@ from ejkernel.ops.errors import CandidateError, NoConfigError, TuningError
 from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Loader, Unwatched, Watch, config_id
 from ejkernel.ops.execution.confirming import confirm
 from ejkernel.ops.execution.events import CandidateFinished, SearchStarted, emit
-from ejkernel.ops.execution.outcome import CRASHED, FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, AutotuneData, Outcome
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, REJECTED, SKIPPED, WRONG, AutotuneData, Outcome
 from ejkernel.ops.execution.racing import RacePlan, Verdict, compare
 from ejkernel.ops.execution.roofline import suspiciously_fast
 from ejkernel.ops.execution.searching import Record, default_strategy
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_REJECTED = (FAILED, WRONG, SAME, CRASHED)
 LISTED = 24  # configurations up to which a space is measured whole
 _SCREENING = RacePlan.fixed(2)  # of candidates that a search asked for
 _CLEAR = 0.1  # share of the heuristic's time that a winner saves at least where there is no time to make sure
@@ -166,7 +165,7 @@ class TuningRun:
     def _elsewhere(self) -> Any:
         if self.task.policy.compile_processes == 0:
             return None
-        from ejkernel.ops.execution.ahead import compiler_for  # imports multiprocessing
+        from ejkernel.ops.execution.compilers import compiler_for  # imports multiprocessing
 
         return compiler_for(self.task.inv.device_fingerprint, self.task.policy.compile_processes)
 
@@ -208,6 +207,7 @@ class TuningRun:
             return False
         candidate.status, candidate.measurement = MEASURED, known.measurement
         candidate.compile_seconds, candidate.peak_bytes = known.compile_seconds, known.peak_bytes
+        candidate.spilled = known.spilled
         return True
 
     # --- what is done with them ---
@@ -228,9 +228,9 @@ class TuningRun:
         todo = []
         for candidate in candidates:
             known = self._known.get(config_id(candidate.config))
-            if known is not None and known.status in _REJECTED:
+            if known is not None and known.status in REJECTED:
                 candidate.status, candidate.reason = known.status, known.reason
-                candidate.compile_seconds, candidate.peak_bytes = known.compile_seconds, known.peak_bytes
+                candidate.compile_seconds, candidate.spilled = known.compile_seconds, known.spilled
                 self._one_finished(candidate)
             else:
                 todo.append(candidate)

@@ -73,7 +73,8 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", 3)
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, self._pulse, environ or {}), name="ejkernel-worker")
+        arguments = (other, self._pulse, environ or {}, reports() is None)
+        self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
         self._process.start()
         other.close()
         self._can_stop = False
@@ -256,8 +257,9 @@ def reports() -> _Reports | None:
     return _reports[0] if _reports else None
 
 
-def _serve(pipe: Any, pulse: Any, environ: dict[str, str]) -> None:
-    os.setsid()  # Ctrl-C is the parent's to handle, and the whole group can be ended
+def _serve(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool) -> None:
+    if leads:  # a worker's own workers stay in its group, which can be ended as a whole
+        os.setsid()  # Ctrl-C is the parent's to handle
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # results on stdout are the parent's to print
     settings.share_device(environ)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -289,7 +291,8 @@ def _carry_out(request: bytes) -> tuple[str, Any]:
 def _unsendable(error: Exception) -> TuningError:
     return TuningError(
         f"this cannot be sent to a worker process, or back: {type(error).__name__}: {error}. Kernels and their "
-        "configurations must be defined at the top of a module; or tune in this process (isolate=False)."
+        "configurations must be defined at the top of a module; or tune in this process (isolate=False, "
+        "compile_processes=0)."
     )
 
 
