@@ -39,6 +39,12 @@ def cli() -> None:
 @click.option("--cache", type=click.Path(path_type=Path), help="Folder to save to; EJKERNEL_CACHE_DIR by default.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for each call's search.")
 @click.option("--force", is_flag=True, help="Tune calls that were tuned before, too.")
+@click.option(
+    "--compile-processes",
+    type=click.IntRange(min=0),
+    metavar="COUNT",
+    help="Compile in so many processes, or in threads (0); for GPUs that are described, one a core by default.",
+)
 @click.option("--in-process", is_flag=True, help="Measure in this process: a crash ends the command.")
 @click.option("--compile-only", is_flag=True, help="Compile for --target, measure nothing, and write --output.")
 @click.option("--target", "device", default="here", metavar="DEVICE", help="What to compile for: here, or nvidia_h200.")
@@ -74,7 +80,7 @@ def tune(**options: Any) -> None:
             if options[name]:
                 option = name.removeprefix("as_").replace("_", "-")
                 raise click.UsageError(f"--{option} does not go with --compile-only, which measures and saves nothing.")
-        run_compile(options["target"], options["imports"], device, output)
+        run_compile(options["target"], options["imports"], device, output, options["compile_processes"])
         return
     if output is not None or device != "here":
         raise click.UsageError("--target and --output go with --compile-only.")

@@ -13,18 +13,21 @@ from ejkernel.cli import report
 from ejkernel.cli.finding import Source, find
 from ejkernel.cli.tune import bars
 from ejkernel.ops.execution.bundles import compile_bundle
+from ejkernel.ops.execution.compilers import usual_processes
 from ejkernel.ops.execution.targets import Target
 
 
-def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path) -> None:
-    """Compile the candidates of a program's calls for `device`, and write them to `output`."""
+def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path, processes: int | None) -> None:
+    """Compile the candidates of a program's calls for `device`, in `processes`, and write them to `output`."""
     console = Console(stderr=True)
     aim = Target.named(device)
-    found = find(Source(target=target, imports=imports, platform=aim.platform))
+    with aim.entered():
+        found = find(Source(target=target, imports=imports, platform=aim.platform))
     console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
     started = time.monotonic()
+    processes = usual_processes(aim) if processes is None else processes
     with bars(console, len(found.calls), "compiling") as step:
-        bundled = compile_bundle(found.calls, aim, output, progress=step)
+        bundled = compile_bundle(found.calls, aim, output, processes=processes, progress=step)
     click.echo(report.bundle(bundled))
     candidates = [candidate for call in bundled for candidate in call.candidates]
     compiled = sum(candidate.program is not None for candidate in candidates)

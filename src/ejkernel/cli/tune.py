@@ -31,6 +31,7 @@ from ejkernel.ops.execution.events import Event, SearchFinished, WorkerRestarted
 from ejkernel.ops.execution.offline import tune_invocations
 from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
+from ejkernel.ops.execution.targets import Target
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class TuneOptions:
     missed: bool = False
     bundle: Path | None = None
     in_process: bool = False
+    compile_processes: int | None = None
 
 
 def run_tune(options: TuneOptions) -> None:
@@ -76,7 +78,9 @@ def _run(options: TuneOptions) -> None:
         click.echo(report.calls_as_json(calls) if options.as_json else report.calls_as_text(calls))
         _print_counts(found, console)
         return
-    policy = AutotunePolicy(budget_s=options.budget, isolate=not options.in_process)
+    policy = AutotunePolicy(
+        budget_s=options.budget, isolate=not options.in_process, compile_processes=_processes(options, found.device)
+    )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
     todo = list(calls) if options.force else [inv for inv in calls if not _known(chain, inv)]
     if len(todo) < len(calls):
@@ -110,6 +114,14 @@ def _find(options: TuneOptions, store: PersistentCache) -> Found:
         # a program may take any time to lower, and Ctrl-C ends that
         found: Found = worker.call(find, source, doing=Doing(what="finding the calls", allowed=math.inf))
     return found
+
+
+def _processes(options: TuneOptions, device: str) -> int:
+    if options.compile_processes is not None:
+        return options.compile_processes
+    from ejkernel.ops.execution.compilers import usual_processes  # imports multiprocessing
+
+    return usual_processes(Target.of(device))
 
 
 def _print_counts(found: Found, console: Console) -> None:

@@ -132,6 +132,7 @@ class _Row:
 
 
 _COLUMNS: Final = [field.name for field in dataclasses.fields(_Row)]
+_NEEDED: Final = [field.name for field in dataclasses.fields(_Row) if field.default is dataclasses.MISSING]
 
 
 def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
@@ -223,6 +224,8 @@ def _header(line: str) -> _Header:
     key = restored_key(header.key)
     if not isinstance(key, ConfigKey):
         raise UnusableError(f"line 1: its key is none of a call: {header.key!r}")
+    if not set(header.columns) <= set(_COLUMNS) or not set(_NEEDED) <= set(header.columns):
+        raise UnusableError(f"line 1: its columns are {header.columns}; these are known: {_COLUMNS}")
     return dataclasses.replace(header, key=key)
 
 

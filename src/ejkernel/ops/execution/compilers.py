@@ -19,6 +19,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.execution.ahead import LEFT, Made, compile_for
+from ejkernel.ops.execution.compiling import default_width
 from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.threads import carried
 from ejkernel.ops.execution.workers import Doing, Worker, WorkerDiedError, at_end
@@ -163,6 +164,11 @@ def compile_processes(count: int) -> CompileProcesses:
     processes = CompileProcesses(count)
     at_end(processes.close)
     return processes
+
+
+def usual_processes(target: Target | None) -> int:
+    """Return how many processes are worth their start: one a core for GPU kernels, which take long in Python."""
+    return default_width() if target is not None and target.description else 0
 
 
 def compiler_for(device: str, count: int) -> Callable[[Invocation[Any, Any], Choice, float], Made | None] | None:
