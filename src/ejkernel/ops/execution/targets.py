@@ -99,5 +99,6 @@ def _sharding(description: str) -> Any:
         raise ConfigError(
             "compiling for a GPU without one needs JAX's CUDA plugin and NVIDIA's compiler: pip install --no-deps "
             f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}; pip install nvidia-cuda-nvcc "
-            f"nvidia-nvvm ({type(error).__name__}: {error})"
+            "nvidia-nvvm. A process that has used JAX before needs JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 from its start "
+            f"({type(error).__name__}: {error})"
         ) from error
