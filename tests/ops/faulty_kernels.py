@@ -108,7 +108,7 @@ class FailingOnDevice(Faulty):
 
 class Spilling(Faulty):
     def heuristic_cfg(self, inv):
-        return Fault(repeats=400, says=spill(4))
+        return Fault(repeats=400, says=spill(800))
 
 
 class BrokenReference(Faulty):

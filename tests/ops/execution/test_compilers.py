@@ -141,31 +141,33 @@ def spills(count, repeats=1):
     return Fault(repeats=repeats, says=spill(count))
 
 
-def test_what_spills_is_not_run_where_something_else_does_not():
-    data = tune([spills(1892), spills(0, repeats=2), spills(8, repeats=3)])
+def test_what_spills_much_is_not_run_where_something_else_spills_little():
+    data = tune([spills(1892), spills(20, repeats=2), spills(512, repeats=3)])
     assert list(fates(data).values()) == ["measured", "pruned", "measured", "pruned"]
-    assert data.outcomes[1].reason == "it spills 1892 bytes of registers a thread, where others spill none"
-    assert [outcome.spilled for outcome in data.outcomes] == [0, 1892, 0, 8]
-    assert data.config == spills(0, repeats=2)
+    assert data.outcomes[1].reason == "it spills 1892 bytes of registers a thread, much more than others"
+    assert [outcome.spilled for outcome in data.outcomes] == [0, 1892, 20, 512]
+    assert data.config == spills(20, repeats=2)
 
 
 def test_a_heuristic_that_spills_is_measured_all_the_same():
-    data = tune([spills(8, repeats=3), BEST], spilling)
+    data = tune([spills(900, repeats=3), BEST], spilling)
     assert list(fates(data).values()) == ["measured", "pruned", "measured"]
     assert data.speedup > 1
 
 
 def test_where_everything_that_is_right_spills_it_is_measured():
-    data = tune([Fault("wrong", says=spill(0)), spills(8)], spilling)
+    data = tune([Fault("wrong", says=spill(0)), spills(900)], spilling)
     assert list(fates(data).values()) == ["measured", "wrong", "measured"]
-    assert data.config == spills(8)
+    assert data.config == spills(900)
 
 
 def test_what_spills_is_pruned_when_it_comes_from_a_bundle_too(tmp_path):
     inv = Invocation(kernel=plain, args=(X,))
     (call,) = compile_bundle([inv], HERE, tmp_path / "bundle", processes=1)
     assert [candidate.outcome.spilled for candidate in call.candidates] == [0, 0]
-    edited = dataclasses.replace(call.candidates[1], program=dataclasses.replace(call.candidates[1].program, spilled=8))
+    edited = dataclasses.replace(
+        call.candidates[1], program=dataclasses.replace(call.candidates[1].program, spilled=900)
+    )
     call = dataclasses.replace(call, candidates=(call.candidates[0], edited))
     data = Autotuner().tune(inv, plain, policy=AutotunePolicy(), compiled=call)
     assert list(fates(data).values()) == ["measured", "pruned"]
