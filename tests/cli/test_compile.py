@@ -123,9 +123,10 @@ COMPILE = ("tune", "prog:step", "--compile-only", "--target", "here", "--output"
 
 
 def test_what_one_process_compiled_another_measures_and_compiles_nothing(folder):
-    status, out, err = run(folder, *COMPILE)
+    status, out, err = run(folder, *COMPILE, "--compile-processes", "1")
     assert status == 0, err
     assert "2 ready, 1 failed" in out
+    assert "tracing Config(repeats=0)\n" in err
     assert "noisy@v0: 1 x ValueError: it fails" in out
     assert "3 candidates" in err
     assert "ejkernel tune --from bundle --import prog" in err
@@ -149,7 +150,11 @@ def test_what_one_process_compiled_another_measures_and_compiles_nothing(folder)
     assert "--import" in err
 
 
-@pytest.mark.parametrize("mode", [(), ("--in-process",)], ids=["in a worker", "in this process"])
+@pytest.mark.parametrize(
+    "mode",
+    [("--compile-processes", "1"), ("--in-process",)],
+    ids=["in a worker and its compilers", "in this process"],
+)
 def test_what_a_program_prints_and_warns_of_goes_to_stderr(folder, mode):
     status, out, err = run(folder, "tune", "prog:step", "--json", *mode)
     assert status == 0, err
@@ -206,6 +211,7 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
         (("tune", "--from", "x", "--compile-only", "--output", "y"), 2, "--compile-only needs MODULE:FUNCTION"),
         ((*COMPILE[:4], "abacus", *COMPILE[5:]), 1, "target must be one of here, "),
         ((*COMPILE, "--dry-run"), 2, "--dry-run does not go with --compile-only"),
+        ((*COMPILE, "--compile-processes", "-1"), 2, "-1 is not in the range x>=0"),
         ((*COMPILE, "--json"), 2, "--json does not go with --compile-only"),
         (("tune", "--from", "nothing"), 1, "nothing is no bundle"),
     ],

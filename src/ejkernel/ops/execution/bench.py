@@ -31,8 +31,8 @@ from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import carried
 
 _MOST_SETS = 512  # of inputs for cold caches; inputs so small that they need more are measured warm
-# Bytes of registers that a thread spills, from which on a candidate is not run if there is another: such candidates took
-# 2.5 times as long as the best, and more, while one that spilled 20 was the best (benchmarks/results/spills_h200.json).
+# Bytes of registers that a thread spills, from which on a candidate is not run if there is another: such ones took 2.5
+# times as long as the best, and more, while one that spilled 20 was the best (benchmarks/results/spills_h200.json).
 _SPILLS_MUCH = 512
 _GRACE = 10.0  # seconds in which this process gives a compilation up by itself, before whoever watches ends it
 
