@@ -140,28 +140,6 @@ def test_a_race_says_who_is_sampled(clock):
     assert race.ranking() == [2, 0, 1]
 
 
-def test_a_function_that_is_not_worth_it_is_dropped(clock):
-    keep = lambda samples: [True, False]  # noqa: E731
-    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=3, keep=keep)
-    assert [len(measurement.samples) for measurement in got] == [3, 1]
-
-
-def test_a_function_that_was_dropped_does_not_come_back(clock):
-    answers = iter([[True, False], [True, True], [True, True]])
-    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 2.0)], rounds=3, keep=lambda samples: next(answers))
-    assert [len(measurement.samples) for measurement in got] == [3, 1]
-
-
-def test_no_round_begins_after_the_deadline(clock):
-    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 1.0)], rounds=9, deadline=9.5)
-    assert [len(measurement.samples) for measurement in got] == [2, 2]
-
-
-def test_every_function_has_a_sample_however_late_it_is(clock):
-    got = interleaved([clock.takes("a", 1.0), clock.takes("b", 1.0)], rounds=9, deadline=0.0)
-    assert [len(measurement.samples) for measurement in got] == [1, 1]
-
-
 def test_nothing_to_measure_gives_no_measurement():
     assert interleaved([], rounds=3) == []
 

@@ -13,7 +13,7 @@ from ejkernel.ops.errors import DeviceLostError, TuningError
 from ejkernel.ops.execution.bench import config_id
 from ejkernel.ops.execution.events import CandidateFinished, Event, SearchStarted, WorkerRestarted, emit, on_event
 from ejkernel.ops.execution.outcome import CRASHED, AutotuneData, Outcome
-from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
+from ejkernel.ops.execution.task import Progress, Tally, TuningRun, TuningTask
 from ejkernel.ops.execution.threads import apart
 from ejkernel.ops.execution.workers import Worker, WorkerDiedError, reports, shared_worker, worker_session
 
@@ -74,12 +74,10 @@ class _Journal:
 
     def __init__(self, task: TuningTask, progress: Progress | None) -> None:
         self._task = task
-        self._progress = progress
+        self._tally = Tally(progress)
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._told: dict[Any, Outcome] = {}
         self._suspects: dict[Any, Any] = {}
-        self._total = 0
-        self._shown: int | None = None
         self._unexplained = 0
         self.is_stopping = False
 
@@ -93,24 +91,18 @@ class _Journal:
         """Keep what a worker says, and pass on what is new."""
         is_new = True
         if isinstance(event, SearchStarted):
-            is_new, self._total = self._total == 0, event.candidates
+            is_new, self._tally.total = self._tally.total == 0, event.candidates
         elif isinstance(event, CandidateFinished):
             token = config_id(event.outcome.config)
             is_new = self._told.get(token) != event.outcome
             self._told[token] = self._known[token] = event.outcome
-        self._note_progress(len(self._told))
+        self._tally.note(len(self._told))
         if is_new:
             emit(event)
 
     def close(self) -> None:
         """Take note that the task is done."""
-        self._note_progress(self._total)
-
-    def _note_progress(self, done: int) -> None:
-        done = min(done, self._total)
-        if self._progress is not None and done != self._shown:
-            self._progress(done, self._total)
-        self._shown = done
+        self._tally.note(self._tally.total)
 
     def bury(self, death: TuningError) -> None:
         """Find out who was to blame for the end of a worker.

@@ -15,7 +15,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.memory import num_bytes, output_bytes, peak_bytes
 from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import apart
-from ejkernel.ops.execution.timers import WALL, Timer, TimerError, calls_per_sample, choose_timer, now, wall_sample
+from ejkernel.ops.execution.timers import WALL, Timer, TimerError, calls_per_sample, choose_timer, wall_sample
 from ejkernel.ops.utils.signature import is_array
 
 logger = logging.getLogger(__name__)
@@ -144,8 +144,6 @@ def interleaved(
     rounds: int | None = None,
     race: Race | None = None,
     warmup: int = 2,
-    keep: Callable[[Sequence[Sequence[float]]], Sequence[bool]] | None = None,
-    deadline: float | None = None,
     stop: Callable[[], bool] = lambda: False,
     on_error: Callable[[int, Exception], None] | None = None,
 ) -> list[Measurement]:
@@ -159,8 +157,6 @@ def interleaved(
         rounds: Samples of each; or
         race: who is sampled how often, and at the end who is the best.
         warmup: Calls of each before its first sample.
-        keep: Given all samples so far, says which functions are worth another round; all, if left out.
-        deadline: `time.perf_counter()` after which no new round begins; each function has one sample at least.
         stop: Asked between samples whether to end now; who was not sampled by then has no samples.
         on_error: Called with the index of a function that raises, and the error; it leaves the race, and what it had
             of samples is its measurement. If left out, the error is raised.
@@ -174,7 +170,7 @@ def interleaved(
         race = Race(len(functions), plan=RacePlan.fixed(rounds or 0), incumbents=())
     if race.count != len(functions):
         raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
-    meet = _Meet(functions, race, keep, deadline, stop, on_error)
+    meet = _Meet(functions, race, stop, on_error)
     calls = meet.warmed_up(warmup)
     timer = choose_timer([functions[index] for index in race.running])
     try:
@@ -196,8 +192,6 @@ class _Meet:
 
     functions: Sequence[Callable[[], Any]]
     race: Race
-    keep: Callable[[Sequence[Sequence[float]]], Sequence[bool]] | None
-    deadline: float | None
     stop: Callable[[], bool]
     on_error: Callable[[int, Exception], None] | None
 
@@ -212,21 +206,14 @@ class _Meet:
         return calls
 
     def run(self, timer: Timer, calls: Mapping[int, int]) -> None:
-        """Sample whom the race asks for, until it is decided or time is up."""
+        """Sample whom the race asks for, until it is decided or `stop` ends it."""
         while indices := self.race.next_round():
-            if self._is_late(indices):
-                return
             for index in indices:
                 if any(self.race.samples) and self.stop():
                     return
                 seconds = self.tried(index, timer.sample, calls[index])
                 if seconds is not None:
                     self.race.note(index, seconds)
-            samples = self.race.samples
-            if self.keep is not None and all(samples[index] for index in self.race.running):
-                for index, stays in enumerate(self.keep(samples)):
-                    if not stays:
-                        self.race.drop(index)
 
     def tried(self, index: int, time: Callable[[Callable[[], Any], int], N], count: int) -> N | None:
         """Time a function; `None` if it raised, and has left the race."""
@@ -240,10 +227,6 @@ class _Meet:
             self.race.fail(index)
             self.on_error(index, error)
             return None
-
-    def _is_late(self, indices: Sequence[int]) -> bool:
-        samples = self.race.samples
-        return all(samples[i] for i in indices) and self.deadline is not None and now() > self.deadline
 
 
 def _measurement(function: Callable[[], Any], samples: Sequence[float], timer: Timer) -> Measurement:

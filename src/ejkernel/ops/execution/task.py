@@ -84,6 +84,26 @@ class _Decision:
     why: str = ""
 
 
+class Tally:
+    """Tells how much of a task is done, each number once.
+
+    Args:
+        progress: Called with how many candidates are compiled and checked, and how many there are.
+    """
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.total = 0
+        self._progress = progress
+        self._told: int | None = None
+
+    def note(self, done: int) -> None:
+        """Tell that so many are done: at most all."""
+        done = min(done, self.total)
+        if self._progress is not None and done != self._told:
+            self._progress(done, self.total)
+        self._told = done
+
+
 class TuningRun:
     """A task under way.
 
@@ -105,7 +125,7 @@ class TuningRun:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.task = task
-        self._progress = progress
+        self._tally = Tally(progress)
         self._watch = watch or Unwatched()
         self._stop = stop
         self._clock = clock
@@ -115,8 +135,6 @@ class TuningRun:
         self._ranking: list[Candidate] = []
         self._tried: list[Candidate] = []
         self._finished: set[int] = set()
-        self._shown: int | None = None
-        self._total = 0
 
     def run(self) -> AutotuneData:
         """Return what was found.
@@ -150,7 +168,7 @@ class TuningRun:
         for candidate in self._tried:
             if candidate.status == READY:
                 candidate.status = SKIPPED
-        self._note_progress(self._total)
+        self._tally.note(self._tally.total)
         return AutotuneData(
             inv=inv,
             config=decision.winner.config,
@@ -213,15 +231,9 @@ class TuningRun:
     # --- what is done with them ---
 
     def _begin(self, total: int) -> None:
-        self._total = total
+        self._tally.total = total
         emit(SearchStarted(self.task.inv.key, total))
-        self._note_progress(0)
-
-    def _note_progress(self, done: int) -> None:
-        done = min(done, self._total)
-        if self._progress is not None and done != self._shown:
-            self._progress(done, self._total)
-        self._shown = done
+        self._tally.note(0)
 
     def _prepare(self, candidates: Sequence[Candidate]) -> None:
         """Compile and check; those that an earlier attempt rejected stay rejected."""
@@ -243,7 +255,7 @@ class TuningRun:
 
     def _one_finished(self, candidate: Candidate) -> None:
         self._finished.add(id(candidate))
-        self._note_progress(len(self._finished))
+        self._tally.note(len(self._finished))
         emit(CandidateFinished(self.task.inv.key, candidate.outcome()))
 
     def _race(self, candidates: Iterable[Candidate], plan: RacePlan) -> None:
