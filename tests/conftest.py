@@ -65,3 +65,18 @@ def gpu(request):
     except RuntimeError as error:
         outcome = pytest.fail if request.config.getoption("--require") == "gpu" else pytest.skip
         return outcome(f"needs a GPU: {error}")
+
+
+@pytest.fixture
+def chain():
+    """A chain that has only memory of its own."""
+    from ejkernel.ops import ConfigSelectorChain
+
+    return ConfigSelectorChain()
+
+
+@pytest.fixture
+def executor(chain):
+    from ejkernel.ops import Executor
+
+    return Executor(chain)

@@ -9,51 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.document_kernels import DOUBLE, MATMUL, A, B, MyConfig, X
 
 from ejkernel import ops
 from ejkernel.ops import ConfigCache, ConfigKey, ConfigSelectorChain, Executor, Invocation, Kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class MyConfig:
-    block_size: int = 128
-    num_warps: int = 4
-    algorithm: str = "default"
-
-
-class Matmul(Kernel[MyConfig, jax.Array]):
-    def run(self, a, b, *, cfg):
-        return jnp.dot(a, b)
-
-    def heuristic_cfg(self, inv):
-        return MyConfig()
-
-    def config_space(self, inv):
-        return [MyConfig(block_size=64), MyConfig(block_size=128)]
-
-
-class Double(Kernel[MyConfig, jax.Array]):
-    def run(self, x, *, cfg):
-        return x + x
-
-    def heuristic_cfg(self, inv):
-        return MyConfig()
-
-
-MATMUL, DOUBLE = Matmul(), Double()
-A, B = np.ones((8, 16), np.float32), np.full((16, 4), 2.0, np.float32)
-X = np.arange(4.0, dtype=np.float32)
-
-
-@pytest.fixture
-def selector():
-    return ConfigSelectorChain()
-
-
-@pytest.fixture
-def executor(selector):
-    return Executor(selector)
-
 
 # --- Kernel: the building block ---
 
@@ -286,9 +245,9 @@ def test_choose_config_takes_an_override(executor):
     assert MyConfig(block_size=1) == executor.choose_config(MATMUL, A, B, cfg=MyConfig(block_size=1))
 
 
-def test_an_executor_has_a_chooser_and_a_stamp_prefix(selector):
-    executor = Executor(selector)
-    assert (selector, "ejkernel_ops") == (executor.chooser, executor.stamp_prefix)
+def test_an_executor_has_a_chooser_and_a_stamp_prefix(chain):
+    executor = Executor(chain)
+    assert (chain, "ejkernel_ops") == (executor.chooser, executor.stamp_prefix)
 
 
 def test_a_chooser_needs_nothing_but_choose(page):

@@ -3,56 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.document_kernels import DOUBLE, MATMUL, A, B, Double, Matmul, MyConfig, X
 
 from ejkernel import ops
-from ejkernel.ops import ConfigCache, ConfigKey, ConfigSelectorChain, Executor, Invocation, Kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class MyConfig:
-    block_size: int = 128
-    num_warps: int = 4
-    algorithm: str = "default"
-
-
-class Matmul(Kernel[MyConfig, jax.Array]):
-    def run(self, a, b, *, cfg):
-        return jnp.dot(a, b)
-
-    def heuristic_cfg(self, inv):
-        return MyConfig()
-
-    def config_space(self, inv):
-        return [MyConfig(block_size=64), MyConfig(block_size=128)]
-
-
-class Double(Kernel[MyConfig, jax.Array]):
-    def run(self, x, *, cfg):
-        return x + x
-
-    def heuristic_cfg(self, inv):
-        return MyConfig()
-
-
-MATMUL, DOUBLE = Matmul(), Double()
-A, B = np.ones((8, 16), np.float32), np.full((16, 4), 2.0, np.float32)
-X = np.arange(4.0, dtype=np.float32)
-
-
-@pytest.fixture
-def selector():
-    return ConfigSelectorChain()
-
-
-@pytest.fixture
-def executor(selector):
-    return Executor(selector)
+from ejkernel.ops import ConfigCache, ConfigKey, ConfigSelectorChain, Invocation
 
 
 @pytest.fixture
@@ -275,12 +233,12 @@ def test_metadata_page_reads_labels_and_configs_of_a_program(page, capsys):
     assert [(text, MyConfig()) for text in module.labels] == module.configs
 
 
-def test_labels_without_a_cached_config_give_none(selector):
+def test_labels_without_a_cached_config_give_none(chain):
     text = "ejkernel_ops#matmul@v1:0123456789abcdef"
-    assert [(text, None)] == ops.labels_to_configs([text], selector)
+    assert [(text, None)] == ops.labels_to_configs([text], chain)
 
 
-def test_offline_page_tunes_a_lowered_program_and_applies_the_result(page, kernel, executor, selector):
+def test_offline_page_tunes_a_lowered_program_and_applies_the_result(page, kernel, executor, chain):
     with ops.recording():
         module = page(
             """
@@ -291,7 +249,7 @@ def test_offline_page_tunes_a_lowered_program_and_applies_the_result(page, kerne
             """,
             jax=jax,
             autotune_lowered=ops.autotune_lowered,
-            selector=selector,
+            selector=chain,
             my_function=lambda a: executor(kernel, a, B),
             example_args=A,
             real_args=2 * A,
@@ -300,7 +258,7 @@ def test_offline_page_tunes_a_lowered_program_and_applies_the_result(page, kerne
     assert [entry.op_id_v for entry in module.result.entries] == ["MyKernel@v0"]
 
 
-def test_an_environment_variable_enables_recording_for_the_offline_page(page, kernel, executor, selector, monkeypatch):
+def test_an_environment_variable_enables_recording_for_the_offline_page(page, kernel, executor, chain, monkeypatch):
     monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
     module = page(
         """
@@ -312,7 +270,7 @@ def test_an_environment_variable_enables_recording_for_the_offline_page(page, ke
         """,
         jax=jax,
         autotune_lowered=ops.autotune_lowered,
-        selector=selector,
+        selector=chain,
         my_model=lambda a: executor(kernel, a, B),
         example_input=A,
         real_input=A,

@@ -50,6 +50,16 @@ class WithResiduals(Plain):
         return tanh_matmul_gradients(x, w, residuals["y"], cotangents[0])
 
 
+class Times(Kernel[int, jax.Array]):
+    """`cfg * x`, so that a result tells its configuration."""
+
+    def run(self, x, *, cfg):
+        return cfg * x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
 class ShowsConfig(Kernel[int, jax.Array]):
     """Its result is its configuration, and its gradient a hundred more than that of the backward call."""
 

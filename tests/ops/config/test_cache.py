@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops.sample_kernels import Times
 
 from ejkernel.ops.config.cache import ConfigCache, Overlay, config_token, overlay_cache, same_config
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution.executor import Executor
@@ -33,16 +33,6 @@ class Tile:
 @dataclasses.dataclass(frozen=True)
 class Other:
     rows: int = 64
-
-
-class Times(Kernel[int, jax.Array]):
-    """`cfg * x`, so that a result tells its configuration."""
-
-    def run(self, x, *, cfg):
-        return cfg * x
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 @pytest.fixture

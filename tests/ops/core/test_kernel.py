@@ -10,38 +10,19 @@ import types
 import jax
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Times
 
 from ejkernel import ops
-from ejkernel.ops import ConfigSelectorChain, Executor, Kernel
+from ejkernel.ops import Kernel
 from ejkernel.ops.core import kernel as kernel_module
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 
 X = np.arange(8, dtype=np.float32)
 
 
-class Times(Kernel[int, jax.Array]):
-    """`cfg * x`, so that a result tells its configuration."""
-
-    def run(self, x, *, cfg):
-        return cfg * x
-
-    def heuristic_cfg(self, inv):
-        return 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Placed:
     platform: str = "auto"
-
-
-@pytest.fixture
-def chain():
-    return ConfigSelectorChain()
-
-
-@pytest.fixture
-def executor(chain):
-    return Executor(chain)
 
 
 def lowered_for(executor, kernel, platform, **options):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from tests.ops.sample_kernels import Times
 
 from ejkernel import ops
 from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, Resolution
@@ -22,26 +23,6 @@ from ejkernel.ops.errors import (
 from ejkernel.ops.registry import recording
 
 X = np.arange(8, dtype=np.float32)
-
-
-class Times(Kernel[int, jax.Array]):
-    """`cfg * x`, so that a result tells its configuration."""
-
-    def run(self, x, *, cfg):
-        return cfg * x
-
-    def heuristic_cfg(self, inv):
-        return 1
-
-
-@pytest.fixture
-def chain():
-    return ConfigSelectorChain()
-
-
-@pytest.fixture
-def executor(chain):
-    return Executor(chain)
 
 
 # --- kernels that are called directly ---

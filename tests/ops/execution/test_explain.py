@@ -9,22 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Times
 
 from ejkernel import ops
 from ejkernel.modules import flash_attention
-from ejkernel.ops import ArgumentError, ConfigSelectorChain, Executor, Kernel, default_executor
+from ejkernel.ops import ArgumentError, Executor, Kernel, default_executor
 
 X = np.arange(8, dtype=np.float32)
-
-
-class Times(Kernel[int, jax.Array]):
-    """`cfg * x`, so that a result tells its configuration."""
-
-    def run(self, x, *, cfg):
-        return cfg * x
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 class Everything(Kernel[int, Any]):
@@ -33,16 +24,6 @@ class Everything(Kernel[int, Any]):
 
     def heuristic_cfg(self, inv):
         return 1
-
-
-@pytest.fixture
-def chain():
-    return ConfigSelectorChain()
-
-
-@pytest.fixture
-def executor(chain):
-    return Executor(chain)
 
 
 def test_an_explanation_reads_like_this(executor):

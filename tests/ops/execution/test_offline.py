@@ -74,11 +74,6 @@ def chain(tmp_path):
     return ConfigSelectorChain(persistent=PersistentCache(tmp_path / "mine", shipped=False), tuner=FakeTuner())
 
 
-@pytest.fixture
-def executor(chain):
-    return Executor(chain)
-
-
 def loss_of(executor, *kernels):
     def loss(x):
         for kernel in kernels:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from tests.ops.sample_kernels import Times
 
 from ejkernel.ops import (
     AutotuningResult,
@@ -19,7 +20,6 @@ from ejkernel.ops import (
     Entry,
     Executor,
     Invocation,
-    Kernel,
     PersistentCache,
 )
 from ejkernel.ops.core.context import current_scope
@@ -37,16 +37,6 @@ class Pair(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Tile:
     rows: int = 64
-
-
-class Times(Kernel[int, jax.Array]):
-    """`cfg * x`, so that a result tells its configuration."""
-
-    def run(self, x, *, cfg):
-        return cfg * x
-
-    def heuristic_cfg(self, inv):
-        return 1
 
 
 def entry(number, cfg):
