@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops import faulty_kernels
 from tests.ops.execution.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 
@@ -19,6 +20,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution import bench
 from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.utils import fingerprint
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 
@@ -378,3 +380,34 @@ def test_a_search_in_which_only_the_heuristic_survives_warns_with_the_first_reas
     race({1: 1.0})
     with pytest.warns(TuningWarning, match="all 2 candidates beside the heuristic were rejected; the first, 2,"):
         tune(Double(faults={2: broken, 3: broken}))
+
+
+# --- where ---
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_call_for_a_device_that_is_not_here_is_not_measured_on_another(isolate):
+    inv = Invocation(kernel=faulty_kernels.plain, args=(X,), device="gpu:abacus")
+    with pytest.raises(TuningError, match=r"plain: the call is for gpu:abacus, .* whose default device is cpu:"):
+        Autotuner().tune(inv, faulty_kernels.plain, policy=AutotunePolicy(isolate=isolate))
+
+
+def test_a_call_for_another_device_of_this_process_is_measured_there(monkeypatch):
+    here = jax.devices()[0]
+    name = fingerprint.device_fingerprint
+
+    def told_apart_by_number(device=None):
+        return name(device) + ("" if (device or fingerprint.default_device()) is here else "_other")
+
+    monkeypatch.setattr(fingerprint, "device_fingerprint", told_apart_by_number)
+    seen = []
+
+    class Placed(Double):
+        def example_inputs(self, inv, rng):
+            seen.append(fingerprint.default_device())
+            return (jnp.asarray(X),), {}
+
+    kernel = Placed()
+    Autotuner().tune(Invocation(kernel=kernel, args=(X,), device=name() + "_other"), kernel)
+    assert seen
+    assert here not in seen

@@ -14,7 +14,7 @@ from ejkernel.ops.execution.bench import config_id
 from ejkernel.ops.execution.events import CandidateFinished, Event, SearchStarted, WorkerRestarted, emit, on_event
 from ejkernel.ops.execution.outcome import CRASHED, AutotuneData, Outcome
 from ejkernel.ops.execution.task import Progress, Tally, TuningRun, TuningTask
-from ejkernel.ops.execution.threads import apart
+from ejkernel.ops.execution.threads import apart, on_device_of
 from ejkernel.ops.execution.workers import Worker, WorkerDiedError, reports, shared_worker, worker_session
 
 
@@ -56,6 +56,7 @@ def _carry_out(task: TuningTask, scope: Scope) -> AutotuneData:
     run = TuningRun(task, watch=mine, stop=mine.must_stop)
     with (
         entered(scope),
+        on_device_of(task.inv),
         compat.numerics(task.inv.precision, task.inv.x64),
         on_event(lambda event: mine.send("event", event)),
     ):

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 
 from ejkernel import compat
 from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.fingerprint import default_device, device_called, device_fingerprint
 
 T = TypeVar("T")
 
@@ -75,6 +78,23 @@ def apart(work: Callable[[], T], *, on_interrupt: Callable[[], None] | None = No
             raise
         on_interrupt()  # even if the work has just been done: it is not lost
         return future.result()
+
+
+@contextlib.contextmanager
+def on_device_of(inv: Invocation[Any, Any]) -> Iterator[None]:
+    """Make the device that a call is for the default device inside the `with` block.
+
+    Raises:
+        TuningError: this process has no such device.
+    """
+    device = device_called(inv.device_fingerprint)
+    if device is None:
+        raise TuningError(
+            f"{inv.op_id}: the call is for {inv.device_fingerprint}, and this process, whose default device is "
+            f"{device_fingerprint()}, has none; tune it where there is one."
+        )
+    with contextlib.nullcontext() if device is default_device() else jax.default_device(device):
+        yield
 
 
 services.provide(is_measuring=lambda: _depth() > 0)

@@ -24,7 +24,7 @@ from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.searching import Record
 from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
-from ejkernel.ops.execution.threads import apart
+from ejkernel.ops.execution.threads import apart, on_device_of
 from ejkernel.ops.utils import services
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ class Autotuner:
         stop = threading.Event()
         run = TuningRun(task, progress=progress, stop=stop.is_set, clock=self._clock)
         try:
-            data = apart(run.run, on_interrupt=stop.set)
+            with on_device_of(task.inv):
+                data = apart(run.run, on_interrupt=stop.set)
         except TuningError:
             if stop.is_set():  # the reason why nothing was measured
                 raise KeyboardInterrupt from None

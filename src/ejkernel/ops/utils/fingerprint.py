@@ -54,6 +54,17 @@ def device_fingerprint(device: jax.Device | None = None) -> str:
     return f"cpu:{_cpu_name()}" if kind == "cpu" else fingerprint_of(kind, device.device_kind)
 
 
+def device_called(fingerprint: str) -> jax.Device | None:
+    """Return a device of this process that has this fingerprint, the default device if it has; `None` if none has."""
+    if device_fingerprint() == fingerprint:
+        return default_device()
+    try:
+        there = jax.local_devices(backend=fingerprint.partition(":")[0])
+    except RuntimeError:  # no such platform
+        return None
+    return next((device for device in there if device_fingerprint(device) == fingerprint), None)
+
+
 def fingerprint_of(kind: str, chip: str) -> str:
     """Return the fingerprint of an accelerator of that kind and name."""
     return f"{kind}:{_slug(chip)}"
