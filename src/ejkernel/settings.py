@@ -66,6 +66,14 @@ def share_device(environ: Mapping[str, str]) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+def only_gpu(number: int) -> dict[str, str]:
+    """Return the variables with which a process sees one GPU alone: the given one of those that this process sees."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not visible:
+        return {"CUDA_VISIBLE_DEVICES": str(number)}
+    return {"CUDA_VISIBLE_DEVICES": visible[number] if number < len(visible) else ""}
+
+
 def compile_without_gpu() -> None:
     """Let JAX's CUDA plugin load where there is no GPU, so that it compiles for one."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

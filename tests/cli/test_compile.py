@@ -212,6 +212,8 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
         ((*COMPILE[:4], "abacus", *COMPILE[5:]), 1, "target must be one of here, "),
         ((*COMPILE, "--dry-run"), 2, "--dry-run does not go with --compile-only"),
         ((*COMPILE, "--compile-processes", "-1"), 2, "-1 is not in the range x>=0"),
+        ((*COMPILE, "--devices", "2"), 2, "--devices does not go with --compile-only"),
+        (("tune", "prog:step", "--in-process", "--devices", "2"), 2, "--devices does not go with --in-process"),
         ((*COMPILE, "--json"), 2, "--json does not go with --compile-only"),
         (("tune", "--from", "nothing"), 1, "nothing is no bundle"),
     ],

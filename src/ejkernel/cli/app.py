@@ -40,6 +40,9 @@ def cli() -> None:
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for each call's search.")
 @click.option("--force", is_flag=True, help="Tune calls that were tuned before, too.")
 @click.option(
+    "--devices", type=click.IntRange(min=1), metavar="COUNT", help="How many GPUs tune side by side, 1 by default."
+)
+@click.option(
     "--compile-processes",
     type=click.IntRange(min=0),
     metavar="COUNT",
@@ -76,7 +79,7 @@ def tune(**options: Any) -> None:
 
         if output is None or not options["target"]:
             raise click.UsageError("--compile-only needs MODULE:FUNCTION and --output.")
-        for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose"):
+        for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices"):
             if options[name]:
                 option = name.removeprefix("as_").replace("_", "-")
                 raise click.UsageError(f"--{option} does not go with --compile-only, which measures and saves nothing.")
@@ -84,6 +87,9 @@ def tune(**options: Any) -> None:
         return
     if output is not None or device != "here":
         raise click.UsageError("--target and --output go with --compile-only.")
+    options["devices"] = options["devices"] or 1
+    if options["devices"] > 1 and options["in_process"]:
+        raise click.UsageError("--devices does not go with --in-process: each device has a process of its own.")
     from ejkernel.cli.tune import TuneOptions, run_tune
 
     run_tune(TuneOptions(**options))

@@ -49,6 +49,7 @@ class TuneOptions:
     missed: bool = False
     bundle: Path | None = None
     in_process: bool = False
+    devices: int = 1
     compile_processes: int | None = None
 
 
@@ -79,7 +80,10 @@ def _run(options: TuneOptions) -> None:
         _print_counts(found, console)
         return
     policy = AutotunePolicy(
-        budget_s=options.budget, isolate=not options.in_process, compile_processes=_processes(options, found.device)
+        budget_s=options.budget,
+        isolate=not options.in_process,
+        devices=options.devices,
+        compile_processes=_processes(options, found.device),
     )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
     todo = list(calls) if options.force else [inv for inv in calls if not _known(chain, inv)]
@@ -121,7 +125,7 @@ def _processes(options: TuneOptions, device: str) -> int:
         return options.compile_processes
     from ejkernel.ops.execution.compilers import usual_processes  # imports multiprocessing
 
-    return usual_processes(Target.of(device))
+    return -(-usual_processes(Target.of(device)) // options.devices)
 
 
 def _print_counts(found: Found, console: Console) -> None:
@@ -185,12 +189,13 @@ def bars(console: Console, count: int, doing: str) -> Iterator[Callable[[Invocat
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(doing, total=max(count, 1), note="")
-        seen: dict[Any, int] = {}
+        shares: dict[Any, float] = {}  # several calls may be under way
 
         def step(inv: Invocation[Any, Any], done: int, total: int) -> None:
-            if not console.is_terminal and inv.key not in seen:
-                console.print(f"{doing} {inv.op_id} ({len(seen) + 1} of {count}), {total} candidates", highlight=False)
-            index = seen.setdefault(inv.key, len(seen))
-            progress.update(task, completed=index + done / max(total, 1), note=f"{inv.op_id}: {done} of {total}")
+            if not console.is_terminal and inv.key not in shares:
+                number = len(shares) + 1
+                console.print(f"{doing} {inv.op_id} ({number} of {count}), {total} candidates", highlight=False)
+            shares[inv.key] = done / max(total, 1)
+            progress.update(task, completed=sum(shares.values()), note=f"{inv.op_id}: {done} of {total}")
 
         yield step

@@ -23,6 +23,8 @@ class AutotunePolicy:
         budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
         cold_cache: Measure with inputs that no cache of the device holds, where calls meet such inputs in the program.
         isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
+        devices: How many GPUs tune side by side, each with a worker process of its own; only with `isolate`, and where
+            there are several calls to tune.
         compile_processes: Compile in so many processes of their own, where they can compile for the device; 0: in
             threads. Worth it for kernels that take long in Python before the compiler has them.
         max_candidates: How many candidates of a `ConfigSpace` a search measures; a list is measured whole.
@@ -36,6 +38,7 @@ class AutotunePolicy:
     budget_s: float | None = None
     cold_cache: bool = False
     isolate: bool = False
+    devices: int = 1
     compile_processes: int = 0
     max_candidates: int = 100
     note_misses: bool = False
@@ -46,10 +49,10 @@ class AutotunePolicy:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.budget_s is not None and not self.budget_s > 0:
             raise ConfigError(f"budget_s must be positive seconds or None, got {self.budget_s!r}.")
-        if type(self.compile_processes) is not int or self.compile_processes < 0:
-            raise ConfigError(f"compile_processes must be an int >= 0, got {self.compile_processes!r}.")
-        if type(self.max_candidates) is not int or self.max_candidates < 1:
-            raise ConfigError(f"max_candidates must be a positive int, got {self.max_candidates!r}.")
+        for name, least in (("devices", 1), ("compile_processes", 0), ("max_candidates", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name} must be an int >= {least}, got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import compat
@@ -110,17 +110,40 @@ def tune_invocations(
     """
     entries, searches = [], []
     calls = sorted(invocations, key=lambda inv: inv.direction != "fwd")
-    with _one_worker(effective_policy(selector.policy, selector)):
-        for inv in calls:
-            try:
-                data = _tune_one(selector, inv, progress, (compiled or {}).get(inv.key))
-            except TuningError as error:
-                warnings.warn(str(error), TuningWarning, stacklevel=3)
+    policy = effective_policy(selector.policy, selector)
+
+    def search(inv: Invocation[Any, Any]) -> AutotuneData:
+        return _tune_one(selector, inv, progress, (compiled or {}).get(inv.key))
+
+    with _one_worker(policy):
+        for inv, data in zip(calls, _searches(search, calls, policy), strict=True):
+            if isinstance(data, TuningError):
+                warnings.warn(str(data), TuningWarning, stacklevel=3)
                 continue
+            if isinstance(data, BaseException):
+                raise data
             entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
             searches.append(data)
     device = calls[0].device_fingerprint if calls else device_fingerprint()
     return AutotuningResult(device, tuple(entries), tuple(searches))
+
+
+def _searches(
+    search: Callable[[Invocation[Any, Any]], AutotuneData],
+    calls: Sequence[Invocation[Any, Any]],
+    policy: AutotunePolicy,
+) -> Iterator[AutotuneData | BaseException]:
+    """Yield what comes out for each call, in order: one after the other, or of several devices side by side."""
+    if policy.isolate and policy.devices > 1 and len(calls) > 1:
+        from ejkernel.ops.execution.spreading import spread  # imports multiprocessing
+
+        yield from spread(search, calls, devices=policy.devices, fingerprint=calls[0].device_fingerprint)
+        return
+    for inv in calls:
+        try:
+            yield search(inv)
+        except TuningError as error:
+            yield error
 
 
 def _one_worker(policy: AutotunePolicy) -> contextlib.AbstractContextManager[None]:

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ejkernel import settings
@@ -67,17 +67,19 @@ class Worker:
 
     Args:
         environ: Variables to set in the worker's environment, such as `CUDA_VISIBLE_DEVICES`.
+        stop: Set by another thread to ask the worker for the end of its search.
     """
 
-    def __init__(self, environ: dict[str, str] | None = None) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None, *, stop: threading.Event | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", 3)
         self._pipe, other = context.Pipe()
-        arguments = (other, self._pulse, environ or {}, reports() is None)
+        arguments = (other, self._pulse, dict(environ or {}), reports() is None)
         self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
         self._process.start()
         other.close()
         self._can_stop = False
+        self._stop = stop or threading.Event()
         self.is_busy = False  # true, too, once it has died at work, or nobody has waited for its answer
         self.doing = Doing()
         atexit.register(self.kill)  # it is no daemon, for it may have processes of its own
@@ -138,6 +140,8 @@ class Worker:
     def _answer(self, on_event: Callable[[Event], None] | None) -> Any:
         alive, beats = time.monotonic(), self._pulse[_CALLS]
         while True:
+            if self._can_stop and self._stop.is_set():
+                self._pulse[_STOP] = True
             ready = self._wait()
             now = time.monotonic()
             if ready:
@@ -315,14 +319,50 @@ def _end_with(parent: int) -> None:
 
 # --- workers that are shared ---
 
-_shared: list[Worker] = []
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Seat:
+    """A place for one worker at a time.
+
+    Attributes:
+        environ: Variables to set in the worker's environment.
+        stop: Set to ask the worker for the end of its search.
+        is_closed: Whether no other worker is to come.
+        worker: Who is there.
+        lock: Held by the thread that the worker works for.
+    """
+
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+    is_closed: bool = False
+    worker: Worker | None = None
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
+
+    def clear(self) -> None:
+        """Close the worker."""
+        with self.lock:
+            if self.worker is not None:
+                self.worker.close()
+            self.worker = None
+
+    def abandon(self) -> None:
+        """End the worker, whoever waits for it; whoever asks for another is interrupted."""
+        self.is_closed = True
+        worker = self.worker
+        if worker is not None:
+            worker.kill()
+
+
+_first = Seat()
+_taken = [_first]  # the seats of this session
+_here = threading.local()  # the seat of a thread, if it is not the first
 _users = [0]
-_guard = threading.RLock()
+_guard = threading.Lock()
 
 
 @contextlib.contextmanager
 def worker_session() -> Iterator[None]:
-    """Keep one worker for all that is done inside the `with` block; the outermost block closes it."""
+    """Keep the workers for all that is done inside the `with` block; the outermost block closes them."""
     with _guard:
         _users[0] += 1
     try:
@@ -330,23 +370,46 @@ def worker_session() -> Iterator[None]:
     finally:
         with _guard:
             _users[0] -= 1
-            if _users[0] == 0:
-                while _shared:
-                    _shared.pop().close()
+            left = [] if _users[0] else _taken[:]
+            if left:
+                _taken[:] = [_first]
+        for seat in left:
+            seat.clear()
+
+
+@contextlib.contextmanager
+def seated(seat: Seat) -> Iterator[None]:
+    """Give this thread another seat, for a worker of its own, inside the `with` block; the session closes it."""
+    with _guard:
+        if seat not in _taken:
+            _taken.append(seat)
+    before, _here.seat = getattr(_here, "seat", _first), seat
+    try:
+        yield
+    finally:
+        _here.seat = before
 
 
 @contextlib.contextmanager
 def shared_worker() -> Iterator[Worker]:
-    """Give the session's worker, to one thread at a time; one that has died is replaced the next time."""
-    with worker_session(), _guard:
-        if not _shared:
-            _shared.append(Worker())
-        worker = _shared[0]
+    """Give the worker of this thread's seat, to one thread at a time; one that has died is replaced the next time."""
+    seat: Seat = getattr(_here, "seat", _first)
+    with worker_session(), seat.lock:
+        if seat.is_closed:
+            raise KeyboardInterrupt
+        if seat.worker is None:
+            seat.worker = Worker(seat.environ, stop=seat.stop)
+        worker = seat.worker
         try:
             yield worker
         except BaseException as error:
             # Of one that is busy nobody has waited for the answer: the next to ask would be given that.
             if worker.is_busy or isinstance(error, DeviceLostError):
                 worker.kill()
-                _shared.remove(worker)
+                seat.worker = None
             raise
+
+
+def close_first() -> None:
+    """Close the worker that a session has where nobody asked for several, so that its devices are free."""
+    _first.clear()
