@@ -149,5 +149,5 @@ def test_the_default_heuristic_of_a_space_is_its_first_configuration():
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, None])
 def test_a_bad_limit_is_an_error(value):
-    with pytest.raises(ConfigError, match="max_candidates must be a positive int"):
+    with pytest.raises(ConfigError, match="max_candidates must be an int >= 1"):
         AutotunePolicy(max_candidates=value)
