@@ -107,6 +107,11 @@ def leave_devices_alone() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def forget_compilations() -> None:
+    """Let JAX neither use nor fill its persistent compilation cache in this process."""
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 def lowering_platforms(ctx: Any) -> tuple[str, ...]:
     """Return the platforms that a lowering rule's program is for."""
     return tuple(ctx.module_context.platforms)

@@ -116,8 +116,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except click.ClickException as error:
             error.show()
             return error.exit_code
-        except (click.Abort, KeyboardInterrupt):
-            click.echo("ejkernel: stopped; what was tuned so far is saved, run it again to go on", err=True)
+        except click.Abort:  # which stands for Ctrl-C
+            saved = (
+                ""
+                if "--compile-only" in (arguments or sys.argv)
+                else "; what was tuned so far is saved, run it again to go on"
+            )
+            click.echo(f"ejkernel: stopped{saved}", err=True)
             return 130
         except EjkernelError as error:
             click.echo(f"ejkernel: error: {error}", err=True)

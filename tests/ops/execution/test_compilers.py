@@ -19,6 +19,7 @@ from ejkernel.ops.execution.bundles import compile_bundle
 from ejkernel.ops.execution.compilers import CompileProcesses, compile_processes, compiler_for
 from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.execution.workers import worker_session
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
@@ -26,11 +27,10 @@ HERE = Target.named("here")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ended():
-    """End the processes that the tests of this module share."""
-    yield
-    compile_processes(1).close()
-    compile_processes.cache_clear()
+def _one_process():
+    """Keep the process that the tests of this module share."""
+    with worker_session():
+        yield
 
 
 def compiled(config, **options):
@@ -55,10 +55,11 @@ def test_what_was_compiled_runs_here():
 
 
 def test_there_is_no_compiler_without_processes_or_for_a_device_that_nobody_described():
-    assert compiler_for(device_fingerprint(), 0) is None
-    assert compiler_for("tpu:v9", 2) is None
-    with jax.default_device(jax.devices()[-1]):
-        assert compiler_for(device_fingerprint(), 1) is None
+    always = lambda: 60.0  # noqa: E731
+    assert compiler_for(device_fingerprint(), 0, always) is None
+    assert compiler_for("tpu:v9", 2, always) is None
+    with jax.default_device(jax.devices()[1]):
+        assert compiler_for(device_fingerprint(), 1, always) is None
 
 
 def test_what_processes_compile_is_what_threads_compile(monkeypatch):

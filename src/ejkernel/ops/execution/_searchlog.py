@@ -19,7 +19,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution._modelling import Record
 from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.outcome import READY, SAME, SKIPPED, AutotuneData, Outcome, summary_of
+from ejkernel.ops.execution.outcome import PRUNED, READY, SAME, SKIPPED, AutotuneData, Outcome, summary_of
 from ejkernel.ops.utils.serialize import from_data, from_json, to_data
 from ejkernel.ops.utils.tables import arguments
 from ejkernel.ops.utils.typenames import PLAIN, decode_config, type_name
@@ -27,7 +27,7 @@ from ejkernel.ops.utils.typenames import PLAIN, decode_config, type_name
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1  # raise when the layout changes; a search of another schema is a warned skip
-_UNTOLD: Final = (SAME, SKIPPED, READY)  # what says nothing about a configuration that was not measured
+_UNTOLD: Final = (SAME, SKIPPED, READY, PRUNED)  # what says nothing about a configuration that was not measured
 _REASON: Final = 400  # characters of a reason that are kept: a compiler's message may have thousands
 
 

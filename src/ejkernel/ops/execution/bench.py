@@ -50,6 +50,7 @@ class Candidate:
     spilled: int | None = None
     measurement: Measurement | None = None
     twin: Candidate | None = None  # whose program is the same
+    held: Loader | None = None  # its program, which spills much, until the others have been checked
 
     @property
     def seconds(self) -> float | None:
@@ -59,9 +60,14 @@ class Candidate:
 
     def fail(self, status: str, error: BaseException) -> None:
         """Note the reason alone: a traceback would keep the candidate's arrays alive."""
-        self.status, self.compiled, self.measurement = status, None, None
+        self.status, self.compiled, self.measurement, self.held = status, None, None, None
         text = str(error).strip() or "no message"
         self.reason = text if isinstance(error, CandidateError) else f"{type(error).__name__}: {text}"
+
+    def take_over(self, known: Outcome) -> None:
+        """Become what an earlier attempt found out."""
+        self.status, self.reason, self.measurement = known.status, known.reason, known.measurement
+        self.compile_seconds, self.peak_bytes, self.spilled = known.compile_seconds, known.peak_bytes, known.spilled
 
     def outcome(self) -> Outcome:
         """Return what became of it."""
@@ -166,12 +172,6 @@ class _SameProgram(CandidateError):
         self.owner = owner
 
 
-class _HeldBackError(CandidateError):
-    def __init__(self, program: Loader) -> None:
-        super().__init__(f"it spills {program.spilled} bytes of registers a thread, much more than others")
-        self.program = program
-
-
 @dataclasses.dataclass(kw_only=True)
 class Bench:
     """A call's inputs and the truth about them.
@@ -186,8 +186,7 @@ class Bench:
         watch: Who must know what is under way.
         programs: Programs that were compiled before, by what tells their configurations from others.
         reference: The kernel's reference for this call, compiled before.
-        compile_elsewhere: Compiles a call in another process, which is allowed so many seconds; returns `None` if it
-            must be compiled here.
+        compile_elsewhere: Compiles a call in another process; returns `None` if it must be compiled here.
         stop: Whether to end as soon as possible.
     """
 
@@ -200,7 +199,7 @@ class Bench:
     watch: Watch = dataclasses.field(default_factory=Unwatched)
     programs: Mapping[Any, Loader] = dataclasses.field(default_factory=dict)
     reference: Loader | None = None
-    compile_elsewhere: Callable[[Invocation[Any, Any], Choice, float], Remote | None] | None = None
+    compile_elsewhere: Callable[[Invocation[Any, Any], Choice], Remote | None] | None = None
     stop: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -226,7 +225,7 @@ class Bench:
 
         A failure is noted, whatever it is. Candidates that are the same program are compiled once; of these the
         first in the order of `candidates` is the one that counts. `finished` may hear of one of these twice. Those
-        that spill many registers are not run, but for the baseline, unless no other is right.
+        that spill many registers are not run, but for the baseline, if another is right that does not.
 
         Raises:
             TuningError: there are no inputs, or no truth about them.
@@ -241,36 +240,41 @@ class Bench:
         threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_change=changed)
         self._find_truth()  # while the first candidates are compiled
         self._watch_compiling()
-        held: list[tuple[Candidate, _HeldBackError]] = []
         for done in threads.results(self.stop):
             candidate = candidates[done.index]
             candidate.compile_seconds = done.seconds
             if isinstance(done.error, _SameProgram):
                 candidate.status, candidate.reason, candidate.twin = SAME, str(done.error), done.error.owner
-            elif isinstance(done.error, _HeldBackError):
-                held.append((candidate, done.error))
-                continue
             elif isinstance(done.error, KeyboardInterrupt):
                 raise done.error
             elif done.error is not None:
                 candidate.fail(FAILED, done.error)
-            else:
+            elif candidate.held is None:
                 self._check(candidate, done.result)
-            if candidate.status != SAME:
+            if candidate.status != SAME and candidate.held is None:
                 finished(candidate)
             self._watch_compiling()
-        for candidate, spills in held:
-            if not self.stop():
-                self._prune_or_check(candidate, spills)
+        self._reorder(candidates, finished)
+        for candidate in candidates:
+            if candidate.held is not None and not self.stop():
+                self._prune_or_check(candidate, candidate.held)
                 finished(candidate)
-        self.settle(candidates, finished)
+        _tell_of_twins(candidates, finished)
 
-    def _prune_or_check(self, candidate: Candidate, spills: _HeldBackError) -> None:
-        if self._some_spill_little:
-            candidate.fail(PRUNED, spills)
+    def note_spills(self, spilled: int | None) -> None:
+        """Take note that a candidate which is right spills so much, as far as that is known."""
+        if spilled is not None and not _spills_much(spilled):
+            self._some_spill_little = True
+
+    def _prune_or_check(self, candidate: Candidate, program: Loader) -> None:
+        candidate.held = None
+        if self._some_spill_little and candidate.config is not self.baseline:
+            reason = f"it spills {program.spilled} bytes of registers a thread, much more than others"
+            candidate.fail(PRUNED, CandidateError(reason))
             return
+        self.watch.begin("loading", [candidate.config], self.limits.run.seconds)
         try:
-            compiled = spills.program.load()
+            compiled = program.load()
         except Exception as error:  # noqa: BLE001 - as any failure of a candidate
             candidate.fail(FAILED, error)
         else:
@@ -287,15 +291,16 @@ class Bench:
             self._claim(program_digest(lowered.as_text()), candidate)
             return lowered.compile()
         candidate.spilled = made.spilled
-        if _spills_much(made.spilled) and candidate.config is not self.baseline:
-            raise _HeldBackError(made)
+        if _spills_much(made.spilled) and candidate.measurement is None:
+            candidate.held = made
+            return None
         return made.load()
 
     def _made_elsewhere(self, candidate: Candidate) -> Loader | None:
         if self.compile_elsewhere is None:
             return None
         choice = Choice(config=candidate.config, platform=self.inv.platform)
-        made = self.compile_elsewhere(self.inv, choice, self.limits.compile.seconds)
+        made = self.compile_elsewhere(self.inv, choice)
         if made is not None:
             self._claim(made.digest, candidate)
         return made
@@ -314,6 +319,10 @@ class Bench:
 
     def settle(self, candidates: Sequence[Candidate], finished: Callable[[Candidate], None]) -> None:
         """Give a shared program to the first of those that share it: which one was compiled is a matter of luck."""
+        self._reorder(candidates, finished)
+        _tell_of_twins(candidates, finished)
+
+    def _reorder(self, candidates: Sequence[Candidate], finished: Callable[[Candidate], None]) -> None:
         order = {id(candidate): index for index, candidate in enumerate(candidates)}
         with self._lock:  # a thread that was given up may still come to its program
             owners = list(self._owners.items())
@@ -325,10 +334,8 @@ class Bench:
             _exchange(first, owner)
             for twin in (*twins[1:], owner):
                 twin.twin, twin.reason = first, str(_SameProgram(first))
-            finished(first)
-        for candidate in candidates:
-            if candidate.status == SAME:
-                finished(candidate)
+            if first.held is None:
+                finished(first)
 
     def _find_truth(self) -> None:
         """Make the inputs and the reference's results, if that was not done before."""
@@ -380,8 +387,7 @@ class Bench:
             self._probe(candidate)
         else:
             candidate.compiled, candidate.status = compiled, READY
-            if candidate.spilled is not None and not _spills_much(candidate.spilled):
-                self._some_spill_little = True
+            self.note_spills(candidate.spilled)
 
     def compare(self, results: Sequence[Any], truth: Sequence[Any]) -> None:
         """Raise a `CandidateError` unless the results are as near to the truth as their dtypes allow."""
@@ -471,6 +477,12 @@ class _Run:
 
     def memory_analysis(self) -> Any:
         return self.compiled.memory_analysis()
+
+
+def _tell_of_twins(candidates: Sequence[Candidate], finished: Callable[[Candidate], None]) -> None:
+    for candidate in candidates:
+        if candidate.status == SAME:
+            finished(candidate)
 
 
 def _exchange(one: Candidate, other: Candidate) -> None:

@@ -33,6 +33,7 @@ from ejkernel.ops.execution.outcome import FAILED, READY, SAME, Outcome
 from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.task import LISTED, heuristic_of
 from ejkernel.ops.execution.threads import carried
+from ejkernel.ops.execution.workers import worker_session
 from ejkernel.ops.utils.serialize import from_data, from_json, to_data, to_json
 from ejkernel.ops.utils.typenames import decode_config, type_name
 
@@ -177,21 +178,27 @@ def compile_bundle(
         raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
     if not is_empty:
         raise ConfigError(f"the bundle's folder must be empty, but {folder} is not.")
+    how = _How(target, processes, executor)
     bundled, written = [], []
-    for number, inv in enumerate(calls):
-        aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
-        configs = _configs(aimed, max_candidates)
-        if not configs:
-            text = f"{inv.op_id}: there is nothing to compile; config_space(inv) returned no configuration."
-            warnings.warn(text, TuningWarning, stacklevel=2)
-            continue
-        fates = _compile_call(aimed, target, configs, _compiler(processes, executor), progress)
-        written.append(_written(aimed, fates, folder, number))
-        bundled.append(_bundled(written[-1], folder))
-    manifest = _Manifest(
-        schema=_SCHEMA, target=target.fingerprint, jax=jax.__version__, jaxlib=str(version("jaxlib")), calls=written
-    )
-    (folder / _MANIFEST).write_text(to_json(manifest) + "\n", encoding="utf-8")
+    try:
+        with worker_session():
+            for number, inv in enumerate(calls):
+                aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
+                configs = _configs(aimed, max_candidates)
+                if not configs:
+                    text = f"{inv.op_id}: there is nothing to compile; config_space(inv) returned no configuration."
+                    warnings.warn(text, TuningWarning, stacklevel=2)
+                    continue
+                written.append(_written(aimed, _compile_call(aimed, configs, how, progress), folder, number))
+                bundled.append(_bundled(written[-1], folder))
+        manifest = _Manifest(
+            schema=_SCHEMA, target=target.fingerprint, jax=jax.__version__, jaxlib=str(version("jaxlib")), calls=written
+        )
+        (folder / _MANIFEST).write_text(to_json(manifest) + "\n", encoding="utf-8")
+    except BaseException:
+        for file in folder.iterdir():  # a part of a bundle is none, and in the way of the next attempt
+            file.unlink()
+        raise
     return bundled
 
 
@@ -205,30 +212,46 @@ class _Fate:
     seconds: float
 
 
-def _compiler(processes: int, executor: concurrent.futures.Executor | None) -> Callable[..., Made]:
-    """Return what does as `compile_for` does, elsewhere."""
-    if executor is not None:
-        return lambda *args, **options: executor.submit(compile_for, *args, **options).result()
-    return compile_processes(processes).compile if processes else compile_for
+@dataclasses.dataclass(frozen=True, slots=True)
+class _How:
+    """Who compiles, and for what."""
+
+    target: Target
+    processes: int
+    executor: concurrent.futures.Executor | None
+
+    def job(self, patience: Patience, inv: Invocation[Any, Any], choice: Choice, only_once: bool) -> Callable[[], Made]:
+        """Return what compiles a call."""
+        if self.executor is not None:
+            job = functools.partial(compile_for, inv, choice, self.target, only_once=only_once)
+            return functools.partial(_submitted, self.executor, job)
+        if not self.processes:
+            return functools.partial(compile_for, inv, choice, self.target, only_once=only_once)
+        compiler = functools.partial(compile_processes(self.processes).compile, allowed=lambda: patience.seconds)
+        return functools.partial(compiler, inv, choice, self.target, only_once=only_once)
+
+
+def _submitted(executor: concurrent.futures.Executor, job: Callable[[], Made]) -> Made:
+    return executor.submit(job).result()
 
 
 def _compile_call(
     inv: Invocation[Any, Any],
-    target: Target,
     configs: list[Any],
-    compiler: Callable[..., Made],
+    how: _How,
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
 ) -> list[_Fate]:
     """Return the fate of each candidate, and last that of the reference, if there is one."""
     assert inv.kernel is not None  # calls that are found in programs have one
-    jobs = [functools.partial(compiler, inv, Choice(config=c, platform=inv.platform), target) for c in configs]
+    patience = Patience(first=600.0, least=60.0)
+    jobs = [how.job(patience, inv, Choice(config=c, platform=inv.platform), False) for c in configs]
     if overrides(inv.kernel, "reference"):
         choice = Choice(config=configs[0], platform=inv.platform, reference=True)
-        jobs.append(functools.partial(compiler, inv, choice, target, only_once=True))
+        jobs.append(how.job(patience, inv, choice, True))
         configs = [*configs, None]
     fates: dict[int, _Fate] = {}
     carried_jobs = [carried(job, deeper=True) for job in jobs]  # a kernel in a kernel is not to be tuned meanwhile
-    for done in CompileThreads(carried_jobs, patience=Patience(first=600.0, least=60.0)).results():
+    for done in CompileThreads(carried_jobs, width=how.processes or None, patience=patience).results():
         fates[done.index] = _Fate(
             config=configs[done.index], made=done.result, error=done.error, seconds=round(done.seconds, 3)
         )

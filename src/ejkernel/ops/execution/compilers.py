@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -10,19 +11,20 @@ import queue
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ejkernel import compat, settings
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.nodes import Choice
-from ejkernel.ops.errors import CandidateError
+from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.execution.ahead import LEFT, Made, compile_for
 from ejkernel.ops.execution.compiling import default_width
 from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.threads import carried
-from ejkernel.ops.execution.workers import Doing, Worker, WorkerDiedError, at_end
+from ejkernel.ops.execution.workers import Doing, Worker, WorkerDiedError, at_session_end
 from ejkernel.ops.utils.fingerprint import default_device
 
 _SPILLED = re.compile(r"(\d+) bytes spill stores")
@@ -40,7 +42,9 @@ class CompileProcesses:
         self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # one that is warm first
         for _ in range(count):
             self._idle.put(None)
-        self._started: list[_Process] = []
+        self._lock = threading.Lock()
+        self._started: set[_Process] = set()
+        self._is_closed = False
 
     def compile(
         self,
@@ -49,35 +53,60 @@ class CompileProcesses:
         target: Target,
         *,
         only_once: bool = False,
-        allowed: float = 600.0,
+        allowed: float | Callable[[], float] = 600.0,
+        busy: set[_Process] | None = None,
     ) -> Made:
         """Return what `compile_for` returns, and how much the program spills; any number of threads may ask.
 
         Args:
             inv, choice, target, only_once: See `compile_for`.
-            allowed: Seconds after which the process is ended.
+            allowed: Seconds after which the process is ended; a function, if they change.
+            busy: Has the process in it as long as it works.
 
         Raises:
             CandidateError: it ended its process, or took too long.
-            TuningError: the call cannot be sent to another process.
+            TuningError: the call cannot be sent to another process, or there are no processes any more.
         """
         process = self._idle.get()
         try:
+            if process is not None and process.is_lost:  # while it was idle
+                self._drop(process)
+                process = None
             if process is None:
-                process = _Process()
-                self._started.append(process)
-            return process.compile(functools.partial(compile_for, inv, choice, target, only_once=only_once), allowed)
+                process = self._new()
+            work = functools.partial(compile_for, inv, choice, target, only_once=only_once)
+            with process.noted_in(set() if busy is None else busy):
+                return process.compile(work, allowed)
         finally:
             if process is not None and process.is_lost:
-                self._started.remove(process)
-                process.close()
+                self._drop(process)
                 process = None
             self._idle.put(process)
 
+    def _new(self) -> _Process:
+        process = _Process()
+        with self._lock:
+            is_closed = self._is_closed
+            self._started.add(process)
+        if is_closed:
+            self._drop(process)
+            raise TuningError("the processes that compile were closed meanwhile.")
+        return process
+
+    def _drop(self, process: _Process) -> None:
+        with self._lock:
+            is_mine = process in self._started  # else another thread was faster
+            self._started.discard(process)
+        if is_mine:
+            process.close()
+
     def close(self) -> None:
         """End the processes."""
-        while self._started:
-            self._started.pop().close()
+        with self._lock:
+            self._is_closed = True
+            started = list(self._started)
+        for process in started:
+            self._drop(process)
 
 
 class _Process:
@@ -87,23 +116,39 @@ class _Process:
     """
 
     def __init__(self) -> None:
-        descriptor, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
-        self._output = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
         self._worker = Worker()
         try:
-            self._worker.call(_prepare, path)
+            self._worker.call(os.getpid)  # it takes seconds to start, and the file is there for no longer than needed
+            descriptor, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
+            self._output = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
+            try:
+                self._worker.call(_prepare, path)
+            finally:
+                os.unlink(path)
+        except WorkerDiedError as death:
+            raise TuningError(
+                f"a process that compiles does not start: {death}. It imports the program that started it, which "
+                'therefore needs `if __name__ == "__main__":`.'
+            ) from None
         except BaseException:
-            self.close()
+            self.end()
             raise
-        finally:
-            os.unlink(path)
 
     @property
     def is_lost(self) -> bool:
         """Whether it can be asked no more."""
-        return self._worker.is_busy
+        return self._worker.is_busy or not self._worker.is_alive
 
-    def compile(self, work: Callable[[], Made], allowed: float) -> Made:
+    @contextlib.contextmanager
+    def noted_in(self, busy: set[_Process]) -> Iterator[None]:
+        """Be among those that are busy, inside the `with` block."""
+        busy.add(self)
+        try:
+            yield
+        finally:
+            busy.discard(self)
+
+    def compile(self, work: Callable[[], Made], allowed: float | Callable[[], float]) -> Made:
         """Return what `work` returns in the process, and how much the program spills."""
         try:
             doing = Doing(what="compiling", allowed=allowed)
@@ -131,8 +176,12 @@ class _Process:
         sys.stderr.writelines(f"{line}\n" for line in lines)
         return lines
 
+    def end(self) -> None:
+        """End it at once."""
+        self._worker.kill()
+
     def close(self) -> None:
-        """End it."""
+        """Let it end, and let go of what it wrote."""
         if self.is_lost:
             self._worker.kill()
         else:
@@ -148,6 +197,7 @@ def _prepare(output: str) -> None:
     os.close(descriptor)
     settings.tell_of_spills()
     compat.leave_devices_alone()
+    compat.forget_compilations()
 
 
 def _carry_out(work: Callable[[], Made], scope: Scope) -> Made:
@@ -158,12 +208,23 @@ def _carry_out(work: Callable[[], Made], scope: Scope) -> Made:
         sys.stdout.flush()
 
 
-@functools.cache
+_pools: dict[int, CompileProcesses] = {}
+_guard = threading.Lock()
+
+
 def compile_processes(count: int) -> CompileProcesses:
-    """Return this process's `count` processes that compile."""
-    processes = CompileProcesses(count)
-    at_end(processes.close)
-    return processes
+    """Return the session's `count` processes that compile (see `worker_session`)."""
+    with _guard:
+        if count not in _pools:
+            _pools[count] = CompileProcesses(count)
+            at_session_end(functools.partial(_close, count))
+        return _pools[count]
+
+
+def _close(count: int) -> None:
+    with _guard:
+        processes = _pools.pop(count)
+    processes.close()
 
 
 def usual_processes(target: Target | None) -> int:
@@ -171,17 +232,38 @@ def usual_processes(target: Target | None) -> int:
     return default_width() if target is not None and target.description else 0
 
 
-def compiler_for(device: str, count: int) -> Callable[[Invocation[Any, Any], Choice, float], Made | None] | None:
-    """Return what compiles calls for `device` in `count` processes, as `Bench.compile_elsewhere` wants it.
+class Compiler:
+    """Compiles the candidates of one search in processes; see `Bench.compile_elsewhere`.
+
+    Args:
+        target: What for.
+        count: How many processes the session has.
+        allowed: The seconds that one may take now.
+    """
+
+    def __init__(self, target: Target, count: int, allowed: Callable[[], float]) -> None:
+        self._target = target
+        self._processes = compile_processes(count)
+        self._allowed = allowed
+        self._busy: set[_Process] = set()
+
+    def __call__(self, inv: Invocation[Any, Any], choice: Choice) -> Made | None:
+        """Return the program; `None` if it must be compiled where it runs."""
+        made = self._processes.compile(inv, choice, self._target, allowed=self._allowed, busy=self._busy)
+        return None if made.status == LEFT else made
+
+    def close(self) -> None:
+        """End the processes that are still at work: nobody waits for them any more."""
+        for process in list(self._busy):
+            process.end()
+
+
+def compiler_for(device: str, count: int, allowed: Callable[[], float]) -> Compiler | None:
+    """Return what compiles calls for `device` in `count` processes, each for as long as it is `allowed`.
 
     `None`, if there are no processes, or nobody has described the device to them, or it is not the first.
     """
     target = Target.of(device)
     if count < 1 or target is None or default_device().id != 0:
         return None
-
-    def compile_elsewhere(inv: Invocation[Any, Any], choice: Choice, allowed: float) -> Made | None:
-        made = compile_processes(count).compile(inv, choice, target, allowed=allowed)
-        return None if made.status == LEFT else made
-
-    return compile_elsewhere
+    return Compiler(target, count, allowed)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 from ejkernel import compat
@@ -75,6 +76,7 @@ class _Journal:
 
     def __init__(self, task: TuningTask, progress: Progress | None) -> None:
         self._task = task
+        self._start = time.perf_counter()
         self._tally = Tally(progress)
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._told: dict[Any, Outcome] = {}
@@ -85,7 +87,10 @@ class _Journal:
     def task(self) -> TuningTask:
         """Return the task as it is left to do."""
         return dataclasses.replace(
-            self._task, known=tuple(self._known.values()), suspects=tuple(self._suspects.values())
+            self._task,
+            known=tuple(self._known.values()),
+            suspects=tuple(self._suspects.values()),
+            spent=time.perf_counter() - self._start,
         )
 
     def note(self, event: Event) -> None:

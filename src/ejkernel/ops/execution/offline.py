@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -21,7 +20,7 @@ from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult, Entry
 from ejkernel.ops.execution.store import MeasurementStore as MeasurementStore  # which every chain asks for
 from ejkernel.ops.execution.texts import calls_in_text
-from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.execution.tuning import Autotuner, process_session
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
@@ -115,7 +114,7 @@ def tune_invocations(
     def search(inv: Invocation[Any, Any]) -> AutotuneData:
         return _tune_one(selector, inv, progress, (compiled or {}).get(inv.key))
 
-    with _one_worker(policy):
+    with process_session(policy):
         for inv, data in zip(calls, _searches(search, calls, policy), strict=True):
             if isinstance(data, TuningError):
                 warnings.warn(str(data), TuningWarning, stacklevel=3)
@@ -144,15 +143,6 @@ def _searches(
             yield search(inv)
         except TuningError as error:
             yield error
-
-
-def _one_worker(policy: AutotunePolicy) -> contextlib.AbstractContextManager[None]:
-    """Return a context that keeps one worker process for all searches inside, if they are to have one."""
-    if not policy.isolate:
-        return contextlib.nullcontext()
-    from ejkernel.ops.execution.workers import worker_session  # imports multiprocessing
-
-    return worker_session()
 
 
 def _tune_one(

@@ -22,7 +22,7 @@ SKIPPED = "skipped"
 SAME = "same"
 CRASHED = "crashed"
 PRUNED = "pruned"
-REJECTED = (FAILED, WRONG, SAME, PRUNED, CRASHED)  # no measurement is to be expected of them
+REJECTED = (FAILED, WRONG, PRUNED, CRASHED)  # another attempt would come to the same
 
 _REASON = 100  # characters of a reason that a table shows
 

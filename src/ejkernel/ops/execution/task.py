@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -44,9 +45,11 @@ class TuningTask:
     Attributes:
         inv: The call, abstract, with its kernel.
         candidates: What to measure beside the heuristic; the kernel's own if `None`.
-        policy: `validate`, `budget_s` and `max_candidates` are heeded.
+        policy: `validate`, `budget_s`, `cold_cache`, `compile_processes` and `max_candidates` are heeded.
         records: What was measured elsewhere, the nearest first.
+        rejected: Outcomes of candidates that need no measuring.
         known: Outcomes of an earlier attempt, which a worker process did not survive.
+        spent: Seconds that earlier attempts took.
         programs: Configurations that were compiled before, with what loads their programs.
         reference: The kernel's reference for this call, compiled before.
         suspects: Configurations of which one ended that process; they are compiled one at a time.
@@ -57,7 +60,9 @@ class TuningTask:
     candidates: Collection[Any] | None = None
     policy: AutotunePolicy = dataclasses.field(default_factory=AutotunePolicy)
     records: tuple[Record, ...] = ()
+    rejected: tuple[Outcome, ...] = ()
     known: tuple[Outcome, ...] = ()
+    spent: float = 0.0
     programs: tuple[tuple[Any, Loader], ...] = ()
     reference: Loader | None = None
     suspects: tuple[Any, ...] = ()
@@ -112,6 +117,7 @@ class TuningRun:
         progress: Called with how many candidates are compiled and checked, and how many there are.
         watch: Who must know what is under way.
         stop: Whether to end as soon as possible, with the best so far.
+        abandoned: Whether nobody waits for the result any more.
         clock: Source of seconds.
     """
 
@@ -122,14 +128,18 @@ class TuningRun:
         progress: Progress | None = None,
         watch: Watch | None = None,
         stop: Callable[[], bool] = lambda: False,
+        abandoned: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.task = task
         self._tally = Tally(progress)
         self._watch = watch or Unwatched()
         self._stop = stop
+        self._abandoned = abandoned
         self._clock = clock
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
+        self._rejected = {config_id(outcome.config): outcome for outcome in task.rejected}
+        self._rejected |= {token: outcome for token, outcome in self._known.items() if outcome.status in REJECTED}
         self._suspects = {config_id(config) for config in task.suspects}
         self._plan = RacePlan(rounds=task.rounds)
         self._ranking: list[Candidate] = []
@@ -143,7 +153,7 @@ class TuningRun:
             TuningError: no candidate could be measured, or there is no truth to compare with.
         """
         task, inv = self.task, self.task.inv
-        start = self._clock()
+        start = self._clock() - task.spent
         self._deadline = None if task.policy.budget_s is None else start + task.policy.budget_s
         first = heuristic_of(inv, task.kernel)
         others = candidates_of(task.kernel, inv) if task.candidates is None else task.candidates
@@ -157,14 +167,14 @@ class TuningRun:
             watch=self._watch,
             programs={config_id(config): program for config, program in task.programs},
             reference=task.reference,
-            compile_elsewhere=self._elsewhere(),
             stop=self._must_end,
         )
-        if isinstance(others, ConfigSpace) and others.size > LISTED:
-            self._ask(others, first)
-        else:
-            self._take_all(first, others)
-        decision = self._decide()
+        with self._compiling_elsewhere():
+            if isinstance(others, ConfigSpace) and others.size > LISTED:
+                self._ask(others, first)
+            else:
+                self._take_all(first, others)
+            decision = self._decide()
         for candidate in self._tried:
             if candidate.status == READY:
                 candidate.status = SKIPPED
@@ -180,12 +190,21 @@ class TuningRun:
             interrupted=self._stop(),
         )
 
-    def _elsewhere(self) -> Any:
-        if self.task.policy.compile_processes == 0:
-            return None
-        from ejkernel.ops.execution.compilers import compiler_for  # imports multiprocessing
+    @contextlib.contextmanager
+    def _compiling_elsewhere(self) -> Iterator[None]:
+        """Have the policy's processes compile inside the `with` block."""
+        compiler = None
+        if self.task.policy.compile_processes > 0:
+            from ejkernel.ops.execution.compilers import compiler_for  # imports multiprocessing
 
-        return compiler_for(self.task.inv.device_fingerprint, self.task.policy.compile_processes)
+            device, count = self.task.inv.device_fingerprint, self.task.policy.compile_processes
+            compiler = compiler_for(device, count, lambda: self._bench.limits.compile.seconds)
+        self._bench.compile_elsewhere = compiler
+        try:
+            yield
+        finally:
+            if compiler is not None:
+                compiler.close()
 
     # --- which candidates ---
 
@@ -215,17 +234,28 @@ class TuningRun:
             room = 0 if self._must_end() else min(_BATCH, total - len(self._tried))
             batch = _distinct(strategy.ask(room), but=self._tried) if room > 0 else []
         finalists = _finalists(self._tried)
-        self._prepare([candidate for candidate in finalists if candidate.compiled is None])
-        self._race(finalists, self._plan)
+        self._prepare_again(finalists)
+        if self._must_end():  # a race would have no rounds: what was sampled on the way decides
+            self._ranking = [c for c in _fastest_first(finalists) if c.compiled is not None]
+        else:
+            self._race(finalists, self._plan)
+
+    def _prepare_again(self, finalists: Sequence[Candidate]) -> None:
+        """Compile those that an earlier attempt measured; where time is up, the best of them alone."""
+        missing = [candidate for candidate in finalists if candidate.compiled is None and candidate.measurement]
+        if missing and self._must_end():
+            self._bench.stop = self._abandoned
+            missing = missing[:1]
+        self._prepare(missing)
+        self._bench.stop = self._must_end
 
     def _recall(self, candidate: Candidate) -> bool:
-        """Take over what an earlier attempt measured; return whether it did."""
+        """Take over what an earlier attempt measured; return whether it did. The heuristic is in every race."""
         known = self._known.get(config_id(candidate.config))
-        if known is None or known.status != MEASURED or known.measurement is None:
+        if candidate is self._tried[0] or known is None or known.measurement is None or known.status != MEASURED:
             return False
-        candidate.status, candidate.measurement = MEASURED, known.measurement
-        candidate.compile_seconds, candidate.peak_bytes = known.compile_seconds, known.peak_bytes
-        candidate.spilled = known.spilled
+        candidate.take_over(known)
+        self._bench.note_spills(candidate.spilled)
         return True
 
     # --- what is done with them ---
@@ -239,10 +269,9 @@ class TuningRun:
         """Compile and check; those that an earlier attempt rejected stay rejected."""
         todo = []
         for candidate in candidates:
-            known = self._known.get(config_id(candidate.config))
-            if known is not None and known.status in REJECTED:
-                candidate.status, candidate.reason = known.status, known.reason
-                candidate.compile_seconds, candidate.spilled = known.compile_seconds, known.spilled
+            rejected = self._rejected.get(config_id(candidate.config))
+            if rejected is not None:
+                candidate.take_over(rejected)
                 self._one_finished(candidate)
             else:
                 todo.append(candidate)
@@ -269,6 +298,8 @@ class TuningRun:
 
     def _must_end(self) -> bool:
         """Return whether to end with the best so far: but the very first candidate has its turn."""
+        if self._abandoned():
+            return True
         if not self._tried or self._tried[0].status == SKIPPED:
             return False
         return self._stop() or (self._deadline is not None and self._clock() > self._deadline)
@@ -367,9 +398,13 @@ def _distinct(configs: Iterable[Any], but: Sequence[Candidate] = ()) -> list[Can
 
 def _finalists(tried: Sequence[Candidate]) -> list[Candidate]:
     """Return the heuristic, which is the first, and the best of the others."""
-    measured = [candidate for candidate in tried[1:] if candidate.measurement is not None]
-    best = sorted(measured, key=lambda c: c.measurement.median if c.measurement else math.inf)
-    return [tried[0], *best[:_FINALISTS]]
+    return [tried[0], *_fastest_first(tried[1:])[:_FINALISTS]]
+
+
+def _fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return those that were measured."""
+    measured = [candidate for candidate in candidates if candidate.measurement is not None]
+    return sorted(measured, key=lambda c: c.measurement.median if c.measurement else math.inf)
 
 
 def _release_losers(tried: Sequence[Candidate]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -87,7 +88,7 @@ class Autotuner:
             kernel: Its kernel.
             candidates: What to measure beside the heuristic, the kernel's `config_space` by default. A list is
                 measured whole; of a larger `ConfigSpace`, what a search asks for.
-            policy: `validate`, `budget_s`, `max_candidates` and `isolate` are heeded.
+            policy: All is heeded but what concerns the tiers, and `devices`.
             records: What was measured elsewhere for the same operation, the nearest first.
             compiled: The candidates, compiled before; they replace `candidates`.
             progress: Called with how many candidates are compiled and checked, and how many there are.
@@ -100,7 +101,7 @@ class Autotuner:
         task = TuningTask(
             inv=inv,
             candidates=candidates if compiled is None else compiled.configs,
-            known=() if compiled is None else compiled.rejected,
+            rejected=() if compiled is None else compiled.rejected,
             programs=() if compiled is None else compiled.programs,
             reference=None if compiled is None else compiled.reference,
             policy=policy or AutotunePolicy(),
@@ -117,11 +118,14 @@ class Autotuner:
         return data
 
     def _here(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
-        stop = threading.Event()
-        run = TuningRun(task, progress=progress, stop=stop.is_set, clock=self._clock)
+        stop, abandoned = threading.Event(), threading.Event()
+        run = TuningRun(task, progress=progress, stop=stop.is_set, abandoned=abandoned.is_set, clock=self._clock)
         try:
-            with on_device_of(task.inv):
+            with process_session(task.policy), on_device_of(task.inv):
                 data = apart(run.run, on_interrupt=stop.set)
+        except KeyboardInterrupt:
+            abandoned.set()
+            raise
         except TuningError:
             if stop.is_set():  # the reason why nothing was measured
                 raise KeyboardInterrupt from None
@@ -132,6 +136,15 @@ class Autotuner:
         from ejkernel.ops.execution.isolation import tune_isolated  # imports multiprocessing
 
         return tune_isolated(task, progress)
+
+
+def process_session(policy: AutotunePolicy) -> contextlib.AbstractContextManager[None]:
+    """Return a context that keeps the processes that the policy wants for all searches inside."""
+    if not policy.isolate and policy.compile_processes == 0:
+        return contextlib.nullcontext()
+    from ejkernel.ops.execution.workers import worker_session  # imports multiprocessing
+
+    return worker_session()
 
 
 def _report(data: AutotuneData) -> None:

@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ejkernel import settings
@@ -53,13 +54,18 @@ class Doing:
         what: In words.
         configs: The candidates that the device works on, in turns.
         compiling: The candidates that are compiled meanwhile.
-        allowed: Seconds without a sign of life after which the worker is ended.
+        allowed: Seconds without a sign of life after which the worker is ended; a function, if they change.
     """
 
     what: str = "starting"
     configs: Sequence[Any] = ()
     compiling: Sequence[Any] = ()
-    allowed: float = _START
+    allowed: float | Callable[[], float] = _START
+
+    @property
+    def limit(self) -> float:
+        """The seconds that are allowed now."""
+        return self.allowed() if callable(self.allowed) else self.allowed
 
 
 class Worker:
@@ -88,6 +94,11 @@ class Worker:
     def pid(self) -> int | None:
         """The worker's process."""
         return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process is there."""
+        return self._process.is_alive()
 
     @property
     def culprit(self) -> Any:
@@ -157,10 +168,10 @@ class Worker:
                 alive, beats = now, self._pulse[_CALLS]
             elif not self._process.is_alive() and not self._pipe.poll():
                 raise WorkerDiedError(self._last_words())
-            elif now - alive > self.doing.allowed:
+            elif now - alive > (allowed := self.doing.limit):
                 self.kill()
-                text = f"no sign of life for {now - alive:.1f} s while {self.doing.what} (allowed: "
-                raise WorkerDiedError(f"{text}{self.doing.allowed:.1f} s)", timed_out=True)
+                text = f"no sign of life for {now - alive:.1f} s while {self.doing.what} (allowed: {allowed:.1f} s)"
+                raise WorkerDiedError(text, timed_out=True)
 
     def _wait(self) -> bool:
         """Return whether a message is there. Ctrl-C asks the worker to stop, if it can be asked and was not before."""
@@ -196,9 +207,13 @@ class Worker:
     def kill(self) -> None:
         """End the worker and whatever it started, now."""
         atexit.unregister(self.kill)
-        if self._process.pid is not None:
+        pid = self._process.pid
+        if pid is not None:
+            for other in _session_of(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not have made its group yet
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
         self._process.kill()
         self._process.join(_GOODBYE)
 
@@ -207,6 +222,17 @@ class Worker:
         self._pipe.close()
         self._process.join(_GOODBYE)
         self.kill()  # what it started may be left
+
+
+def _session_of(leader: int) -> list[int]:
+    """Return the processes of the session that a worker leads: its own workers have groups of their own in it."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):  # nothing is there but on Linux
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = file.read_text().rpartition(")")[2].split()  # the name before may hold anything
+            if int(fields[3]) == leader:
+                found.append(int(file.parent.name))
+    return found
 
 
 # --- in the worker ---
@@ -247,13 +273,7 @@ class _Reports:
         return bool(self.pulse[_STOP])
 
 
-_at_end: list[Callable[[], object]] = []
 _reports: list[_Reports] = []  # of this process, if it is a worker
-
-
-def at_end(close: Callable[[], object]) -> None:
-    """Have `close` called when this process ends, if it is a worker."""
-    _at_end.append(close)
 
 
 def reports() -> _Reports | None:
@@ -262,20 +282,23 @@ def reports() -> _Reports | None:
 
 
 def _serve(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool) -> None:
-    if leads:  # a worker's own workers stay in its group, which can be ended as a whole
+    if leads:
         os.setsid()  # Ctrl-C is the parent's to handle
+    else:
+        os.setpgid(0, 0)  # a worker's own worker is ended with it, as part of its session, or alone, with its children
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # results on stdout are the parent's to print
     settings.share_device(environ)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     mine = _Reports(pipe, pulse, threading.Lock())
     _reports.append(mine)
     warnings.showwarning = mine.warn
+    session = contextlib.ExitStack()
+    session.enter_context(worker_session())
     while True:
         try:
             request = pipe.recv_bytes()
         except EOFError:
-            for close in _at_end:
-                close()
+            session.close()
             os._exit(0)  # at once: threads that still compile would end in the middle of C++, and not quietly
         kind, value = _carry_out(request)
         try:
@@ -356,6 +379,7 @@ class Seat:
 _first = Seat()
 _taken = [_first]  # the seats of this session
 _here = threading.local()  # the seat of a thread, if it is not the first
+_closing: list[Callable[[], object]] = []  # what else the session's end closes
 _users = [0]
 _guard = threading.Lock()
 
@@ -370,11 +394,18 @@ def worker_session() -> Iterator[None]:
     finally:
         with _guard:
             _users[0] -= 1
-            left = [] if _users[0] else _taken[:]
-            if left:
-                _taken[:] = [_first]
-        for seat in left:
-            seat.clear()
+            left: list[Callable[[], object]] = []
+            if _users[0] == 0:
+                left = [*_closing, *(seat.clear for seat in _taken)]
+                _taken[:], _closing[:] = [_first], []
+        for close in left:
+            close()
+
+
+def at_session_end(close: Callable[[], object]) -> None:
+    """Have `close` called when the session that this is part of ends; a worker is one as long as it lives."""
+    with _guard:
+        _closing.append(close)
 
 
 @contextlib.contextmanager
