@@ -13,19 +13,19 @@ from ejkernel.cli import report
 from ejkernel.cli.finding import Source, find
 from ejkernel.cli.tune import bars
 from ejkernel.ops.execution.bundles import compile_bundle
-from ejkernel.ops.execution.compilers import usual_processes
+from ejkernel.ops.execution.compiling import default_width
 from ejkernel.ops.execution.targets import Target
 
 
 def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path, processes: int | None) -> None:
     """Compile the candidates of a program's calls for `device`, in `processes`, and write them to `output`."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     aim = Target.named(device)
     with aim.entered():
         found = find(Source(target=target, imports=imports, platform=aim.platform))
     console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
     started = time.monotonic()
-    processes = usual_processes(aim) if processes is None else processes
+    processes = _processes(aim) if processes is None else processes
     with bars(console, len(found.calls), "compiling") as step:
         bundled = compile_bundle(found.calls, aim, output, processes=processes, progress=step)
     click.echo(report.bundle(bundled))
@@ -38,3 +38,11 @@ def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path
         f"{output}; measure them where the device is: {measure}",
         soft_wrap=True,
     )
+
+
+def _processes(aim: Target) -> int:
+    """Return how many processes compile: one a core, so that a candidate that crashes ends none but its own.
+
+    For a device that is here, and no CPU, threads must do: it may be open to one process alone.
+    """
+    return default_width() if aim.description or aim.platform == "cpu" else 0

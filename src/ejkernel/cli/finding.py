@@ -6,8 +6,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import pickle  # noqa: TID251 - to see whether a worker process could be told
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ import click
 
 from ejkernel.cli import files
 from ejkernel.cli.files import Found
-from ejkernel.ops.errors import ArgumentError, EjkernelError
+from ejkernel.ops.errors import ArgumentError, EjkernelError, OfflineWarning
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
@@ -58,6 +60,24 @@ def find(source: Source) -> Found:
             calls = discover_for(program, args, kwargs, platform=source.platform)
         found = Found(name=source.target, calls=tuple(calls))
     return found if source.platform else dataclasses.replace(found, device=device_fingerprint())
+
+
+def find_sendable(source: Source) -> Found:
+    """Return the calls that other processes can be told of; of others warn."""
+    found = find(source)
+    calls = []
+    for inv in found.calls:
+        try:
+            pickle.dumps(inv)
+        except Exception as error:  # noqa: BLE001 - pickle raises whatever it meets
+            text = (
+                f"{inv.op_id}: not tuned, because its kernel cannot be sent to a worker process ({error}); define it "
+                "at the top of a module, or tune with --in-process."
+            )
+            warnings.warn(text, OfflineWarning, stacklevel=2)
+        else:
+            calls.append(inv)
+    return dataclasses.replace(found, calls=tuple(calls))
 
 
 def look_here() -> None:

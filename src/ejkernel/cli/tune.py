@@ -20,18 +20,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.finding import Source, find, look_here
+from ejkernel.cli.finding import Source, find, find_sendable, look_here
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.errors import ArgumentError, ConfigError
+from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.execution.offline import tune_invocations
 from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.execution.targets import Target
+
+_MORE = 2.0  # times what a search took before it ran out of time, from which on another one is worth it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ def run_tune(options: TuneOptions) -> None:
 
 
 def _run(options: TuneOptions) -> None:
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     store = PersistentCache(options.cache)
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
@@ -86,19 +88,22 @@ def _run(options: TuneOptions) -> None:
         compile_processes=_processes(options, found.device),
     )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
-    todo = list(calls) if options.force else [inv for inv in calls if not _known(chain, inv)]
+    todo = list(calls) if options.force else [inv for inv in calls if not _known(chain, inv, options.budget)]
     if len(todo) < len(calls):
         console.print(f"{len(calls) - len(todo)} of them were tuned before; --force tunes them again.")
     started = time.monotonic()
-    result = _tune(chain, todo, found, console)
+    result = _tune(chain, todo, found, console, verbose=options.verbose)
     seconds = time.monotonic() - started
-    click.echo(report.result_as_json(result) if options.as_json else report.table(result, verbose=options.verbose))
+    if options.as_json or result.searches or not todo:
+        click.echo(report.result_as_json(result) if options.as_json else report.table(result, verbose=options.verbose))
     if todo:
         console.print(
             f"{len(result)} of {len(todo)} calls tuned in {seconds:.1f} s, saved in {store.path}", soft_wrap=True
         )
-    found.settle(lambda inv: _known(chain, inv))
+    found.settle(lambda inv: _known(chain, inv, options.budget))
     _print_counts(found, console)
+    if todo and not result.searches:
+        raise TuningError("no call could be tuned; the warnings above say why.")
 
 
 def _find(options: TuneOptions, store: PersistentCache) -> Found:
@@ -116,7 +121,7 @@ def _find(options: TuneOptions, store: PersistentCache) -> Found:
 
     with shared_worker() as worker:
         # a program may take any time to lower, and Ctrl-C ends that
-        found: Found = worker.call(find, source, doing=Doing(what="finding the calls", allowed=math.inf))
+        found: Found = worker.call(find_sendable, source, doing=Doing(what="finding the calls", allowed=math.inf))
     return found
 
 
@@ -133,17 +138,26 @@ def _print_counts(found: Found, console: Console) -> None:
         console.print(found.counts, soft_wrap=True, highlight=False)
 
 
-def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
-    """Return whether the call was tuned, to the end."""
+def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budget: float | None = None) -> bool:
+    """Return whether the call was tuned to the end, or for about as long as it may be now."""
     store, kernel = chain.persistent, inv.kernel
     if kernel is None or store is None or store.get(inv.key, cfg_type=kernel.config_type) is None:
         return False
     entry = store.load(inv.key)
-    return entry is not None and not (entry.measured or {}).get("interrupted", False)
+    measured = {} if entry is None else dict(entry.measured or {})
+    if entry is None or measured.get("interrupted"):
+        return False
+    spent = float(measured.get("seconds") or 0.0)
+    return not measured.get("skipped") or (budget is not None and budget < _MORE * spent)
 
 
 def _tune(
-    chain: ConfigSelectorChain[Any, Any], todo: Sequence[Invocation[Any, Any]], found: Found, console: Console
+    chain: ConfigSelectorChain[Any, Any],
+    todo: Sequence[Invocation[Any, Any]],
+    found: Found,
+    console: Console,
+    *,
+    verbose: bool,
 ) -> AutotuningResult:
     done: list[AutotuneData] = []
 
@@ -163,7 +177,8 @@ def _tune(
             return tune_invocations(chain, todo, progress=step, compiled=found.compiled)
     except KeyboardInterrupt:
         if done:
-            click.echo(report.table(AutotuningResult(found.device, (), tuple(done))), err=True)
+            result = AutotuningResult(found.device, (), tuple(done))
+            click.echo(report.table(result, verbose=verbose), err=True)
         raise
 
 

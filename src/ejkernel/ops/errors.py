@@ -55,14 +55,15 @@ class DeviceLostError(TuningError):
 class NoConfigError(EjkernelError, LookupError):
     """No tier had a configuration."""
 
-    def __init__(self, op_id: str, tried: tuple[str, ...]) -> None:
-        super().__init__(op_id, tried)  # args keep the fields, so the error survives pickling
-        self.op_id, self.tried = op_id, tried
+    def __init__(self, op_id: str, tried: tuple[str, ...], call: str = "") -> None:
+        super().__init__(op_id, tried, call)  # args keep the fields, so the error survives pickling
+        self.op_id, self.tried, self.call = op_id, tried, call
 
     def __str__(self) -> str:
         return (
-            f"No configuration for {self.op_id!r}; tried {', '.join(self.tried)}. Pass cfg=..., tune the call, "
-            "give the kernel a heuristic_cfg, or allow it with AutotunePolicy(heuristic=True)."
+            f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}; tried "
+            f"{', '.join(self.tried)}. Pass cfg=..., tune the call (`ejkernel tune`), give the kernel a heuristic_cfg, "
+            "or allow that with AutotunePolicy(heuristic=True), or without EJKERNEL_ON_MISS=error."
         )
 
 

@@ -31,6 +31,7 @@ from ejkernel.ops.errors import (
 )
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.tables import arguments
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +144,13 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             tried.append(consulted.tier)
             if consulted.resolution is not None:
                 self._remember(consulted.resolution, shared=overrides(kernel, "bucket"))
-                self._note_miss(request, consulted.resolution)
+                if consulted.resolution.source in _PROVISIONAL:
+                    self._note_miss(request, consulted.resolution.source)
                 logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
                 return consulted.resolution
-        raise NoConfigError(inv.op_id, tuple(tried))
+        self._note_miss(request, "error")
+        key = f", key {request.key.call} on {request.key.device}" if request.key is not None else ""
+        raise NoConfigError(inv.op_id, tuple(tried), f"{arguments(inv.description)}{key}" if key else "")
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return what every tier says, down to the one that answers; nothing is measured or remembered."""
@@ -202,15 +206,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if before is None or before.source != source or not same_config(before.config, resolution.config):
             self.cache.remember(key, resolution.config, source)
 
-    def _note_miss(self, request: _Request, resolution: Resolution[Any]) -> None:
-        key, persistent = resolution.key, self.persistent
-        if key is None or resolution.source not in _PROVISIONAL or services.is_measuring():
+    def _note_miss(self, request: _Request, source: str) -> None:
+        key, persistent = request.key, self.persistent
+        if key is None or services.is_measuring():
             return
         note_missed(request.kernel, request.inv, key)
         if request.policy.note_misses and persistent is not None and persistent.path is not None:
             if self._notes is None or self._notes.cache_dir != persistent.path:
                 self._notes = MissedNotes(persistent.path)
-            self._notes.put(request.inv, resolution.source)
+            self._notes.put(request.inv, source)
 
     def _request(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, dry: bool) -> _Request:
         policy = effective_policy(self.policy, self)

@@ -126,10 +126,7 @@ class _Process:
             finally:
                 os.unlink(path)
         except WorkerDiedError as death:
-            raise TuningError(
-                f"a process that compiles does not start: {death}. It imports the program that started it, which "
-                'therefore needs `if __name__ == "__main__":`.'
-            ) from None
+            raise TuningError(f"a process that compiles does not start: {death}") from None
         except BaseException:
             self.end()
             raise

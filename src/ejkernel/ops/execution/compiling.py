@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
 import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +20,8 @@ from ejkernel.ops.errors import CandidateError
 
 T = TypeVar("T")
 
+_AT_EXIT = 30.0  # seconds that the end of the process waits for compilations
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _POLL = 0.05  # seconds between two looks at the deadlines, and at whether to stop
 
 
@@ -115,7 +119,9 @@ class CompileThreads(Generic[T]):
             index, job = self._waiting.popleft()
             start = self._running[index] = self._clock()
             self._on_change(list(self._running))  # before it begins: it may end the process
-            threading.Thread(target=self._work, args=(index, job, start), name="ejkernel-compile", daemon=True).start()
+            thread = threading.Thread(target=self._work, args=(index, job, start), name="ejkernel-compile", daemon=True)
+            _threads.add(thread)
+            thread.start()
 
     def _work(self, index: int, job: Callable[[], T], start: float) -> None:
         result: T | None = None
@@ -134,6 +140,16 @@ class CompileThreads(Generic[T]):
             self._fill()
             error = CandidateError(f"compiling was given up after {seconds:.1f} s (allowed: {allowed:.1f} s)")
             yield Done(index, None, error, seconds)
+
+
+def _wait_at_exit() -> None:
+    """Wait for compilations that were left alone: the interpreter's end would meet them in the middle of C++."""
+    end = time.monotonic() + _AT_EXIT
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+atexit.register(_wait_at_exit)
 
 
 def default_width() -> int:

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, cast, overload
 
@@ -21,11 +22,19 @@ from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
-from ejkernel.ops.core.kernel import Kernel, check_config
-from ejkernel.ops.core.nodes import Choice, Forward
+from ejkernel.ops.core.kernel import Kernel, check_config, hook
+from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.primitive import Call, Override, call_p, types_of
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError, UnstableKeyError
+from ejkernel.ops.errors import (
+    ArgumentError,
+    CacheWarning,
+    ConfigError,
+    KernelError,
+    NoConfigError,
+    SerializationError,
+    UnstableKeyError,
+)
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
 from ejkernel.ops.registry import record_invocation
@@ -42,6 +51,7 @@ _BY_VALUE = (bool, int, float, str, bytes, type, np.dtype)
 
 # Where an answer comes from that was given for this very call, rather than for all calls of its bucket.
 _FOR_THE_CALL_ITSELF = ("override", "heuristic", "chooser")
+_SAVED = ("persistent", "forward")  # found by another process, maybe for another version of the kernel
 
 
 class _SignedZero(Exception):
@@ -163,21 +173,38 @@ class Executor(Generic[Cfg, Out]):
         override = None if call.override is None else call.override.config
         avals = [jax.typeof(array) for array in arrays]
         inv = invocation_of(call.node, avals, platform=platform, override=override)
-        resolution = self.resolve(inv)
-        choice = Choice(config=resolution.config, platform=inv.platform)
         with jax.named_scope(inv.op_id):
-            try:
-                out = call.node.flat(choice)(*arrays)
-            except Exception as error:
-                if inv.representative is inv or resolution.source in _FOR_THE_CALL_ITSELF:
-                    raise
-                raise _does_not_fit(inv, resolution) from error
+            resolution, out = self._computed(call.node, inv, arrays)
         _check_types(inv, resolution, expected, out)
         if resolution.key is None:
             return tuple(out)
         if current_scope().recording or settings.current().record:
             record_invocation(call.node.spec.kernel, inv)
         return self._stamped(inv, out, arrays)
+
+    def _computed(
+        self, node: Node, inv: Invocation[Any, Any], arrays: Sequence[Any]
+    ) -> tuple[Resolution[Any], Sequence[Any]]:
+        """Compute the call; where a configuration that was saved does not run, with the heuristic's, and a warning."""
+        resolution = self.resolve(inv)
+        try:
+            return resolution, node.flat(Choice(config=resolution.config, platform=inv.platform))(*arrays)
+        except Exception as error:
+            if inv.representative is not inv and resolution.source not in _FOR_THE_CALL_ITSELF:
+                raise _does_not_fit(inv, resolution) from error
+            if resolution.source not in _SAVED:
+                raise
+            try:
+                config = hook(node.spec.kernel, "heuristic_cfg", inv.platform)(inv)
+            except NoConfigError:
+                raise error from None
+            text = (
+                f"{inv.op_id}: ignoring the saved configuration {resolution.config!r} (call {inv.call_key}), which "
+                f"does not run: {type(error).__name__}: {error}; `ejkernel tune --force` finds another."
+            )
+            warnings.warn(text, CacheWarning, stacklevel=2)
+        out = node.flat(Choice(config=config, platform=inv.platform))(*arrays)
+        return Resolution(config, "heuristic", resolution.key), out
 
     def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
         """Return any configuration for a kernel that has no heuristic."""

@@ -129,8 +129,5 @@ class _Journal:
         else:
             self._unexplained += 1
             if self._unexplained > 1:
-                raise TuningError(
-                    f"{self._task.inv.op_id}: the worker process ends without any candidate: {death}. A worker imports "
-                    'the program that started it, which therefore needs `if __name__ == "__main__":`.'
-                )
+                raise TuningError(f"{self._task.inv.op_id}: the worker process ends without any candidate: {death}")
         emit(WorkerRestarted(self._task.inv.key, str(death)))

@@ -121,6 +121,7 @@ class AutotuneData:
             "checked": list(self.checked),
             "confidence": None if self.confidence is None else round(self.confidence, 4),
             "interrupted": self.interrupted,
+            "skipped": sum(outcome.status == SKIPPED for outcome in self.outcomes),
             "failures": failures,
         }
 

@@ -97,7 +97,8 @@ def _sharding(description: str) -> Any:
         return compat.gpu_topology_sharding(description)
     except Exception as error:
         raise ConfigError(
-            "compiling for a GPU without one needs JAX's CUDA plugin and NVIDIA's compiler: pip install --no-deps "
+            "compiling for a GPU without one needs JAX's CUDA plugin and NVIDIA's compiler, best in an environment of "
+            "their own: pip install --no-deps "
             f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}; pip install nvidia-cuda-nvcc "
             "nvidia-nvvm. A process that has used JAX before needs JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 from its start "
             f"({type(error).__name__}: {error})"

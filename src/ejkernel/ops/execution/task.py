@@ -17,7 +17,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, hook
-from ejkernel.ops.errors import CandidateError, NoConfigError, TuningError
+from ejkernel.ops.errors import CandidateError, EjkernelError, NoConfigError, TuningError
 from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Loader, Unwatched, Watch, config_id
 from ejkernel.ops.execution.confirming import confirm
 from ejkernel.ops.execution.events import CandidateFinished, SearchStarted, emit
@@ -155,8 +155,7 @@ class TuningRun:
         task, inv = self.task, self.task.inv
         start = self._clock() - task.spent
         self._deadline = None if task.policy.budget_s is None else start + task.policy.budget_s
-        first = heuristic_of(inv, task.kernel)
-        others = candidates_of(task.kernel, inv) if task.candidates is None else task.candidates
+        first, others = self._configurations()
         self._bench = Bench(
             inv=inv,
             baseline=_first(inv, first, others),
@@ -189,6 +188,17 @@ class TuningRun:
             why=decision.why,
             interrupted=self._stop(),
         )
+
+    def _configurations(self) -> tuple[list[Any], Collection[Any]]:
+        """Return the heuristic's, if there is one, and the others."""
+        inv, kernel, given = self.task.inv, self.task.kernel, self.task.candidates
+        try:
+            return heuristic_of(inv, kernel), candidates_of(kernel, inv) if given is None else given
+        except EjkernelError:
+            raise
+        except Exception as error:
+            text = f"{inv.op_id}: its configurations cannot be had: {type(error).__name__}: {error}"
+            raise TuningError(text) from error
 
     @contextlib.contextmanager
     def _compiling_elsewhere(self) -> Iterator[None]:

@@ -38,6 +38,13 @@ _GOODBYE = 5.0  # seconds that a worker has to end by itself
 _RUNNING, _CALLS, _STOP = range(3)
 
 
+_UNGUARDED = 78
+GUARD = (
+    "a worker process imports the program that started it: put what the program does below "
+    '`if __name__ == "__main__":`.'
+)
+
+
 class WorkerDiedError(TuningError):
     """A worker process ended, or had to be ended, before it had an answer."""
 
@@ -77,6 +84,7 @@ class Worker:
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None, *, stop: threading.Event | None = None) -> None:
+        _check_that_main_is_there()
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", 3)
         self._pipe, other = context.Pipe()
@@ -198,6 +206,8 @@ class Worker:
 
     def _last_words(self) -> str:
         code = self._process.exitcode
+        if code == _UNGUARDED:
+            return f"the worker ended itself: {GUARD}"
         if code is None:
             return f"the worker closed its connection while {self.doing.what}"
         if code < 0:
@@ -222,6 +232,16 @@ class Worker:
         self._pipe.close()
         self._process.join(_GOODBYE)
         self.kill()  # what it started may be left
+
+
+def _check_that_main_is_there() -> None:
+    """End this process if it is a worker that is only importing the program, which should not start any.
+
+    Going on, it would do all that the program does, beside the process that the user started.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.stderr.write(f"ejkernel: {GUARD}\n")
+        os._exit(_UNGUARDED)
 
 
 def _session_of(leader: int) -> list[int]:
@@ -310,6 +330,9 @@ def _serve(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool) -> None:
 def _carry_out(request: bytes) -> tuple[str, Any]:
     try:
         function, args = pickle.loads(request)  # noqa: S301 - our own parent wrote it
+    except Exception as error:  # noqa: BLE001 - such as of a class that is not where its name says
+        return "error", _unsendable(error)
+    try:
         return "done", function(*args)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised in the parent
         return "error", _sendable(error)
