@@ -109,6 +109,32 @@ def test_what_was_tuned_before_is_not_tuned_again_unless_forced(program, capsys)
     assert "product.bwd" in out
 
 
+def test_a_search_that_ran_out_of_time_is_done_again_when_there_is_more(program, capsys):
+    arguments = ("tune", "--in-process", "program:step", "--cache", "saved")
+    run(capsys, *arguments, "--budget", "0.000001")
+    _, _, err = run(capsys, *arguments, "--budget", "0.000001")
+    assert "2 of them were tuned before" in err
+    _, out, err = run(capsys, *arguments, "--budget", "600")
+    assert "2 of 2 calls tuned" in err
+    assert "repeats=1" in out
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_program_none_of_whose_calls_can_be_tuned_is_a_failure(program, capsys):
+    (program / "broken.py").write_text(PROGRAM.replace("def config_space(self, inv):", BREAKING))
+    status, out, err = run(capsys, "tune", "--in-process", "broken:step")
+    assert status == 1
+    assert "its configurations cannot be had: RuntimeError: no space left" in err
+    assert "no call could be tuned" in err
+    assert out == ""
+
+
+BREAKING = """def config_space(self, inv):
+        raise RuntimeError("no space left")
+
+    def other_space(self, inv):"""
+
+
 def test_the_result_is_json_on_request(program, capsys):
     _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--json")
     entries = json.loads(out)["entries"]

@@ -27,6 +27,14 @@ def wave(x, *, rows=8):
     return jnp.sin(x) + (rows == 32)
 
 
+def with_a_local_kernel():
+    @tune(space={"rows": [1, 2]})
+    def local(x, *, rows=1):
+        return x * rows
+
+    return lambda x: wave(local(x)), (jax.ShapeDtypeStruct((64, 64), jnp.float32),)
+
+
 def program():
     return wave, (jax.ShapeDtypeStruct((64, 64), jnp.float32),)
 """
@@ -78,3 +86,11 @@ def test_what_was_compiled_before_is_measured(tune, tmp_path):
     assert "1 of 1 calls tuned" in err
     assert "3, 1 crashed, 1 wrong" in out
     assert Path(tmp_path / "cache").exists()
+
+
+def test_a_kernel_that_cannot_be_sent_to_a_worker_costs_itself_alone(tune):
+    status, out, err = tune("waves:with_a_local_kernel")
+    assert status == 0, err
+    assert "local: not tuned, because its kernel cannot be sent to a worker process" in err
+    assert "define it at the top of a module, or tune with --in-process" in err
+    assert "wave" in out

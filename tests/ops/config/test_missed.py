@@ -245,9 +245,13 @@ def test_a_function_is_explained_where_a_miss_is_an_error(monkeypatch):
     assert why.tiers[-1].note == "the policy does not allow it (heuristic=False)"
 
 
-def test_a_call_that_is_a_miss_is_an_error_and_no_note(monkeypatch):
+def test_a_call_whose_miss_is_an_error_says_what_it_was_and_is_noted_all_the_same(monkeypatch):
     monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
     monkeypatch.setenv("EJKERNEL_NOTE_MISSES", "1")
     set_default_executor(None)
-    with pytest.raises(NoConfigError, match="No configuration for 'times'"):
+    with pytest.raises(
+        NoConfigError, match=r"No configuration for 'times' \(f32\[.*\], key \w+ on cpu:.*`ejkernel tune`"
+    ):
         TIMES(X)
+    (note,) = MissedNotes(default_executor().chooser.persistent.path).entries()
+    assert note.key["op"] == "times@v0"

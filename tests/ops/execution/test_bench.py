@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.execution import bench, measuring, memory
 from ejkernel.ops.execution.bench import Bench, Candidate
+from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.execution.outcome import Outcome
 from ejkernel.ops.execution.racing import RacePlan
 from ejkernel.ops.execution.tuning import Autotuner
 
@@ -198,3 +201,89 @@ def test_copies_for_cold_caches_are_equal_and_keys_of_random_numbers_too(monkeyp
     assert len(others) > 1
     for other in others:
         assert jnp.array_equal(jax.random.key_data(first[0]), jax.random.key_data(other[0]))
+
+
+# --- programs that spill registers ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Remote:
+    """A program that was compiled elsewhere."""
+
+    config: int
+    digest: str
+    spilled: int | None
+    loaded: list[int]
+
+    def load(self):
+        self.loaded.append(self.config)
+        return jax.jit(lambda x: (x + x if self.config < 100 else 3 * x,)).lower(X).compile()
+
+
+def compiled_elsewhere(spills, loaded, order=()):
+    """Return what compiles `Sum` elsewhere; the programs of `order` are there in that order."""
+    turns = {config: threading.Event() for config in order}
+    if order:
+        turns[order[0]].set()
+
+    def compile_elsewhere(inv, choice):
+        config = choice.config
+        if config in turns:
+            turns[config].wait(60)
+            after = order[order.index(config) + 1 :]
+            if after:
+                turns[after[0]].set()
+        return Remote(config, str(config % 10), spills[config], loaded)
+
+    return compile_elsewhere
+
+
+def fates(candidates):
+    return {candidate.config: candidate.status for candidate in candidates}
+
+
+def test_what_spills_much_is_never_loaded_if_another_is_right_that_does_not():
+    loaded = []
+    spills = {1: 0, 2: 511, 3: 512, 4: None}
+    _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=compiled_elsewhere(spills, loaded))
+    assert fates(candidates) == {1: "ready", 2: "ready", 3: "pruned", 4: "ready"}
+    assert sorted(loaded) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("spills", [{1: 900, 2: 600}, {1: 900, 2: 600, 103: 0}, {1: 900, 2: 600, 3: None}])
+def test_what_spills_much_is_run_if_no_other_is_known_to_be_better(spills):
+    _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=compiled_elsewhere(spills, []))
+    assert [candidate.status for candidate in candidates[:2]] == ["ready", "ready"]
+
+
+@pytest.mark.parametrize("first", [1, 11])
+def test_the_baseline_is_run_whatever_it_spills_and_whoever_has_its_program(first):
+    spills = {1: 900, 11: 900, 2: 0}
+    order = [first, 12 - first, 2]
+    elsewhere = compiled_elsewhere(spills, [], order)
+    _, candidates = prepared(Sum("sum"), spills, compile_elsewhere=elsewhere, width=3)
+    assert fates(candidates) == {1: "ready", 11: "same", 2: "ready"}
+    assert candidates[1].twin is candidates[0]
+
+
+def test_what_was_measured_before_is_not_pruned():
+    table, candidates = prepared(Sum("sum"), [1], compile_elsewhere=compiled_elsewhere({1: 0, 2: 900}, []))
+    known = Outcome(config=2, status="measured", measurement=Measurement(samples=(1.0,), method="made up"), spilled=900)
+    candidates.append(Candidate(2))
+    candidates[1].take_over(known)
+    assert candidates[1].outcome() == known
+    table.prepare(candidates[1:])
+    assert fates(candidates) == {1: "ready", 2: "ready"}
+
+
+def test_what_fails_to_load_fails_alone_even_if_it_was_held_back():
+    class Damaged(Remote):
+        def load(self):
+            raise ValueError("damaged")
+
+    def compile_elsewhere(inv, choice):
+        return (Damaged if choice.config == 2 else Remote)(choice.config, str(choice.config), 900, [])
+
+    _, candidates = prepared(Sum("sum"), [1, 2], compile_elsewhere=compile_elsewhere)
+    assert fates(candidates) == {1: "ready", 2: "failed"}
+    assert candidates[1].reason == "ValueError: damaged"

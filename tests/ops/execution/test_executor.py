@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec
 from tests.ops.sample_kernels import Times
 
 from ejkernel import ops
-from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, Resolution
+from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel, PersistentCache, Resolution
 from ejkernel.ops.errors import (
     ArgumentError,
+    CacheWarning,
     ConfigError,
     KernelError,
 )
@@ -381,3 +382,33 @@ def test_a_sharded_call_without_a_mesh_is_an_error(executor):
 def test_a_sharded_call_takes_arrays_by_position(executor, sharded):
     with pytest.raises(ArgumentError, match="takes arrays by position, got tree by keyword"):
         executor(Everything(), tree=X, **sharded)
+
+
+# --- configurations that were saved, and do not run any more ---
+
+
+class Rows(Kernel[int, jax.Array]):
+    """Sums by rows, of which there must be a divisor of the length."""
+
+    def run(self, x, *, cfg):
+        return x.reshape(cfg, -1).sum(0).sum()
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+def test_a_saved_configuration_that_does_not_run_is_a_warning_and_the_heuristic_is_used(tmp_path):
+    saved = PersistentCache(tmp_path / "cache", shipped=False)
+    kernel = Rows("rows")
+    inv = ops.Invocation(kernel=kernel, args=(X,))
+    saved.put(inv.key, 3)
+    executor = Executor(ConfigSelectorChain(ConfigCache(), saved))
+    with pytest.warns(CacheWarning, match=r"rows: ignoring the saved configuration 3 \(call \w+\), .*reshape.*--force"):
+        assert float(executor(kernel, X)) == X.sum()
+    with pytest.warns(CacheWarning, match="ignoring the saved configuration"):
+        assert float(jax.jit(lambda x: executor(kernel, x))(X)) == X.sum()
+
+
+def test_a_configuration_that_was_given_and_does_not_run_is_an_error(executor):
+    with pytest.raises(TypeError, match="reshape"):
+        executor(Rows("rows"), X, cfg=3)

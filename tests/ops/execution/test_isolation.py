@@ -7,6 +7,10 @@ import gc
 import multiprocessing
 import os
 import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +185,37 @@ def test_a_worker_that_is_killed_says_so():
     worker.kill()
     with pytest.raises(WorkerDiedError, match="the worker was ended by SIGKILL"):
         worker.call(os.getpid)
+
+
+def start_a_worker_with_a_child():
+    """Start a worker in this worker, and a process in that one; return their ids."""
+    nested.append(Worker())
+    return nested[0].pid, nested[0].call(start_a_child)
+
+
+nested = []
+
+
+def start_a_child():
+    return subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"]).pid
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_worker_takes_its_own_workers_with_it_and_what_they_started():
+    worker = Worker()
+    pids = worker.call(start_a_worker_with_a_child)
+    assert all(map(is_running, pids))
+    worker.kill()
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not any(map(is_running, pids))
 
 
 def test_what_cannot_be_sent_is_a_clear_error():

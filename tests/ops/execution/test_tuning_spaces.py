@@ -12,8 +12,11 @@ from tests.ops.execution.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops import AutotunePolicy, ConfigSpace, Invocation, Kernel
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, TuningError
 from ejkernel.ops.execution import bench
+from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.execution.outcome import Outcome
+from ejkernel.ops.execution.task import TuningRun, TuningTask
 from ejkernel.ops.execution.tuning import Autotuner
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
@@ -151,3 +154,66 @@ def test_the_default_heuristic_of_a_space_is_its_first_configuration():
 def test_a_bad_limit_is_an_error(value):
     with pytest.raises(ConfigError, match="max_candidates must be an int >= 1"):
         AutotunePolicy(max_candidates=value)
+
+
+# --- a search that goes on where another attempt ended ---
+
+
+def measured(tile, spilled=None):
+    measurement = Measurement(samples=(seconds(tile),) * 2, method="made up")
+    return Outcome(config=tile, status="measured", measurement=measurement, spilled=spilled)
+
+
+def go_on(known, stop=lambda: False, **task):
+    kernel = Double("double")
+    inv = dataclasses.replace(Invocation(kernel=kernel, args=(X,)).abstract(), kernel=kernel)
+    task.setdefault("policy", AutotunePolicy(max_candidates=30))
+    return TuningRun(TuningTask(inv=inv, known=tuple(known), rounds=ROUNDS, **task), stop=stop).run()
+
+
+def test_the_heuristic_is_measured_again_beside_what_was_known(races):
+    tuned = go_on([measured(Tile(1, 1)), measured(Tile(8, 5))])
+    assert tuned.config == Tile(8, 5)
+    assert tuned.confidence > 0.9
+    assert all(race[0] == Tile(1, 1) for _, race in races)
+
+
+def test_what_was_known_is_measured_again_only_as_a_finalist(races):
+    go_on([measured(tile) for tile in (Tile(8, 5), Tile(12, 12), Tile(8, 6))])
+    in_races = [race for _, race in races]
+    assert not any(Tile(12, 12) in race for race in in_races)
+    assert [Tile(8, 5) in race for race in in_races].index(True) >= len(in_races) - 2  # the finalists', and the duel
+
+
+def test_ctrl_c_at_the_start_of_another_attempt_does_not_lose_what_was_known(races):
+    tuned = go_on([measured(Tile(1, 1)), measured(Tile(8, 5)), measured(Tile(7, 4))], stop=lambda: True)
+    assert tuned.interrupted
+    assert tuned.config == Tile(8, 5)
+
+
+def test_the_time_of_earlier_attempts_counts(races):
+    tuned = go_on([], policy=AutotunePolicy(max_candidates=30, budget_s=60.0), spent=100.0)
+    assert [outcome.config for outcome in tuned.outcomes] == [Tile(1, 1)]
+    assert tuned.seconds > 100.0
+
+
+def test_an_interrupted_search_has_the_best_so_far(races):
+    seen = []
+
+    def stop():
+        seen.append(len(races))
+        return len(races) > 4
+
+    tuned = go_on([], stop=stop)
+    assert tuned.interrupted
+    sampled = {tile for _, race in races for tile in race}
+    assert seconds(tuned.config) == min(map(seconds, sampled))
+
+
+def test_configurations_that_cannot_be_had_are_this_call_s_error():
+    class Broken(Double):
+        def config_space(self, inv):
+            raise RuntimeError("no space left")
+
+    with pytest.raises(TuningError, match="Broken: its configurations cannot be had: RuntimeError: no space left"):
+        search(Broken("Broken"))
