@@ -127,6 +127,7 @@ def test_a_program_none_of_whose_calls_can_be_tuned_is_a_failure(program, capsys
     assert "its configurations cannot be had: RuntimeError: no space left" in err
     assert "no call could be tuned" in err
     assert out == ""
+    del sys.modules["broken"]
 
 
 BREAKING = """def config_space(self, inv):
