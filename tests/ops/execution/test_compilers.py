@@ -134,7 +134,7 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced():
         for _ in range(2):
             assert processes.compile(inv, Choice(config=BEST, platform="cpu"), HERE).status == "ready"
             (process,) = processes._started
-            process.end()
+            process._worker.kill()
     finally:
         processes.close()
 

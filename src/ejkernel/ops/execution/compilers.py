@@ -106,6 +106,8 @@ class CompileProcesses:
             self._is_closed = True
             started = list(self._started)
         for process in started:
+            process.end()
+        for process in started:
             self._drop(process)
 
 
@@ -175,14 +177,11 @@ class _Process:
 
     def end(self) -> None:
         """End it at once."""
-        self._worker.kill()
+        self._worker.kill(wait=False)
 
     def close(self) -> None:
-        """Let it end, and let go of what it wrote."""
-        if self.is_lost:
-            self._worker.kill()
-        else:
-            self._worker.close()
+        """End it, and let go of what it wrote."""
+        self._worker.kill()
         self._output.close()
 
 

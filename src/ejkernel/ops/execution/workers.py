@@ -214,9 +214,8 @@ class Worker:
             return f"the worker was ended by {signal.Signals(-code).name} while {self.doing.what}"
         return f"the worker exited with status {code} while {self.doing.what}"
 
-    def kill(self) -> None:
-        """End the worker and whatever it started, now."""
-        atexit.unregister(self.kill)
+    def kill(self, *, wait: bool = True) -> None:
+        """End the worker and whatever it started, now; without `wait` it may be there a moment longer."""
         pid = self._process.pid
         if pid is not None:
             for other in _session_of(pid):
@@ -225,7 +224,9 @@ class Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not have made its group yet
                 os.killpg(pid, signal.SIGKILL)
         self._process.kill()
-        self._process.join(_GOODBYE)
+        if wait:
+            atexit.unregister(self.kill)
+            self._process.join(_GOODBYE)
 
     def close(self) -> None:
         """Let the worker end by itself, if it does so soon."""
