@@ -253,6 +253,14 @@ def gpu_topology_sharding(description: str) -> Any:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
+def compiled_for_one_run(lowered: Any, platform: str) -> Any:
+    """Return the program compiled soon rather than well: without XLA's own search for fast algorithms on the GPU."""
+    if platform == "gpu":
+        with contextlib.suppress(Exception):  # such as of a version that has no such option; what follows tells
+            return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    return lowered.compile()
+
+
 def serialized(compiled: Any) -> bytes:
     """Return a compiled program as bytes, for `loaded` in a process with the same JAX."""
     from jax.experimental.serialize_executable import serialize

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import signal
 import threading
 
 import jax
@@ -50,6 +51,14 @@ def for_ever():
     threading.Event().wait()
 
 
+@pytest.fixture
+def ctrl_c():
+    """What does as Ctrl-C does, in the main thread; whoever runs these tests may have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield _thread.interrupt_main
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(("visible", "gpus"), [("", {"0", "1"}), ("5,GPU-7", {"5", "GPU-7"})])
 def test_each_device_has_a_worker_that_sees_it_alone(monkeypatch, visible, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -86,12 +95,12 @@ def test_without_any_device_nothing_is_done():
         spread(ask, [os.getpid], devices=1, fingerprint="gpu:abacus")
 
 
-def test_ctrl_c_asks_for_the_end_and_begins_nothing_new():
+def test_ctrl_c_asks_for_the_end_and_begins_nothing_new(ctrl_c):
     begun, results = [], []
 
     def work(item):
         begun.append(item)
-        _thread.interrupt_main()
+        ctrl_c()
         results.append(ask(until_asked, stopping=False))
 
     with pytest.raises(KeyboardInterrupt):
@@ -99,7 +108,7 @@ def test_ctrl_c_asks_for_the_end_and_begins_nothing_new():
     assert (begun, results) == ([0], ["ended"])
 
 
-def test_a_second_ctrl_c_ends_the_workers(monkeypatch):
+def test_a_second_ctrl_c_ends_the_workers(monkeypatch, ctrl_c):
     seats, errors = [], []
 
     def new_seat(environ):
@@ -107,9 +116,9 @@ def test_a_second_ctrl_c_ends_the_workers(monkeypatch):
         return seats[-1]
 
     def work(item):
-        _thread.interrupt_main()
+        ctrl_c()
         seats[0].stop.wait(60)
-        _thread.interrupt_main()
+        ctrl_c()
         try:
             ask(for_ever, stopping=False)
         except BaseException as error:

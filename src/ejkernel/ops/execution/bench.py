@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel import compat
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.examples import example_arrays, example_types
@@ -364,8 +365,11 @@ class Bench:
         if node not in self._references:
             has_reference = overrides(node.spec.kernel, "reference")
             choice = dataclasses.replace(self._choice, reference=has_reference)
-            known = self.reference if node is self.inv.node else None
-            self._references[node] = jax.jit(node.flat(choice)) if known is None else known.load()
+            if node is self.inv.node and self.reference is not None:
+                self._references[node] = self.reference.load()
+            else:
+                lowered = jax.jit(node.flat(choice)).lower(*arrays)
+                self._references[node] = compat.compiled_for_one_run(lowered, self.inv.platform)
         return list(jax.block_until_ready(self._references[node](*arrays)))
 
     def _check(self, candidate: Candidate, compiled: Any) -> None:

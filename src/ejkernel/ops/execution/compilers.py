@@ -118,7 +118,7 @@ class _Process:
     """
 
     def __init__(self) -> None:
-        self._worker = Worker()
+        self._worker = Worker(is_leaf=True)
         try:
             self._worker.call(os.getpid)  # it takes seconds to start, and the file is there for no longer than needed
             descriptor, path = tempfile.mkstemp(prefix="ejkernel-compiler-")

@@ -81,9 +81,16 @@ class Worker:
     Args:
         environ: Variables to set in the worker's environment, such as `CUDA_VISIBLE_DEVICES`.
         stop: Set by another thread to ask the worker for the end of its search.
+        is_leaf: Whether it starts no workers itself.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None, *, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        *,
+        stop: threading.Event | None = None,
+        is_leaf: bool = False,
+    ) -> None:
         _check_that_main_is_there()
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", 3)
@@ -94,6 +101,7 @@ class Worker:
         other.close()
         self._can_stop = False
         self._stop = stop or threading.Event()
+        self._is_leaf = is_leaf
         self.is_busy = False  # true, too, once it has died at work, or nobody has waited for its answer
         self.doing = Doing()
         atexit.register(self.kill)  # it is no daemon, for it may have processes of its own
@@ -218,7 +226,7 @@ class Worker:
         """End the worker and whatever it started, now; without `wait` it may be there a moment longer."""
         pid = self._process.pid
         if pid is not None:
-            for other in _session_of(pid):
+            for other in [] if self._is_leaf else _session_of(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not have made its group yet
