@@ -164,11 +164,13 @@ def measured(tile, spilled=None):
     return Outcome(config=tile, status="measured", measurement=measurement, spilled=spilled)
 
 
-def go_on(known, stop=lambda: False, **task):
+def go_on(known, stop=lambda: False, abandoned=lambda: False, **task):
     kernel = Double("double")
     inv = dataclasses.replace(Invocation(kernel=kernel, args=(X,)).abstract(), kernel=kernel)
     task.setdefault("policy", AutotunePolicy(max_candidates=30))
-    return TuningRun(TuningTask(inv=inv, known=tuple(known), rounds=ROUNDS, **task), stop=stop).run()
+    return TuningRun(
+        TuningTask(inv=inv, known=tuple(known), rounds=ROUNDS, **task), stop=stop, abandoned=abandoned
+    ).run()
 
 
 def test_the_heuristic_is_measured_again_beside_what_was_known(races):
@@ -195,6 +197,12 @@ def test_the_time_of_earlier_attempts_counts(races):
     tuned = go_on([], policy=AutotunePolicy(max_candidates=30, budget_s=60.0), spent=100.0)
     assert [outcome.config for outcome in tuned.outcomes] == [Tile(1, 1)]
     assert tuned.seconds > 100.0
+
+
+def test_a_search_that_nobody_waits_for_ends_at_once(races):
+    with pytest.raises(TuningError, match="none of 1 candidates could be measured"):
+        go_on([], abandoned=lambda: True)
+    assert races == []
 
 
 def test_an_interrupted_search_has_the_best_so_far(races):
