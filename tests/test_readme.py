@@ -50,6 +50,6 @@ def test_a_field_of_the_policy_is_there(field):
 
 
 def test_every_status_that_a_table_shows_is_explained():
-    statuses = {getattr(outcome, name) for name in vars(outcome) if name.isupper() and not name.startswith("_")}
+    statuses = {value for name, value in vars(outcome).items() if name.isupper() and isinstance(value, str)}
     explained = set(re.findall(r"^\| `(\w+)` \|", README, re.M))
     assert statuses - {outcome.READY} <= explained

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import pickle  # noqa: TID251 - to see whether a worker process could be told
 import sys
 import traceback
 import warnings
@@ -19,7 +18,7 @@ import click
 
 from ejkernel.cli import files
 from ejkernel.cli.files import Found
-from ejkernel.ops.errors import ArgumentError, EjkernelError, OfflineWarning
+from ejkernel.ops.errors import ArgumentError, EjkernelError, OfflineWarning, TuningError
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
@@ -64,15 +63,17 @@ def find(source: Source) -> Found:
 
 def find_sendable(source: Source) -> Found:
     """Return the calls that other processes can be told of; of others warn."""
+    from ejkernel.ops.execution.workers import check_sendable
+
     found = find(source)
     calls = []
     for inv in found.calls:
         try:
-            pickle.dumps(inv)
-        except Exception as error:  # noqa: BLE001 - pickle raises whatever it meets
+            check_sendable(inv)
+        except TuningError as error:
             text = (
-                f"{inv.op_id}: not tuned, because its kernel cannot be sent to a worker process ({error}); define it "
-                "at the top of a module, or tune with --in-process."
+                f"{inv.op_id}: not tuned, because its kernel cannot be sent to a worker process ({error.__cause__}); "
+                "define it at the top of a module, or tune with --in-process."
             )
             warnings.warn(text, OfflineWarning, stacklevel=2)
         else:

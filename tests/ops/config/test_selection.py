@@ -116,13 +116,14 @@ def test_choosing_is_resolving(kernel, inv):
 def test_no_answer_is_an_error_that_says_who_was_asked_and_what_to_do():
     kernel = Bare()
     text = (
-        "No configuration for 'Bare'; tried override, overlay, memory, persistent, autotune, forward, heuristic. "
-        "Pass cfg=..., tune the call, give the kernel a heuristic_cfg, or allow it with "
-        "AutotunePolicy(heuristic=True)."
+        "; tried override, overlay, memory, persistent, autotune, forward, heuristic. Pass cfg=..., tune the call "
+        "(`ejkernel tune`), give the kernel a heuristic_cfg, or allow that with AutotunePolicy(heuristic=True), or "
+        "without EJKERNEL_ON_MISS=error."
     )
+    inv = Invocation(kernel=kernel, args=(X,))
     with pytest.raises(NoConfigError) as error:
-        ConfigSelectorChain().resolve(Invocation(kernel=kernel, args=(X,)), kernel)
-    assert str(error.value) == text
+        ConfigSelectorChain().resolve(inv, kernel)
+    assert str(error.value) == f"No configuration for 'Bare' (f32[4], key {inv.key.call} on {inv.key.device}){text}"
 
 
 def test_without_the_heuristic_a_miss_is_an_error(inv, kernel):

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import _thread
 import os
-import signal
 import threading
 
 import jax
@@ -52,11 +50,23 @@ def for_ever():
 
 
 @pytest.fixture
-def ctrl_c():
-    """What does as Ctrl-C does, in the main thread; whoever runs these tests may have it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield _thread.interrupt_main
-    signal.signal(signal.SIGINT, before)
+def ctrl_c(monkeypatch):
+    """Have Ctrl-C come as soon as work has begun, `times` times."""
+    begun, look = threading.Event(), spreading._look_at
+
+    def come(times):
+        left = [KeyboardInterrupt] * times
+
+        def look_at(members):
+            if left:
+                begun.wait(60)
+                raise left.pop()
+            look(members)
+
+        monkeypatch.setattr(spreading, "_look_at", look_at)
+        return begun
+
+    return come
 
 
 @pytest.mark.parametrize(("visible", "gpus"), [("", {"0", "1"}), ("5,GPU-7", {"5", "GPU-7"})])
@@ -96,38 +106,34 @@ def test_without_any_device_nothing_is_done():
 
 
 def test_ctrl_c_asks_for_the_end_and_begins_nothing_new(ctrl_c):
-    begun, results = [], []
+    taken, results, begun = [], [], ctrl_c(1)
 
     def work(item):
-        begun.append(item)
-        ctrl_c()
+        taken.append(item)
+        begun.set()
         results.append(ask(until_asked, stopping=False))
 
     with pytest.raises(KeyboardInterrupt):
         spread(work, range(9), devices=1, fingerprint=device_fingerprint())
-    assert (begun, results) == ([0], ["ended"])
+    assert (taken, results) == ([0], ["ended"])
 
 
-def test_a_second_ctrl_c_ends_the_workers(monkeypatch, ctrl_c):
-    seats, errors = [], []
-
-    def new_seat(environ):
-        seats.append(Seat(environ))
-        return seats[-1]
+def test_a_second_ctrl_c_ends_the_workers(ctrl_c):
+    errors, ended, begun = [], threading.Event(), ctrl_c(2)
 
     def work(item):
-        ctrl_c()
-        seats[0].stop.wait(60)
-        ctrl_c()
+        begun.set()
         try:
             ask(for_ever, stopping=False)
         except BaseException as error:
             errors.append(error)
             raise
+        finally:
+            ended.set()
 
-    monkeypatch.setattr(spreading, "Seat", new_seat)
     with pytest.raises(KeyboardInterrupt):
         spread(work, [0], devices=1, fingerprint=device_fingerprint())
+    assert ended.wait(60)
     assert isinstance(errors[0], (WorkerDiedError, KeyboardInterrupt))
 
 

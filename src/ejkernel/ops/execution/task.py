@@ -243,6 +243,8 @@ class TuningRun:
             _release_losers(self._tried)
             room = 0 if self._must_end() else min(_BATCH, total - len(self._tried))
             batch = _distinct(strategy.ask(room), but=self._tried) if room > 0 else []
+        known = _distinct((outcome.config for outcome in self.task.known), but=self._tried)
+        self._tried += [candidate for candidate in known if self._recall(candidate)]
         finalists = _finalists(self._tried)
         self._prepare_again(finalists)
         if self._must_end():  # a race would have no rounds: what was sampled on the way decides

@@ -29,6 +29,7 @@ from typing import Any
 from ejkernel import settings
 from ejkernel.ops.errors import DeviceLostError, TuningError
 from ejkernel.ops.execution.events import Event
+from ejkernel.ops.execution.interrupts import interrupts_held_back
 
 _LOOK = 0.2  # seconds between two looks at whether a worker is alive
 _START = 120.0  # seconds in which a worker must have started
@@ -150,26 +151,25 @@ class Worker:
             WorkerDiedError: the worker ended, or showed no sign of life for as long as it had said; it is gone.
             TuningError: the function or its arguments cannot be sent to another process.
         """
-        try:
-            request = pickle.dumps((function, args))
-        except Exception as error:
-            raise _unsendable(error) from error
+        check_sendable(args)
+        request = pickle.dumps((function, args))
         self.doing = doing or Doing(what="receiving its task")
         self._can_stop, self._pulse[_STOP] = stopping is not None, bool(stopping)
         self.is_busy = True
         try:
-            self._pipe.send_bytes(request)
-            return self._answer(on_event)
+            with interrupts_held_back() as interrupts:
+                self._pipe.send_bytes(request)
+                return self._answer(on_event, interrupts)
         except (BrokenPipeError, ConnectionResetError, EOFError):
             self._process.join(_GOODBYE)
             raise WorkerDiedError(self._last_words()) from None
 
-    def _answer(self, on_event: Callable[[Event], None] | None) -> Any:
+    def _answer(self, on_event: Callable[[Event], None] | None, interrupts: list[Callable[[], object]]) -> Any:
         alive, beats = time.monotonic(), self._pulse[_CALLS]
         while True:
             if self._can_stop and self._stop.is_set():
                 self._pulse[_STOP] = True
-            ready = self._wait()
+            ready = self._wait(interrupts)
             now = time.monotonic()
             if ready:
                 alive = now
@@ -189,17 +189,18 @@ class Worker:
                 text = f"no sign of life for {now - alive:.1f} s while {self.doing.what} (allowed: {allowed:.1f} s)"
                 raise WorkerDiedError(text, timed_out=True)
 
-    def _wait(self) -> bool:
+    def _wait(self, interrupts: list[Callable[[], object]]) -> bool:
         """Return whether a message is there. Ctrl-C asks the worker to stop, if it can be asked and was not before."""
         try:
             multiprocessing.connection.wait([self._pipe, self._process.sentinel], timeout=_LOOK)
-            return self._pipe.poll()
+            while interrupts:
+                interrupts.pop()()
         except KeyboardInterrupt:
             if not self._can_stop or self.is_stopping:
                 self.kill()
                 raise
             self._pulse[_STOP] = True
-            return False
+        return self._pipe.poll()
 
     def _take_note(self, kind: str, value: Any, on_event: Callable[[Event], None] | None) -> None:
         if kind == "begin":
@@ -241,6 +242,18 @@ class Worker:
         self._pipe.close()
         self._process.join(_GOODBYE)
         self.kill()  # what it started may be left
+
+
+def check_sendable(value: Any) -> None:
+    """Raise unless a worker can be told of `value`.
+
+    Raises:
+        TuningError: it cannot be pickled.
+    """
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        raise _unsendable(error) from error
 
 
 def _check_that_main_is_there() -> None:
