@@ -28,10 +28,11 @@ def test_ctrl_c_comes_when_it_is_looked_for():
 
 
 def test_one_that_nobody_looked_for_comes_at_the_end():
-    with pytest.raises(KeyboardInterrupt), interrupts_held_back():
-        signal.raise_signal(signal.SIGINT)
-        done = True
-    assert done
+    holding = interrupts_held_back()
+    holding.__enter__()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        holding.__exit__(None, None, None)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
