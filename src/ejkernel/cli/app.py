@@ -116,12 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except click.ClickException as error:
             error.show()
             return error.exit_code
-        except click.Abort:  # which stands for Ctrl-C
-            saved = (
-                ""
-                if "--compile-only" in (arguments or sys.argv)
-                else "; what was tuned so far is saved, run it again to go on"
-            )
+        except (click.Abort, KeyboardInterrupt):
+            compiles = "--compile-only" in (arguments or sys.argv)
+            saved = "" if compiles else "; what was tuned so far is saved, run it again to go on"
             click.echo(f"ejkernel: stopped{saved}", err=True)
             return 130
         except EjkernelError as error:

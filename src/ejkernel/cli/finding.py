@@ -63,13 +63,13 @@ def find(source: Source) -> Found:
 
 def find_sendable(source: Source) -> Found:
     """Return the calls that other processes can be told of; of others warn."""
-    from ejkernel.ops.execution.workers import check_sendable
+    from ejkernel.ops.execution.workers import pickled
 
     found = find(source)
     calls = []
     for inv in found.calls:
         try:
-            check_sendable(inv)
+            pickled(inv)
         except TuningError as error:
             text = (
                 f"{inv.op_id}: not tuned, because its kernel cannot be sent to a worker process ({error.__cause__}); "

@@ -138,7 +138,7 @@ def _print_counts(found: Found, console: Console) -> None:
         console.print(found.counts, soft_wrap=True, highlight=False)
 
 
-def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budget: float | None = None) -> bool:
+def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budget: float | None) -> bool:
     """Return whether the call was tuned to the end, or for about as long as it may be now."""
     store, kernel = chain.persistent, inv.kernel
     if kernel is None or store is None or store.get(inv.key, cfg_type=kernel.config_type) is None:

@@ -149,8 +149,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
                 return consulted.resolution
         self._note_miss(request, "error")
-        key = f", key {request.key.call} on {request.key.device}" if request.key is not None else ""
-        raise NoConfigError(inv.op_id, tuple(tried), f"{arguments(inv.description)}{key}" if key else "")
+        key, call = request.key, ""
+        if key is not None:
+            call = f"{arguments(inv.description)}, key {key.call} on {key.device}"
+        raise NoConfigError(inv.op_id, tuple(tried), call)
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return what every tier says, down to the one that answers; nothing is measured or remembered."""

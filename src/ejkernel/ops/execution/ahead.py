@@ -61,7 +61,7 @@ def load_program(payload: bytes, *, inputs: int, outputs: int, mosaic: bool) -> 
     Raises:
         TuningError: the default device is not the first, which is the one that programs are compiled for.
     """
-    if not _is_first(default_device()):
+    if not is_first(default_device()):
         raise TuningError(
             f"a program that another process compiled runs on the first device alone, not on {default_device()}; let "
             "this process see no other, such as with CUDA_VISIBLE_DEVICES."
@@ -71,7 +71,8 @@ def load_program(payload: bytes, *, inputs: int, outputs: int, mosaic: bool) -> 
     return compat.loaded(payload, inputs=inputs, outputs=outputs)
 
 
-def _is_first(device: jax.Device) -> bool:
+def is_first(device: jax.Device) -> bool:
+    """Return whether it is the device that programs which are compiled elsewhere run on."""
     return int(device.id) == 0
 
 

@@ -222,13 +222,11 @@ class _How:
 
     def job(self, patience: Patience, inv: Invocation[Any, Any], choice: Choice, only_once: bool) -> Callable[[], Made]:
         """Return what compiles a call."""
-        if self.executor is not None:
-            job = functools.partial(compile_for, inv, choice, self.target, only_once=only_once)
-            return functools.partial(_submitted, self.executor, job)
-        if not self.processes:
-            return functools.partial(compile_for, inv, choice, self.target, only_once=only_once)
-        compiler = functools.partial(compile_processes(self.processes).compile, allowed=lambda: patience.seconds)
-        return functools.partial(compiler, inv, choice, self.target, only_once=only_once)
+        compiler: Callable[..., Made] = compile_for
+        if self.executor is None and self.processes:
+            compiler = functools.partial(compile_processes(self.processes).compile, allowed=lambda: patience.seconds)
+        job = functools.partial(compiler, inv, choice, self.target, only_once=only_once)
+        return job if self.executor is None else functools.partial(_submitted, self.executor, job)
 
 
 def _submitted(executor: concurrent.futures.Executor, job: Callable[[], Made]) -> Made:

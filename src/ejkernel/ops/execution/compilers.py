@@ -20,7 +20,7 @@ from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import CandidateError, TuningError
-from ejkernel.ops.execution.ahead import LEFT, Made, compile_for
+from ejkernel.ops.execution.ahead import LEFT, Made, compile_for, is_first
 from ejkernel.ops.execution.compiling import default_width
 from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.threads import carried
@@ -260,6 +260,6 @@ def compiler_for(device: str, count: int, allowed: Callable[[], float]) -> Compi
     `None`, if there are no processes, or nobody has described the device to them, or it is not the first.
     """
     target = Target.of(device)
-    if count < 1 or target is None or default_device().id != 0:
+    if count < 1 or target is None or not is_first(default_device()):
         return None
     return Compiler(target, count, allowed)

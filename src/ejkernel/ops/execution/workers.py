@@ -151,8 +151,7 @@ class Worker:
             WorkerDiedError: the worker ended, or showed no sign of life for as long as it had said; it is gone.
             TuningError: the function or its arguments cannot be sent to another process.
         """
-        check_sendable(args)
-        request = pickle.dumps((function, args))
+        request = pickled((function, args))
         self.doing = doing or Doing(what="receiving its task")
         self._can_stop, self._pulse[_STOP] = stopping is not None, bool(stopping)
         self.is_busy = True
@@ -244,14 +243,14 @@ class Worker:
         self.kill()  # what it started may be left
 
 
-def check_sendable(value: Any) -> None:
-    """Raise unless a worker can be told of `value`.
+def pickled(value: Any) -> bytes:
+    """Return what a worker is told of `value`.
 
     Raises:
         TuningError: it cannot be pickled.
     """
     try:
-        pickle.dumps(value)
+        return pickle.dumps(value)
     except Exception as error:
         raise _unsendable(error) from error
 
