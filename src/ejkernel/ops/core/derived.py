@@ -12,31 +12,41 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.nodes import Choice, Flat, Forward, Node, autodiff_vjp, run_vjp, zero_tangent
 from ejkernel.ops.errors import GradientError
 
 
 @dataclasses.dataclass(frozen=True)
+class AxisName:
+    """The name that somebody gave an axis: any hashable value, `None` too."""
+
+    name: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Level:
-    """One `vmap`: its size, the axis of each argument, and its name for collectives."""
+    """One `vmap`: its size, the axis of each argument, and its name for collectives, if it has one."""
 
     size: int
     axes: tuple[int | None, ...]
-    axis_name: str | None
+    axis_name: AxisName | None
     spmd_axis_name: Any
 
     def map(self, function: Flat, axes: Sequence[int | None]) -> Flat:
-        """Return `function` batched over `axes`."""
-        named: dict[str, Any] = {} if self.axis_name is None else {"axis_name": self.axis_name}
-        return jax.vmap(function, in_axes=tuple(axes), axis_size=self.size, spmd_axis_name=self.spmd_axis_name, **named)
+        """Return `function` batched over `axes`, none of which need be there."""
+        named: dict[str, Any] = {} if self.axis_name is None else {"axis_name": self.axis_name.name}
+        options: dict[str, Any] = {"axis_size": self.size, "spmd_axis_name": self.spmd_axis_name, **named}
+        if any(axis is not None for axis in axes):
+            return jax.vmap(function, in_axes=tuple(axes), **options)
+        counted: Any = jax.vmap(lambda _, *arrays: function(*arrays), in_axes=(0, *axes), **options)
+        return lambda *arrays: counted(np.zeros(self.size, np.bool_), *arrays)
 
     def batched(self, like: Any, axis: int | None) -> jax.ShapeDtypeStruct:
         """Return the type `like` with this level's axis in it."""
         shape = list(like.shape)
         if axis is not None:
             shape.insert(axis, self.size)
-        return jax.ShapeDtypeStruct(tuple(shape), like.dtype)
+        return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
 
 
 def _unbatch(gradient: Any, axis: int | None) -> Any:
@@ -78,6 +88,11 @@ class Vmapped:
     def lead(self) -> int:
         """See `Node`."""
         return self.of.lead
+
+    @property
+    def types_are_whole(self) -> bool:
+        """See `Node`."""
+        return self.of.types_are_whole
 
     @property
     def transpose(self) -> Node:
@@ -176,6 +191,8 @@ class _Linear:
     count: int
     wrt: tuple[bool, ...]
     outs: tuple[bool, ...]
+
+    types_are_whole = False  # see `flat`
 
     @property
     def spec(self) -> CallSpec:
@@ -292,8 +309,6 @@ class Vjp(_Linear):
         def gradients(*arrays: Any) -> tuple[Any, ...]:
             primals = arrays[: self.count]
             if choice.types_only:  # gradients have the types of the arguments
-                if not has_gradient_rule(self.spec.kernel):
-                    self.of.flat(choice)(*primals)  # will run again: its effects are this call's too
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
             results = jax.eval_shape(self.of.flat(choice), *primals) if not all(self.outs) else self.outs
             given = iter(arrays[self.count :])
@@ -448,7 +463,8 @@ def wiring(node: Any) -> list[dict[str, Any]]:
         return [*([] if isinstance(node, _ThroughResiduals) else wiring(node.of)), through]
     if not isinstance(node, Vmapped):
         return []
-    more: dict[str, Any] = {} if node.level.axis_name is None else {"axis_name": node.level.axis_name}
+    name = None if node.level.axis_name is None else node.level.axis_name.name
+    more: dict[str, Any] = {"axis_name": name} if type(name) is str else {}
     if isinstance(node, LinearVmapped | TransposedVmapped):
         more["axes"] = list(node.level.axes)
     if isinstance(node, TransposedVmapped):

@@ -46,9 +46,11 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
     Attributes:
         version: Part of every key and label; raise it when old configurations or measurements no longer apply.
+        choices: Parameters of `run` for which saying the default is not the same as saying nothing.
     """
 
     version: ClassVar[str] = "0"
+    choices: frozenset[str] = frozenset()
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None and not _NAME.fullmatch(name):
