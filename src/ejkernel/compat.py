@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import core, effects
 from jax._src.interpreters import mlir as private_mlir
+from jax._src.state import types as state_types
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -23,6 +24,7 @@ from jax.interpreters import mlir as mlir
 
 _core: Any = core
 _effects: Any = effects
+_state_types: Any = state_types
 _mlir: Any = private_mlir
 _ir: Any = _mlir.ir
 make_user_context: Any = jax.make_user_context
@@ -124,6 +126,11 @@ def zeros_of_tangent(value: Any) -> Any:
     if dtype == jax.dtypes.float0:
         return np.zeros(value.shape, dtype)
     return match_varying(value, jnp.zeros(value.shape, dtype))
+
+
+def instantiated(aval: Any) -> Any:
+    """Return zeros of a type."""
+    return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def is_zero_tangent(tangent: Any) -> bool:
@@ -228,7 +235,9 @@ def traced(function: Any, avals: Sequence[Any]) -> Any:
 
 def outer_effects(jaxpr: Any) -> Any:
     """Return the effects of a closed jaxpr that whoever calls it has too: not those on its own references."""
-    return {effect for effect in jaxpr.effects if not isinstance(effect, _core.InternalMutableArrayEffect)}
+    return {
+        effect for effect in _core.positional_effects(jaxpr) if not isinstance(effect, _core.InternalMutableArrayEffect)
+    }
 
 
 def has_references(jaxpr: Any) -> bool:
@@ -241,6 +250,40 @@ def has_references(jaxpr: Any) -> bool:
 def observable(effects: Any) -> bool:
     """Return whether effects are more than collectives: something that must happen once, such as printing."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in effects)
+
+
+def cache_weakly(cls: type) -> None:
+    """Have JAX's caches refer weakly to the instances of `cls` that are parameters of primitives."""
+    from jax._src import util
+
+    kinds: Any = util.weakref_cache_key_types
+    kinds.add(cls)
+
+
+def is_reference(aval: Any) -> bool:
+    """Return whether a type is that of a reference, `jax.Ref`."""
+    return isinstance(aval, _state_types.AbstractRef)
+
+
+def register_discharge(primitive: Any, rule: Callable[..., tuple[list[Any], Sequence[Any]]]) -> None:
+    """Say how a primitive computes on the values of references: `rule(in_avals, *values, **params)`.
+
+    The rule returns the new value of each argument that is a reference, `None` for others, and the results.
+    """
+    from jax._src.state import discharge
+
+    def discharged(first: Any, *rest: Any, **params: Any) -> tuple[list[Any], Sequence[Any]]:
+        in_avals = getattr(
+            first, "in_avals", None
+        )  # of a context; before JAX 0.11 both lists of types came by themselves
+        return rule(first, *rest[1:], **params) if in_avals is None else rule(in_avals, *rest, **params)
+
+    discharge.register_discharge_rule(primitive)(discharged)
+
+
+def ordered_effects(function: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
+    """Return those effects of a function that must happen in the order of the program."""
+    return list(_effects.ordered_effects.filter_in(jax.make_jaxpr(function)(*avals).effects))
 
 
 def named_axes(effects: Any) -> set[Any]:

@@ -322,7 +322,7 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         for p in declared.signature.parameters.values()
     ]
     at = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    first = inspect.Parameter("_kernel", inspect.Parameter.POSITIONAL_ONLY)  # a method's function has a self of its own
     run.__signature__ = inspect.Signature([first, *parameters[:at], cfg, *parameters[at:]])  # type: ignore[attr-defined]
     return run
 

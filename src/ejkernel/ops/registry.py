@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
 Invocations = dict[str, dict[str, dict[str, Recorded]]]
 
 _invocations: Invocations = {}
-_missed: dict[ConfigKey, Recorded] = {}
+_missed: dict[ConfigKey, tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]] = {}
 _collectors: dict[int, list[Invocation[Any, Any]]] = {}
 _tokens = itertools.count(1)
 _lock = threading.Lock()
@@ -74,17 +75,19 @@ def missed() -> Invocations:
     """
     found: Invocations = {}
     with _lock:
-        for (device, op, call), recorded in _missed.items():
-            found.setdefault(device, {}).setdefault(op, {})[call] = recorded
+        noted = list(_missed.items())
+    for (device, op, call), (owner, inv) in noted:
+        kernel = owner()
+        if kernel is not None:
+            found.setdefault(device, {}).setdefault(op, {})[call] = Recorded(dataclasses.replace(inv, kernel=kernel))
     return found
 
 
 def note_missed(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], key: ConfigKey) -> None:
-    """Keep a call that nothing was measured for."""
+    """Keep a call that nothing was measured for, as long as somebody else keeps its kernel."""
     if key not in _missed:
-        recorded = Recorded(dataclasses.replace(inv, kernel=kernel).abstract())
-        with _lock:
-            _missed[key] = recorded
+        owner = weakref.ref(kernel, lambda _: _missed.pop(key, None))
+        _missed[key] = owner, inv.abstract().without_kernel()
 
 
 def forget_missed(key: ConfigKey) -> None:

@@ -177,6 +177,65 @@ class TransposedVmapped(Vmapped):
 
 
 @dataclasses.dataclass(frozen=True)
+class Discharged:
+    """`of` on the values of references: its results are followed by the values that the references have then."""
+
+    of: Node
+    references: tuple[bool, ...]
+
+    types_are_whole = False  # they make references of their own
+
+    @property
+    def spec(self) -> CallSpec:
+        """See `Node`."""
+        return self.of.spec
+
+    @property
+    def forward(self) -> Node:
+        """See `Node`."""
+        return self.of.forward
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix
+
+    @property
+    def lead(self) -> int:
+        """See `Node`."""
+        return self.of.lead
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
+
+    def steps(self) -> list[list[Any]]:
+        """See `Node`."""
+        return [*self.of.steps(), ["references", list(self.references)]]
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        return self.of.argument_types(choice, own)
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+
+        def discharged(*arrays: Any) -> tuple[Any, ...]:
+            given = [
+                jax.new_ref(array) if is_one else array for array, is_one in zip(arrays, self.references, strict=True)
+            ]
+            out = self.of.flat(choice)(*given)
+            return (*out, *[ref[...] for ref, is_one in zip(given, self.references, strict=True) if is_one])
+
+        return discharged
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`."""
+        return autodiff_vjp(self.flat(choice), count)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Linear:
     """What the linear nodes share.
 
@@ -457,6 +516,8 @@ def wiring(node: Any) -> list[dict[str, Any]]:
     forward that also returns its residuals. `spmd_axis_name` is left out: it says where on a mesh results are put, not
     what they are.
     """
+    if isinstance(node, Discharged):
+        return [*wiring(node.of), {}]
     if isinstance(node, _Linear):
         root = innermost(node.of)
         through = {"residuals": True} if isinstance(root, Forward) and root.residuals else {}

@@ -16,7 +16,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.derived import Level, Vmapped, wiring
+from ejkernel.ops.core.derived import Level, Vmapped, wiring, with_spec
 from ejkernel.ops.core.kernel import Kernel, hook, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -252,11 +252,19 @@ class Invocation(Generic[Cfg, Out]):
         own = self.array_types[lead : lead + count]
         return dataclasses.replace(self, op_id=kernel.op_id, array_types=own, _node=self._node.forward)
 
+    def without_kernel(self) -> Invocation[Cfg, Out]:
+        """Return the call for a store that must not keep its kernel alive; `dataclasses.replace` gives it back."""
+        return dataclasses.replace(self, kernel=None, _node=_weakly(self._node))
+
     def abstract(self) -> Invocation[Cfg, Out]:
         """Return the call without any array or tracer, fit to be stored."""
         return dataclasses.replace(
             self, args=self.abstract_args, kwargs=self.abstract_kwargs, device=self.device_fingerprint
         )
+
+
+def _weakly(node: Node | None) -> Node | None:
+    return None if node is None else with_spec(node, node.spec.weak())
 
 
 def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,11 +17,21 @@ import jax
 from ejkernel import compat
 from ejkernel.compat import ad
 from ejkernel.ops.core.context import Settings, settings_in_force
-from ejkernel.ops.core.derived import AxisName, Level, LinearVmapped, Vmapped, differentiate, innermost, with_spec
+from ejkernel.ops.core.derived import (
+    AxisName,
+    Discharged,
+    Jvp,
+    Level,
+    LinearVmapped,
+    Vmapped,
+    differentiate,
+    innermost,
+    with_spec,
+)
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact, zero_tangent
-from ejkernel.ops.errors import ArgumentError, NoConfigError
+from ejkernel.ops.errors import ArgumentError, GradientError, NoConfigError
 from ejkernel.ops.utils.fingerprint import platform_kind
 from ejkernel.ops.utils.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.perobject import Bounded, PerObject
@@ -260,10 +270,22 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
             return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
         body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
         if body.jaxpr is None:
-            return compat.lower_function(ctx, body.compute, *values)
+            return _lower_computed(ctx, body, call, *values)
         out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
         body.label(out, values)
         return out
+
+
+def _lower_computed(ctx: Any, body: Body, call: Call, *values: Any) -> Any:
+    try:
+        return compat.lower_function(ctx, body.compute, *values)
+    except KeyError as error:  # what JAX says of an ordered effect that it was not told of
+        if not call.linear or not compat.ordered_effects(body.compute, ctx.avals_in):
+            raise
+        raise GradientError(
+            f"{body.scope}: the gradient rule has ordered effects (such as jax.debug.print(..., ordered=True)), which "
+            "a program's order has no place for; make them unordered, or move them into run."
+        ) from error
 
 
 call_p.def_effectful_abstract_eval(_abstract_eval)
@@ -303,6 +325,11 @@ def _differentiate(
     primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, ...], call: Call
 ) -> tuple[Any, Any]:
     avals = [jax.typeof(p) for p in primals]
+    if any(map(compat.is_reference, avals)):
+        raise GradientError(
+            f"{call.node.spec.kernel.op_id}: a call that takes a reference (jax.Ref) has no gradient; pass the "
+            "reference's value, and write the result back outside."
+        )
     trees = residual_trees(call, avals)
     plain_types = types_of(call, avals)
     if compat.observable(plain_types.effects) and not has_gradient_rule(call.node.spec.kernel):
@@ -346,10 +373,33 @@ ad.primitive_jvps[call_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *arguments: Any, call: Call) -> list[Any]:
+    if not call.linear:
+        return _transpose_forward(cotangents, arguments, call)
     fixed = len(arguments) - call.linear
     given = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
     transposed = dataclasses.replace(call, node=call.node.transpose, linear=len(given))
     return [None] * fixed + list(call_p.bind(*arguments[:fixed], *given, call=transposed))
 
 
+def _transpose_forward(cotangents: Sequence[Any], arguments: Sequence[Any], call: Call) -> list[Any]:
+    """Transpose a call that is linear in what is asked for: its gradient, at zero as well as anywhere."""
+    wanted = tuple(ad.is_undefined_primal(argument) for argument in arguments)
+    pairs = zip(arguments, wanted, strict=True)
+    primals = [compat.instantiated(argument.aval) if unknown else argument for argument, unknown in pairs]
+    given = [ct for ct in map(ad.instantiate_zeros, cotangents) if ct.dtype != jax.dtypes.float0]
+    outs = tuple(is_inexact(aval) for aval in types_of(call, [jax.typeof(primal) for primal in primals]).avals)
+    node = Jvp(call.node, len(primals), wanted, outs).transpose
+    found = iter(call_p.bind(*primals, *given, call=dataclasses.replace(call, node=node, linear=len(given))))
+    return [next(found) if unknown else None for unknown in wanted]
+
+
+def _discharge(in_avals: Sequence[Any], *arrays: Any, call: Call) -> tuple[list[Any], Sequence[Any]]:
+    references = tuple(map(compat.is_reference, in_avals))
+    out = call_p.bind(*arrays, call=dataclasses.replace(call, node=Discharged(call.node, references)))
+    after = iter(out[len(out) - sum(references) :])
+    return [next(after) if is_one else None for is_one in references], out[: len(out) - sum(references)]
+
+
+compat.cache_weakly(Call)
+compat.register_discharge(call_p, _discharge)
 ad.primitive_transposes[call_p] = _transpose

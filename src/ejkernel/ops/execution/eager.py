@@ -19,7 +19,7 @@ from ejkernel.ops.utils.signature import as_array, is_array, stands_for_array
 
 Plan = Callable[..., Any]
 
-_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic)
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
 _BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
 _DTYPES = (np.dtype, type(jnp.float32))
 

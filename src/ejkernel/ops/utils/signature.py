@@ -26,7 +26,7 @@ import numpy as np
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.utils.identity import state_of
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.ShapedArray)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref, jax.ShapeDtypeStruct, jax.core.ShapedArray)
 _NO_ARRAYS = (np.flexible, np.object_, np.datetime64, np.timedelta64)  # scalars of NumPy that JAX has no dtype for
 _LONGEST = 200
 _JAX_DTYPES = type(jnp.float32)
@@ -246,7 +246,7 @@ def _shown(value: Any) -> str:
     """Return `repr(value)`, no longer than a line, and even if that raises."""
     try:
         text = repr(value)
-    except Exception as error:  # the user's own code
+    except Exception as error:  # noqa: BLE001 - the user's own code; what it raises is said
         return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
