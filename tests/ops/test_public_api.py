@@ -48,6 +48,7 @@ DOCUMENTED = [
     "Invocation",
     "Kernel",
     "KernelError",
+    "KernelWarning",
     "LABEL_RE",
     "Measurement",
     "NoConfigError",

@@ -27,6 +27,7 @@ from ejkernel.ops.errors import EjkernelError as EjkernelError
 from ejkernel.ops.errors import EjkernelWarning as EjkernelWarning
 from ejkernel.ops.errors import GradientError as GradientError
 from ejkernel.ops.errors import KernelError as KernelError
+from ejkernel.ops.errors import KernelWarning as KernelWarning
 from ejkernel.ops.errors import NoConfigError as NoConfigError
 from ejkernel.ops.errors import OfflineWarning as OfflineWarning
 from ejkernel.ops.errors import SerializationError as SerializationError

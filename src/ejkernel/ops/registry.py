@@ -35,6 +35,7 @@ _invocations: Invocations = {}
 _missed: dict[ConfigKey, tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]] = {}
 _collectors: dict[int, list[Invocation[Any, Any]]] = {}
 _tokens = itertools.count(1)
+_unused: list[int] = []  # tokens under which no call was lowered
 _lock = threading.Lock()
 
 
@@ -102,9 +103,9 @@ def recording() -> Iterator[list[Invocation[Any, Any]]]:
 
     Functions that `jit` has compiled are traced again inside, so their calls are seen too.
     """
-    token = next(_tokens)
     seen: list[Invocation[Any, Any]] = []
     with _lock:
+        token = _unused.pop() if _unused else next(_tokens)
         _collectors[token] = seen
     try:
         scope = current_scope()
@@ -113,3 +114,5 @@ def recording() -> Iterator[list[Invocation[Any, Any]]]:
     finally:
         with _lock:
             del _collectors[token]
+            if not seen:  # what was compiled meanwhile has no call in it, and need not be compiled anew the next time
+                _unused.append(token)

@@ -14,9 +14,10 @@ from typing import Any, Final, Generic
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.core.batched import Level, Vmapped
 from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.derived import Level, Vmapped, wiring, with_spec
+from ejkernel.ops.core.derived import wiring, with_spec
 from ejkernel.ops.core.kernel import Kernel, hook, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -215,7 +216,7 @@ class Invocation(Generic[Cfg, Out]):
 
     def _steps(self) -> list[list[Any]]:
         if self._node is not None:
-            return self._node.steps()
+            return [_step(*step) for step in self._node.steps()]
         axes = self.batch_axes or ()
         sizes = self.batch_sizes or (None,) * len(axes)
         return [["vmap", size, list(level)] for level, size in zip(reversed(axes), reversed(sizes), strict=True)]
@@ -261,6 +262,10 @@ class Invocation(Generic[Cfg, Out]):
         return dataclasses.replace(
             self, args=self.abstract_args, kwargs=self.abstract_kwargs, device=self.device_fingerprint
         )
+
+
+def _step(kind: str, *rest: Any) -> list[Any]:
+    return [kind, *[part if isinstance(part, int | list) else str(part) for part in rest]]  # a symbol has a name
 
 
 def _weakly(node: Node | None) -> Node | None:

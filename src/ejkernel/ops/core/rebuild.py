@@ -10,8 +10,9 @@ from typing import Any, Final
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.core.batched import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
 from ejkernel.ops.core.callspec import METHODS, take_apart
-from ejkernel.ops.core.derived import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped, differentiate
+from ejkernel.ops.core.derived import differentiate
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, living_kernels
 from ejkernel.ops.core.nodes import Forward, Node, is_inexact

@@ -125,7 +125,7 @@ class Executor(Generic[Cfg, Out]):
         if kernel is None:
             raise ArgumentError(f"Invocation of {inv.op_id!r} has no kernel; pass kernel=...")
         resolve = getattr(self.chooser, "resolve", None)
-        if resolve is not None:
+        if resolve is not None and not _chooses_by_itself(self.chooser):
             return cast("Resolution[Cfg]", resolve(inv, kernel))
         try:
             key = inv.key
@@ -218,6 +218,14 @@ class Executor(Generic[Cfg, Out]):
     ) -> Invocation[Cfg, Out]:
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
+
+
+def _chooses_by_itself(chooser: Any) -> bool:
+    """Return whether `choose` was overridden in a class below the one that says what `resolve` does, or later."""
+    for scope in (vars(chooser), *map(vars, type(chooser).__mro__)):
+        if "choose" in scope or "resolve" in scope:
+            return "resolve" not in scope
+    return False
 
 
 def _prepared(

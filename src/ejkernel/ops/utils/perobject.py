@@ -47,6 +47,20 @@ class PerObject(Generic[T]):
         return len(self.by_address)
 
 
+class IdentitySet:
+    """A set of objects by identity, which does not keep them alive."""
+
+    def __init__(self) -> None:
+        self._members: PerObject[None] = PerObject(lambda: None)
+
+    def add(self, member: Any) -> None:
+        """Add an object."""
+        self._members.of(member)
+
+    def __contains__(self, member: Any) -> bool:
+        return id(member) in self._members.by_address
+
+
 class Bounded(dict[Any, T]):
     """A table that lets go of its oldest entries; safe to use from several threads, at the worst two make one entry."""
 

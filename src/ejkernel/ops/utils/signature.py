@@ -57,6 +57,11 @@ def abstract(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
+def is_known(*sizes: Any) -> bool:
+    """Return whether sizes are numbers: in a program that is exported for many shapes some may be symbols."""
+    return all(isinstance(size, int | np.integer) for size in sizes)
+
+
 def abstract_tree(tree: Any) -> Any:
     """Return `tree` with every array replaced by its `ShapeDtypeStruct`."""
     return jax.tree.map(lambda leaf: abstract(leaf) if is_array(leaf) else leaf, tree)
