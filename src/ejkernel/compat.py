@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, effects
+from jax._src import array, core, effects
 from jax._src.interpreters import mlir as private_mlir
 from jax._src.state import types as state_types
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
@@ -31,6 +31,7 @@ make_user_context: Any = jax.make_user_context
 # `jax.extend.core` names this class, but it imports Pallas: a third of the time that `import ejkernel.ops` took.
 Primitive: Any = type(jax.lax.add_p)
 dtypes: Any = jax.dtypes
+ArrayImpl: Any = array.ArrayImpl
 finfo: Any = jnp.finfo
 
 # The stubs of `jax.config` name none of its options.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -13,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.core.callspec import tokens_of
+from ejkernel import compat
+from ejkernel.ops.utils.identity import identity, identity_of_node, token_of
 from ejkernel.ops.utils.perobject import Bounded, PerObject
 from ejkernel.ops.utils.signature import as_array, is_array, stands_for_array
 
@@ -21,6 +23,8 @@ Plan = Callable[..., Any]
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
 _BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
+_ARRAY_KINDS = frozenset({compat.ArrayImpl, np.ndarray})
+_SCANNED, _ARRAY = "scanned", "array"
 _DTYPES = (np.dtype, type(jnp.float32))
 
 
@@ -52,9 +56,17 @@ class Plans:
     def run(
         self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any, override: Hashable | None
     ) -> Any:
-        """Run a call that is not the traced part of another, and keep what was compiled for it."""
+        """Run a call, and keep what was compiled for it.
+
+        Raises:
+            Traced: the call is a part of what another trace computes.
+        """
         # The table of before the call: another may be there after it, for which this plan would be too old.
         table = self.tables.of(kernel)
+        key, arrays = _scanned(args, kwargs, override)
+        plan = table.get(key)
+        if plan is not None:
+            return plan(args, kwargs, arrays)
         values = (*args, *kwargs.values())
         types = (*map(type, args), *kwargs, *map(type, kwargs.values()))
         if override is None and types not in table and all(map(_goes_by_type, values)):
@@ -64,18 +76,8 @@ class Plans:
             return out
         if override is None and any(map(_is_exception, values)):
             table[types] = _Detour(self, weakref.ref(kernel))
-        return self.run_by_tokens(kernel, args, kwargs, cfg, override)
-
-    def run_by_tokens(
-        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any, override: Hashable | None
-    ) -> Any:
-        """Run a call with arguments of any kind."""
-        table, key = self.tables.of(kernel), (override, tokens_of(args), *kwargs, *map(tokens_of, kwargs.values()))
-        plan = table.get(key)
-        if plan is not None:
-            return plan(args, kwargs)
-        plan = _TokenPlan(self._bind, weakref.ref(kernel), cfg)
-        out = plan(args, kwargs)
+        plan = _ScannedPlan(self._bind, weakref.ref(kernel), cfg)
+        out = plan(args, kwargs, arrays)
         table.keep(key, plan)
         return out
 
@@ -100,10 +102,10 @@ class _Detour:
         self._plans, self._kernel = weakref.ref(plans), kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _alive(self._plans).run_by_tokens(_alive(self._kernel), args, kwargs, None, None)
+        return _alive(self._plans).run(_alive(self._kernel), args, kwargs, None, None)
 
 
-class _TokenPlan:
+class _ScannedPlan:
     """A compiled function of the arrays of a call; all else is taken from the call that has it traced."""
 
     def __init__(self, bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: Any) -> None:
@@ -118,13 +120,74 @@ class _TokenPlan:
 
         self._jitted: Any = jax.jit(run)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], arrays: list[Any]) -> Any:
         self._current.call = args, kwargs
         try:
-            leaves = jax.tree.leaves((args, kwargs), is_leaf=stands_for_array)
-            return self._jitted(*[as_array(leaf) for leaf in leaves if _is_given(leaf)])
+            return self._jitted(*arrays)
         finally:
             del self._current.call
+
+
+class Traced(Exception):
+    """One of the arguments is traced."""
+
+
+def _scanned(
+    args: tuple[Any, ...], kwargs: dict[str, Any], override: Hashable | None
+) -> tuple[tuple[Hashable, ...], list[Any]]:
+    """Return what tells apart calls that share no plan, and the arrays in the order of `jax.tree.flatten`."""
+    key: list[Hashable] = [_SCANNED, override]
+    arrays: list[Any] = []
+    for value in args:
+        _scan(value, key, arrays)
+    if kwargs:
+        for name in sorted(kwargs):
+            key.append(name)
+            _scan(kwargs[name], key, arrays)
+    return tuple(key), arrays
+
+
+def _scan(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
+    kind: Any = type(value)
+    if kind in _ARRAY_KINDS:
+        arrays.append(value)
+        key.append(_ARRAY)
+    elif kind in _BY_EQUALITY and kind is not float:
+        key += (kind, value)
+    elif kind is float:
+        key.append(struct.pack("d", value))
+    elif kind is tuple or kind is list:
+        key += (kind, len(value))
+        for item in value:
+            _scan(item, key, arrays)
+    elif kind is dict:
+        key += (kind, len(value))
+        for name in sorted(value):
+            key.append(identity(name))
+            _scan(value[name], key, arrays)
+    else:
+        _scan_other(value, key, arrays)
+
+
+def _scan_other(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise Traced
+    if _is_given(value):
+        array = as_array(value)
+        if isinstance(array, jax.core.Tracer):
+            raise Traced
+        arrays.append(array)
+        key.append(_ARRAY)
+        return
+    node = jax.tree_util.default_registry.flatten_one_level(value)
+    if node is None:
+        key.append(token_of(value))
+        return
+    children, aux = node
+    children = tuple(children)
+    key += (type(value), identity_of_node(value, aux), len(children))
+    for child in children:
+        _scan(child, key, arrays)
 
 
 def _is_given(leaf: Any) -> bool:

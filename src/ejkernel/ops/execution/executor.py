@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, cast, overload
@@ -23,10 +24,10 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError, UnstableKeyError
 from ejkernel.ops.execution.body import ResolvedCall, resolved
 from ejkernel.ops.execution.discovery import discover
-from ejkernel.ops.execution.eager import NotByEquality, Plans, is_static
+from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.identity import identity
+from ejkernel.ops.utils.identity import identity, token_of
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.serialize import stable_json
 from ejkernel.ops.utils.signature import as_array, stands_for_array
@@ -159,11 +160,12 @@ class Executor(Generic[Cfg, Out]):
             check_config(kernel, cfg)
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
-        leaves = jax.tree.leaves((args, kwargs))
-        if compat.jit_disabled() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if compat.jit_disabled():
             return self._bind(kernel, args, kwargs, cfg)
-        override = None if cfg is None else _override_token(cfg)
-        return cast(Out, self._plans.run(kernel, args, kwargs, cfg, override))
+        try:
+            return cast(Out, self._plans.run(kernel, args, kwargs, cfg, None if cfg is None else _override_token(cfg)))
+        except Traced:
+            return self._bind(kernel, args, kwargs, cfg)
 
     def _bind_weakly(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Out:
         return self._bind(kernel, args, kwargs, cfg, weakly=True)
@@ -246,6 +248,8 @@ def _prepared(
 
 
 def _override_token(config: Any) -> Hashable:
+    if dataclasses.is_dataclass(config):
+        return token_of(config)
     try:
         return (type(config), stable_json(config))
     except SerializationError as error:

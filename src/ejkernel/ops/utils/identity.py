@@ -36,6 +36,7 @@ _PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     types.MappingProxyType: lambda value: tuple(value.items()),
     types.BuiltinMethodType: lambda value: (value.__self__, value.__name__),
 }
+_MAY_CHANGE = "may change"  # stands in what identifies something whose content is not what it was for ever
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or an extension module did
 
 
@@ -102,6 +103,47 @@ def identity(value: Any) -> Hashable:
     return _identity(value, ())
 
 
+class Token:
+    """What identifies an object that does not change, hashed once."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: Hashable) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Token) and self._parts == other._parts)
+
+
+_tokens: dict[int, tuple[Any, Token]] = {}  # by address; the reference removes the entry with its object
+
+
+def token_of(value: Any) -> Hashable:
+    """Return `identity(value)`, remembered for objects that do not change."""
+    address = id(value)
+    known = _tokens.get(address)
+    if known is not None:
+        return known[1]
+    found = identity(value)
+    if _may_change(found):
+        return found
+    token = Token(found)
+    try:
+        _tokens[address] = weakref.ref(value, lambda _: _tokens.pop(address, None)), token
+    except TypeError:  # it cannot be referred to, so nobody would say when its address is another object's
+        pass
+    return token
+
+
+def _may_change(parts: Any) -> bool:
+    if isinstance(parts, tuple | frozenset):
+        return any(part is _MAY_CHANGE or _may_change(part) for part in parts)
+    return False
+
+
 def _identity(value: Any, path: tuple[int, ...]) -> Hashable:
     kind = type(value)
     if kind in _BY_VALUE:
@@ -121,19 +163,19 @@ def _identity(value: Any, path: tuple[int, ...]) -> Hashable:
 
 def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
     if kind in _MUTABLE:
-        return (kind, by_is(value), *[_identity(part, path) for part in _MUTABLE[kind](value)])
+        return (kind, _MAY_CHANGE, by_is(value), *[_identity(part, path) for part in _MUTABLE[kind](value)])
     if kind in _PARTS:
         return (kind, *[_identity(part, path) for part in _PARTS[kind](value)])
     if kind is types.MethodType:
         return (kind, by_is(value.__func__), by_is(value.__self__))
     if kind in {set, frozenset}:
         parts = frozenset(_identity(part, path) for part in value)
-        return (kind, parts) if kind is frozenset else (kind, by_is(value), parts)
+        return (kind, parts) if kind is frozenset else (kind, _MAY_CHANGE, by_is(value), parts)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return (kind, *[_identity(part, path) for part in value])
     if _is_mutable_dataclass(value):
         fields = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-        return (kind, by_is(value), *[_identity(part, path) for part in fields])
+        return (kind, _MAY_CHANGE, by_is(value), *[_identity(part, path) for part in fields])
     state = state_of(value) if _is_value_type(kind) else ()
     return (kind, *[(name, _identity(part, path)) for name, part in state]) if state else by_is(value)
 
