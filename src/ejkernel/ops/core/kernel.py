@@ -87,7 +87,8 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Run the operation through the default executor."""
-        return typing.cast(Out, services.default_executor()(self, *args, cfg=cfg, **kwargs))
+        executor = services.made.executor or services.default_executor()
+        return typing.cast(Out, executor.call(self, args, kwargs, cfg))
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments as `run` is to see them; runs once a call, under JAX's tracing.

@@ -183,9 +183,9 @@ def _scan_other(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
     if node is None:
         key.append(token_of(value))
         return
-    children, aux = node
-    children = tuple(children)
-    key += (type(value), identity_of_node(value, aux), len(children))
+    children, aux = tuple(node[0]), node[1]
+    kind: Any = type(value)
+    key += (kind, identity_of_node(value, aux), len(children))
     for child in children:
         _scan(child, key, arrays)
 

@@ -73,6 +73,10 @@ class Executor(Generic[Cfg, Out]):
             **kwargs: Its keyword arguments. With `method="shard_map"` also `mesh`, `in_specs` and `out_specs`: the
                 call then runs on each device's part, and is tuned for it.
         """
+        return self.call(kernel, args, kwargs, cfg)
+
+    def call(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
+        """Run `kernel`, as `executor(kernel, *args, cfg=cfg, **kwargs)` does."""
         if cfg is None and (table := self._tables.get(id(kernel))) is not None:
             plan = table[0].get((*map(type, args), *kwargs, *map(type, kwargs.values())))
             if plan is not None:
@@ -194,7 +198,7 @@ class Executor(Generic[Cfg, Out]):
         kwargs = dict(kwargs)
         method = kwargs.pop("method")
         if method is None:
-            return self(kernel, *args, cfg=cfg, **kwargs)
+            return self.call(kernel, args, kwargs, cfg)
         if method not in METHODS:
             raise ArgumentError(f"method must be one of {', '.join(METHODS)}, or None; got {method!r}.")
         missing = [name for name in ("mesh", "in_specs", "out_specs") if name not in kwargs]
@@ -274,11 +278,13 @@ class _Default:
                     now = settings.current()
                     policy = AutotunePolicy(autotune=now.autotune, heuristic=now.heuristic, note_misses=now.note_misses)
                     self._executor = Executor(ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=policy))
+                    services.provide_executor(self._executor)
         return self._executor
 
     def set(self, executor: Executor[Any, Any] | None) -> None:
         with self._lock:
             self._executor = executor
+            services.provide_executor(executor)
 
 
 _default = _Default()

@@ -7,6 +7,7 @@ only descriptions in common; within one process nothing but the values themselve
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -131,10 +132,8 @@ def token_of(value: Any) -> Hashable:
     if _may_change(found):
         return found
     token = Token(found)
-    try:
+    with contextlib.suppress(TypeError):  # of one that cannot be referred to, nobody would say when its address is free
         _tokens[address] = weakref.ref(value, lambda _: _tokens.pop(address, None)), token
-    except TypeError:  # it cannot be referred to, so nobody would say when its address is another object's
-        pass
     return token
 
 

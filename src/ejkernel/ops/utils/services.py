@@ -19,6 +19,24 @@ class _Services:
 _services = _Services()
 
 
+class Made:
+    """What was made already.
+
+    Attributes:
+        executor: The default executor; `None` while there is none.
+    """
+
+    executor: Any = None
+
+
+made = Made()
+
+
+def provide_executor(executor: Any) -> None:
+    """Say which executor is the default one now."""
+    made.executor = executor
+
+
 def provide(
     *,
     default_executor: Callable[[], Any] | None = None,
