@@ -7,6 +7,7 @@ What a file says is data: it names kernels and functions of modules that the use
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,11 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, Of
 from ejkernel.ops.execution.bundles import BundledCall, read_bundle
 from ejkernel.ops.execution.texts import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.tables import counted
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file
 _BYTECODE: Final = b"ML\xefR"
+_PROGRAM: Final = re.compile(r"^[ \t]*(HloModule\b|(builtin\.)?module\b[^\n]*\{|#\w+ = loc\()", re.M)  # how one begins
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class Found:
         name: Where they were found.
         calls: The calls.
         counts: What became of everything that was there, for the end of the report; `""` if there is nothing to say.
+        empty: Why it is a failure if there are no calls; `""` if it is none.
         notes: The notes that they come from, if they do.
         compiled: Their candidates, where they are compiled already.
         device: The device that they would be tuned on.
@@ -42,6 +46,7 @@ class Found:
     name: str
     calls: tuple[Invocation[Any, Any], ...]
     counts: str = ""
+    empty: str = ""
     notes: MissedNotes | None = None
     compiled: Mapping[ConfigKey, BundledCall] = dataclasses.field(default_factory=dict)
     device: str = ""
@@ -65,8 +70,10 @@ def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
     Raises:
         ArgumentError: the file cannot be read, or holds something else.
     """
-    program = calls_in_text(_program_text(path), modules=modules)
+    text = _program_text(path)
+    program = calls_in_text(text, modules=modules)
     if not program.labels:
+        _check_program(path, text)
         _warn(f"no kernel call is named in {path}; was the program lowered with EJKERNEL_OPS_STAMP=none?")
     if program.bare:
         _warn(
@@ -76,10 +83,10 @@ def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
     for reason in program.why_refused():
         _warn(f"{reason}{_hint(reason)}")
     counts = (
-        f"{path}: {program.labels} labels, {len(program.calls)} of them calls that can be tuned here, "
+        f"{path}: {counted(program.labels, 'label')}, {_usable(len(program.calls))}, "
         f"{len(program.bare)} without a description, {len(program.refused)} of no use here"
     )
-    return Found(name=str(path), calls=program.calls, counts=counts)
+    return Found(name=str(path), calls=program.calls, counts=counts, empty=_empty(path))
 
 
 def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
@@ -109,8 +116,8 @@ def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
             continue
         calls.append(inv)
         compiled[inv.key] = call
-    counts = f"{folder}: {len(calls) + refused} calls, {refused} of no use here"
-    return Found(name=str(folder), calls=tuple(calls), counts=counts, compiled=compiled)
+    counts = f"{folder}: {counted(len(calls) + refused, 'call')}, {refused} of no use here"
+    return Found(name=str(folder), calls=tuple(calls), counts=counts, empty=_empty(folder), compiled=compiled)
 
 
 def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
@@ -133,15 +140,14 @@ def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
             refused += 1
             _warn(f"{key.op}:{key.call} (of {note.kernel}): {error}{_hint(str(error))}")
     counts = (
-        f"{notes.folder}: {len(calls) + refused + elsewhere} notes, {len(calls)} of them calls that can be tuned here, "
+        f"{notes.folder}: {counted(len(calls) + refused + elsewhere, 'note')}, {_usable(len(calls))}, "
         f"{refused} of no use here, {elsewhere} of other devices"
     )
-    return Found(name=str(notes.folder), calls=tuple(calls), counts=counts, notes=notes)
+    empty = _empty(notes.folder) if refused else ""  # without notes all that was missed is tuned
+    return Found(name=str(notes.folder), calls=tuple(calls), counts=counts, empty=empty, notes=notes)
 
 
 def _program_text(path: Path) -> str:
-    if path.suffix == ".py":
-        raise ArgumentError(f"{path} is a Python file; give MODULE:FUNCTION, such as {path.stem}:program.")
     try:
         size = path.stat().st_size
         if size > _LARGEST:
@@ -160,6 +166,28 @@ def _program_text(path: Path) -> str:
             f"{path} is neither a program's text nor one that this process can read: {error}. If its arguments have "
             "types of its own, name the module that registers them with --import."
         ) from error
+
+
+def _check_program(path: Path, text: str) -> None:
+    """Raise unless a text that names no call is that of a program.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not _PROGRAM.search(text):
+        what = "is empty" if not text.strip() else "is no text of a lowered program: no `module` of StableHLO or HLO"
+        raise ArgumentError(
+            f"{path} {what}. Write what jax.jit(f).lower(...).as_text() returns, of a program that is lowered with "
+            "EJKERNEL_OPS_STAMP=json."
+        )
+
+
+def _usable(count: int) -> str:
+    return f"{count} of them {'a call' if count == 1 else 'calls'} that can be tuned here"
+
+
+def _empty(place: Path) -> str:
+    return f"{place} holds no call that can be tuned here; the warnings above say why."
 
 
 def _hint(reason: str) -> str:

@@ -84,11 +84,11 @@ class StoredSearch:
     def _decoded(self, config: Any, cfg_type: Any) -> Any:
         return decode_config(config, self.config_type) if cfg_type is None else from_data(config, cfg_type)
 
-    def summary(self) -> str:
-        """Return the fate of every candidate as a table, the fastest first."""
+    def summary(self, *, width: int | None = None) -> str:
+        """Return the fate of every candidate as a table, the fastest first, of at most `width` columns."""
         where = f"{self.key.op}  {arguments(self.call)}\n{self.key.device}, call {self.key.call}, measured "
         title = f"{where}{str(self.provenance.get('time', 'at an unknown time'))[:19].replace('T', ' ')}"
-        return summary_of(title, self.outcomes, self.outcomes[self.winner], self.seconds)
+        return summary_of(title, self.outcomes, self.outcomes[self.winner], self.seconds, width=width)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,10 +100,10 @@ class AutotuneData:
         before, after = self.heuristic.measurement, self.winner.measurement
         return None if before is None or after is None else before.median / after.median
 
-    def summary(self) -> str:
-        """Return the fate of every candidate as a table for people, the fastest first."""
+    def summary(self, *, width: int | None = None) -> str:
+        """Return the fate of every candidate as a table for people, the fastest first, of at most `width` columns."""
         title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}\n{self.key.device}, call {self.key.call}"
-        return summary_of(title, self.outcomes, self.winner, self.seconds, self.why)
+        return summary_of(title, self.outcomes, self.winner, self.seconds, self.why, width=width)
 
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
@@ -126,7 +126,15 @@ class AutotuneData:
         }
 
 
-def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds: float, why: str = "") -> str:
+def summary_of(
+    title: str,
+    outcomes: Sequence[Outcome],
+    winner: Outcome,
+    seconds: float,
+    why: str = "",
+    *,
+    width: int | None = None,
+) -> str:
     """Return a search as text: `title`, what came out, and a table of the outcomes, the fastest first.
 
     Args:
@@ -135,6 +143,7 @@ def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds
         winner: One of them.
         seconds: How long the search took.
         why: Why the heuristic stays, if it does.
+        width: How wide the table may be; `None`: as wide as it is.
     """
     heuristic = outcomes[0].measurement
     if winner is outcomes[0]:
@@ -145,7 +154,8 @@ def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds
         found = f"{heuristic.median / winner.measurement.median:.2f}x the heuristic's speed"
     ranked = sorted(outcomes, key=lambda o: math.inf if o.measurement is None else o.measurement.median)
     rows = [_cells(outcome, outcome is outcomes[0], outcome is winner, heuristic) for outcome in ranked]
-    table = text_table(("", "configuration", "status", "median", "spread", "of heuristic", "reason"), rows)
+    header = ("", "configuration", "status", "median", "spread", "of heuristic", "reason")
+    table = text_table(header, rows, width=width, optional=("of heuristic", "spread"))
     return f"{title}\n{len(outcomes)} candidates in {seconds:.1f} s; {found}\n{table}"
 
 
