@@ -133,4 +133,6 @@ def _show_warning(
 ) -> None:
     del file, line
     place = "" if _is_ours(category, "EjkernelWarning") else f" ({filename}:{lineno})"
-    print(f"ejkernel: warning: {message}{place}", file=sys.stderr)
+    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, which most of the command does without
+
+    print(f"ejkernel: warning: {printable_lines(message)}{place}", file=sys.stderr)

@@ -21,7 +21,7 @@ from ejkernel.ops.utils.tables import counted
 
 def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path, processes: int | None) -> None:
     """Compile the candidates of a program's calls for `device`, in `processes`, and write them to `output`."""
-    console = Console(stderr=True, emoji=False)
+    console = Console(stderr=True, emoji=False, markup=False)
     aim = Target.named(device)
     source = Source.of(target, imports, platform=aim.platform)
     with aim.entered():

@@ -18,6 +18,7 @@ from ejkernel.ops.execution.bundles import BundledCall
 from ejkernel.ops.execution.outcome import MEASURED, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.execution.roofline import roofline
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.signature import is_array
 from ejkernel.ops.utils.tables import compact, counted, text_table
@@ -104,7 +105,7 @@ def bundle(calls: Sequence[BundledCall]) -> str:
     """Return how the candidates of a bundle fared, and why some did not."""
     rows, lines = [], []
     for call in calls:
-        operation = str(call.description["op"])
+        operation = printable(call.description["op"])
         fates = collections.Counter(compiled.outcome.status for compiled in call.candidates)
         rows.append((operation, ", ".join(f"{count} {status}" for status, count in fates.most_common())))
         reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
@@ -129,8 +130,8 @@ def candidates(tuned: AutotuneData) -> str:
             )
         )
     header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
-    title = f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}"
-    kept = f"\nthe heuristic stays: {tuned.why}" if tuned.why else ""
+    title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}")
+    kept = f"\nthe heuristic stays: {printable(tuned.why)}" if tuned.why else ""
     return f"{title}{kept}{_achieved(tuned)}\n{table(header, rows, 'compiled in', 'spread')}"
 
 

@@ -13,6 +13,7 @@ from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.store import MeasurementStore, StoredSearch
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.tables import arguments, compact
 
 
@@ -85,7 +86,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
         ("file", str(entry.path or "in memory")),
     ]
-    return "\n".join([f"{op}  {call}", *(f"  {name:<14}{text}" for name, text in lines if text)])
+    return "\n".join([printable(f"{op}  {call}"), *(f"  {name:<14}{printable(text)}" for name, text in lines if text)])
 
 
 def _median(times: Any) -> str:
@@ -98,7 +99,7 @@ def _speedup(entry: StoredEntry) -> str:
 
 
 def _time(entry: StoredEntry) -> str:
-    return str(entry.provenance.get("time", "-"))[:16].replace("T", " ")
+    return printable(entry.provenance.get("time", "-"))[:16].replace("T", " ")
 
 
 def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import to_data
 
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
@@ -17,7 +19,7 @@ _GAP = "  "
 def text_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None, optional: Sequence[str] = ()
 ) -> str:
-    """Return rows under a header, in columns two spaces apart.
+    """Return rows under a header, in columns two spaces apart; every cell is printable.
 
     Where that is wider than `width`, cells are wrapped between their words, and if that does not do, columns are left
     out. If that does not do either, each row is a paragraph, with a line for each column. No word is cut.
@@ -28,7 +30,7 @@ def text_table(
         width: How many characters a line may have; `None`: any number.
         optional: Names of columns that may be left out, in this order.
     """
-    columns = [[name, *cells] for name, *cells in zip(header, *map(tuple, rows), strict=True)]
+    columns = [list(map(printable, column)) for column in zip(header, *rows, strict=True)]
     natural = [max(map(len, column)) for column in columns]
     if width is None or _total(natural) <= width:
         return _aligned(columns, natural)
@@ -94,7 +96,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 def compact(config: Any) -> str:
     """Return a configuration in short, such as `block_q=64 warps=4`, without the fields that are not set."""
-    return _compact(to_data(config))
+    return printable(_compact(to_data(config)))
 
 
 def _compact(data: Any) -> str:
@@ -124,12 +126,13 @@ def arguments(call: Any) -> str:
         return ""
     positional, named = call.get("args"), call.get("kwargs")
     arrays = [*_arrays(positional), *_arrays(named)]
-    parts = [text if arrays.count(text) == 1 else f"{text} x{arrays.count(text)}" for text in dict.fromkeys(arrays)]
+    parts = [text if count == 1 else f"{text} x{count}" for text, count in collections.Counter(arrays).items()]
     statics = named.items() if isinstance(named, dict) else ()
     parts += [f"{name}={value}" for name, value in statics if isinstance(value, bool | int | str)]
     steps = call.get("steps")
-    batches = [step[1] for step in steps if step[:1] == ["vmap"]] if isinstance(steps, list) else []
-    return ", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])])
+    steps = steps if isinstance(steps, list) else []
+    batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
+    return printable(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
 
 
 def _arrays(described: Any) -> Iterator[str]:
