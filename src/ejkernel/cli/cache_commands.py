@@ -7,7 +7,6 @@ import datetime
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,17 +18,15 @@ written_cache = click.option("--cache", type=FOLDER, help="Folder to change; EJK
 dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 
 
-class Age(click.ParamType):
-    """A length of time such as `30d`."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime.timedelta:
-        """Return the length of time that is written."""
-        match = re.fullmatch(r"(\d{1,6})([mhdw])", str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is no length of time such as 90m, 12h, 30d or 8w.", param, ctx)
-        return datetime.timedelta(**{_UNITS[match[2]]: int(match[1])})
+def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> datetime.timedelta | None:
+    """Return the length of time that is written."""
+    del ctx, param
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", value.strip())
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no length of time such as 90m, 12h, 30d or 8w.")
+    return datetime.timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 @click.group()
@@ -88,7 +85,7 @@ def verify(cache: Path | None, as_json: bool) -> int:
 
 @cache.command()
 @written_cache
-@click.option("--older-than", type=Age(), metavar="AGE", help="Only what is older than this: 90m, 12h, 30d, 8w.")
+@click.option("--older-than", callback=_age, metavar="AGE", help="Only what is older than this: 90m, 12h, 30d, 8w.")
 @click.option("--not-for-this-jax", is_flag=True, help="Only what was measured with another version of JAX.")
 @click.option("--unreadable", is_flag=True, help="Files that cannot be used, whatever their age.")
 @dry_run

@@ -96,6 +96,14 @@ def _leave_devices_alone() -> None:
         compat.leave_devices_alone()
 
 
+def _share_devices() -> None:
+    """Leave a GPU's memory to others, in a process that is the command's and runs nothing on it."""
+    if click.get_current_context().obj.is_ours:
+        from ejkernel import settings
+
+        settings.share_device({})
+
+
 @click.command()
 @click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
 @imports
@@ -105,11 +113,12 @@ def _leave_devices_alone() -> None:
 def explain(target: str, imports: tuple[str, ...], missed: bool, cache: Path | None, as_json: bool) -> int:
     """Say why each call of a program has the configuration that it has.
 
-    MODULE:FUNCTION and FILE are what `ejkernel tune` takes. Every place that a configuration may come from is asked, in the
-    order that a call asks them, down to the one that answers. Nothing is measured or saved.
+    MODULE:FUNCTION and FILE are what `ejkernel tune` takes. Every place that a configuration may come from is asked,
+    in the order that a call asks them, down to the one that answers. Nothing is measured or saved.
     """
     if bool(target) == missed:
         raise click.UsageError("give one of MODULE:FUNCTION, FILE and --missed.")
+    _share_devices()
     from ejkernel.cli.explain import run_explain
 
     run_explain(target, imports, missed=missed, cache=cache, as_json=as_json)
@@ -135,6 +144,7 @@ def list_(imports: tuple[str, ...], as_json: bool) -> int:
 
     With --import, the kernels of that module too.
     """
+    _share_devices()
     from ejkernel.cli.operations import run_list
 
     run_list(imports, as_json=as_json)

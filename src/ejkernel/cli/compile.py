@@ -39,8 +39,8 @@ def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
     measure = " ".join(["ejkernel tune --from", str(output), *(f"--import {module}" for module in modules)])
     console.print(
-        f"{compiled} of {counted(len(candidates), 'candidate')} compiled in {time.monotonic() - started:.1f} s, written to "
-        f"{output}; measure them where the device is: {measure}",
+        f"{compiled} of {counted(len(candidates), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "
+        f"written to {output}; measure them where the device is: {measure}",
         soft_wrap=True,
     )
 

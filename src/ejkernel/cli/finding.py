@@ -115,4 +115,6 @@ def find_sendable(source: Source) -> Found:
         else:
             calls.append(inv)
     empty = found.empty or f"no call of {found.name} can be tuned in a worker process."
-    return dataclasses.replace(found, calls=tuple(calls), empty=found.empty if len(calls) == len(found.calls) else empty)
+    return dataclasses.replace(
+        found, calls=tuple(calls), empty=found.empty if len(calls) == len(found.calls) else empty
+    )

@@ -101,7 +101,9 @@ def _module_file(path: Path, function: str) -> Path:
         hint = f"did you mean {other}:{function}?" if other.is_file() else f"the working directory is {Path.cwd()}."
         raise ArgumentError(f"there is no file {path}; {hint}")
     if path.suffix != ".py":
-        raise ArgumentError(f"{path} is not a Python file, and a function belongs to one; to tune a text, leave it out.")
+        raise ArgumentError(
+            f"{path} is not a Python file, and a function belongs to one; to tune a text, leave it out."
+        )
     return Path(os.path.abspath(path))
 
 
@@ -181,9 +183,8 @@ def _import(name: str) -> Any:
 def _check_file(module: Any, program: Program) -> None:
     there = getattr(module, "__file__", None)
     if there is None or program.file is None or not os.path.samefile(there, program.file):
-        raise ArgumentError(
-            f"{program.file} would be imported as {program.module!r}, which is {there or 'built in'} already; rename it."
-        )
+        other = there or "built in"
+        raise ArgumentError(f"{program.file} would be imported as {program.module!r}, which is {other}; rename it.")
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

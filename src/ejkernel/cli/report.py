@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
-import jax
 
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.execution.bundles import BundledCall
@@ -20,8 +19,7 @@ from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.execution.roofline import roofline
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import to_data
-from ejkernel.ops.utils.signature import is_array
-from ejkernel.ops.utils.tables import compact, counted, text_table
+from ejkernel.ops.utils.tables import arguments, compact, counted, text_table
 
 
 def width() -> int | None:
@@ -47,19 +45,8 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> st
 
 
 def signature(inv: Invocation[Any, Any]) -> str:
-    """Return the call's arrays in short, such as `bf16[4,1024,8,64] x3`."""
-    shapes = [_short(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs))) if is_array(leaf)]
-    parts = []
-    for shape in dict.fromkeys(shapes):
-        count = shapes.count(shape)
-        parts.append(shape if count == 1 else f"{shape} x{count}")
-    batch = f" vmap{list(inv.batch_sizes)}" if inv.batch_sizes else ""
-    return ", ".join(parts) + batch
-
-
-def _short(leaf: Any) -> str:
-    name = str(leaf.dtype).replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
-    return f"{name}[{','.join(map(str, leaf.shape))}]"
+    """Return the call's arguments in short, such as `bf16[4,1024,8,64] x3, causal=True`."""
+    return arguments(inv.description)
 
 
 def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[bool]) -> str:

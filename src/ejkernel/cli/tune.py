@@ -238,7 +238,9 @@ def bars(console: Console, count: int, doing: str) -> Iterator[Callable[[Invocat
         def step(inv: Invocation[Any, Any], done: int, total: int) -> None:
             if not console.is_terminal and inv.key not in shares:
                 number = len(shares) + 1
-                console.print(f"{doing} {inv.op_id} ({number} of {count}), {counted(total, 'candidate')}", highlight=False)
+                console.print(
+                    f"{doing} {inv.op_id} ({number} of {count}), {counted(total, 'candidate')}", highlight=False
+                )
             shares[inv.key] = done / max(total, 1)
             progress.update(task, completed=sum(shares.values()), note=f"{inv.op_id}: {done} of {total}")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import location, write_file
+from ejkernel.ops.config._files import UnusableError, location, write_file
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, SerializationError
@@ -103,10 +103,27 @@ class MissedNotes:
 
     def entries(self) -> Iterator[Note]:
         """Yield every note that can be read, sorted by device, operation and call."""
-        for file in sorted(self.folder.glob("*/*/*.json")):
+        for file in self.files():
             note = self._read(file)
             if note is not None:
                 yield note
+
+    def files(self) -> list[Path]:
+        """Return the files of all notes, sorted by device, operation and call."""
+        return sorted(self.folder.glob("*/*/*.json"))
+
+    def read(self, file: Path) -> Note | None:
+        """Return the note of a file, or `None` if it is gone.
+
+        Raises:
+            UnusableError: it cannot be used.
+        """
+        try:
+            return self._parsed(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, UnicodeDecodeError, SerializationError) as error:
+            raise UnusableError(str(error)) from error
 
     def remove(self, key: ConfigKey) -> None:
         """Remove the note of a call, if there is one."""
@@ -127,10 +144,8 @@ class MissedNotes:
     def _read(self, file: Path) -> Note | None:
         """Return the note of a file, or `None` if there is no file, or none that can be used."""
         try:
-            return self._parsed(file)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, UnicodeDecodeError, SerializationError) as error:
+            return self.read(file)
+        except UnusableError as error:
             warnings.warn(f"ignoring the note {file}: {error}", CacheWarning, stacklevel=3)
             return None
 

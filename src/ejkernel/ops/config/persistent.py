@@ -240,9 +240,7 @@ class PersistentCache:
         for folder in self.folders():
             for file in files(folder, ENTRY, "" if operation is None else slug(f"{operation}@v")):
                 try:
-                    entry = _read(file)
-                    if entry is not None and location(entry.key)[-1] != file.name:
-                        raise UnusableError(f"it holds another key: {entry.key!r}")
+                    entry = read_entry(file)
                 except UnusableError as error:
                     warn_of(str(file), error)
                 else:
@@ -344,6 +342,18 @@ def _expand(path: str | Path | None) -> Path | None:
 
 
 # --- files ---
+
+
+def read_entry(file: Traversable) -> StoredEntry | None:
+    """Return the entry of a file that was found in a cache's folder, or `None` if it is gone.
+
+    Raises:
+        UnusableError: it cannot be used.
+    """
+    entry = _read(file)
+    if entry is not None and location(entry.key)[-1] != file.name:
+        raise UnusableError(f"it holds another key: {entry.key!r}")
+    return entry
 
 
 def _read(file: Traversable) -> StoredEntry | None:

@@ -171,6 +171,21 @@ class MeasurementStore:
                 yield file.name, file, functools.partial(read_text, file)
 
 
+def read_search(file: Path) -> StoredSearch | None:
+    """Return the search of a file that was found in a cache's folder, or `None` if it is gone.
+
+    Raises:
+        UnusableError: it cannot be used.
+    """
+    text = read_text(file)
+    if text is None:
+        return None
+    key, _ = load_header(text)
+    if not _names_of(key).fullmatch(file.name):
+        raise UnusableError(f"it holds another key: {key!r}")
+    return load(text, file)
+
+
 def replay(
     search: StoredSearch, strategy_of: Callable[[ConfigSpace[Any]], Strategy], evaluations: int | None = None
 ) -> Record:

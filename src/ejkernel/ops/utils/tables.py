@@ -65,11 +65,9 @@ def _aligned(columns: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
         [[cell] if len(cell) <= size else textwrap.wrap(cell, size, break_on_hyphens=False) or [""] for cell in column]
         for column, size in zip(columns, widths, strict=True)
     ]
-    lines = []
-    for row in zip(*cells, strict=True):
-        for parts in itertools.zip_longest(*row, fillvalue=""):
-            lines.append(_GAP.join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip())
-    return "\n".join(lines)
+    lines = (line for row in zip(*cells, strict=True) for line in itertools.zip_longest(*row, fillvalue=""))
+    padded = (_GAP.join(part.ljust(size) for part, size in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(line.rstrip() for line in padded)
 
 
 def _paragraphs(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
