@@ -89,8 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str] | None) -> int:
     try:
         status = cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=Process(arguments is None))
-    except click.ClickException as error:
+    except click.UsageError as error:
         error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        _echo_error(error.format_message())
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo(f"ejkernel: stopped{_what_is_left(sys.argv[1:] if arguments is None else arguments)}", err=True)
@@ -98,9 +101,15 @@ def _run(arguments: list[str] | None) -> int:
     except Exception as error:
         if not _is_ours(type(error), "EjkernelError"):
             raise
-        click.echo(f"ejkernel: error: {error}", err=True)
+        _echo_error(str(error))
         return 1
     return status if isinstance(status, int) else 0
+
+
+def _echo_error(message: str) -> None:
+    from ejkernel.ops.utils.printable import printable_lines  # imports JAX, which is there where errors come from
+
+    click.echo(f"ejkernel: error: {printable_lines(message)}", err=True)
 
 
 def _what_is_left(arguments: Sequence[str]) -> str:

@@ -225,13 +225,8 @@ def user_code(doing: str) -> Iterator[None]:
 
 
 def _users_lines(error: BaseException) -> str:
-    """Return the lines of a traceback that are not of this package, of JAX or of the import system."""
-    others = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (ejkernel, jax, importlib))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*others, "<frozen"))
-    ]
+    """Return the lines of a traceback that are not of this package, of JAX or of Python's own library."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     left_out = len(frames) - _SHOWN
     lines = traceback.format_list(frames if left_out <= 0 else frames[:1] + frames[-_SHOWN + 1 :])
     if left_out > 0:
@@ -239,6 +234,13 @@ def _users_lines(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # where it is, with the line and a mark
         lines += itertools.takewhile(lambda line: line.startswith(" "), traceback.format_exception_only(error))
     return "".join(lines)
+
+
+def _is_users(filename: str) -> bool:
+    ours = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (ejkernel, jax))
+    if filename.startswith((*ours, "<frozen")):
+        return False
+    return not filename.startswith(f"{Path(os.__file__).parent}{os.sep}") or "site-packages" in filename
 
 
 def _told(error: Exception) -> str:
