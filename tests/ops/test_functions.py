@@ -288,6 +288,15 @@ def test_an_unknown_argument_is_refused():
 # --- declarations ---
 
 
+@pytest.mark.parametrize("written", ["@tune", "@tune()"])
+def test_a_decorator_without_a_space_says_how_to_write_it(written):
+    def bare(x, *, rows=1):
+        return x
+
+    with pytest.raises(KernelError, match=r'write @tune\(space=\{"rows": \[8, 16\]\}\)'):
+        tune(bare) if written == "@tune" else tune()(bare)
+
+
 @pytest.mark.parametrize(
     ("function", "options", "text"),
     [
