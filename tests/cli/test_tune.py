@@ -278,7 +278,10 @@ def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsy
         ("./absent.py:step", "there is no file absent.py; the working directory is "),
         ("./notes.txt:step", "notes.txt is not a Python file"),
         ("./folder", "folder is a folder; give MODULE:FUNCTION, such as folder/FILE.py:FUNCTION"),
-        ("./folder:step", "folder without __init__.py, so that it is no module; give one of its files, such as folder/a"),
+        (
+            "./folder:step",
+            "folder without __init__.py, so that it is no module; give one of its files, such as folder/a",
+        ),
         ("./bundle", "bundle is a bundle; measure what is in it with --from bundle"),
         ("./folder/json.py:step", "would be imported as 'json', which is "),
         ("./folder/a.b.py:step", "a.b.py cannot be imported, because of the dot in its name; rename it"),

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from ejkernel.cli import report
 from ejkernel.cli.finding import Source, find
-from ejkernel.cli.tune import bars
+from ejkernel.cli.tune import bars, messages
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.bundles import compile_bundle
 from ejkernel.ops.execution.compiling import default_width
@@ -21,7 +20,7 @@ from ejkernel.ops.utils.tables import counted
 
 def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path, processes: int | None) -> None:
     """Compile the candidates of a program's calls for `device`, in `processes`, and write them to `output`."""
-    console = Console(stderr=True, emoji=False, markup=False)
+    console = messages()
     aim = Target.named(device)
     source = Source.of(target, imports, platform=aim.platform)
     with aim.entered():

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import click
 from rich.console import Console
@@ -56,6 +56,11 @@ class TuneOptions:
     compile_processes: int | None = None
 
 
+def messages(file: IO[str] | None = None) -> Console:
+    """Return where messages go: stderr, with colours where that is a terminal and `NO_COLOR` is not set."""
+    return Console(file=file, stderr=file is None, emoji=False, markup=False)
+
+
 def run_tune(options: TuneOptions) -> None:
     """Run `ejkernel tune`. The device is a worker process's: a candidate may take that with it, not the command."""
     if options.in_process:
@@ -68,7 +73,7 @@ def run_tune(options: TuneOptions) -> None:
 
 
 def _run(options: TuneOptions) -> None:
-    console = Console(stderr=True, emoji=False, markup=False)
+    console = messages()
     store = PersistentCache(options.cache)
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
@@ -91,7 +96,7 @@ def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, An
         report.echo_json(report.calls_as_data(found.calls, tuned))
     else:
         click.echo(report.calls_as_text(found.calls, tuned))
-    _print_counts(found, Console(stderr=True, emoji=False, markup=False))
+    _print_counts(found, messages())
 
 
 def _check_devices(options: TuneOptions, device: str) -> None:

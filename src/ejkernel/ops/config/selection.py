@@ -32,7 +32,7 @@ from ejkernel.ops.errors import (
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.tables import arguments
+from ejkernel.ops.utils.tables import arguments, counted
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             config = layer.lookup(request.key)
             if config is not None:
                 return request.answer(config, "overlay")
-        return f"not among the entries of {len(layers)} overlay(s)"
+        return f"not among the entries of {counted(len(layers), 'overlay')}"
 
     def _from_memory(self, request: _Request) -> Resolution[Any] | str:
         if request.key is None:
