@@ -151,6 +151,13 @@ def test_what_one_process_compiled_another_measures_and_compiles_nothing(folder)
     assert "--import" in err
 
 
+def test_several_devices_on_a_cpu_are_an_error_that_says_why(folder):
+    status, out, err = run(folder, "tune", "prog:step", "--devices", "2")
+    assert (status, out) == (1, "")
+    assert "--devices 2 is for GPUs, each of which has a worker process, and the device here is cpu:" in err
+    assert not (folder / "cache").exists() or not list((folder / "cache").rglob("*.json"))
+
+
 @pytest.mark.parametrize(
     "mode",
     [("--compile-processes", "1"), ("--in-process",)],

@@ -11,7 +11,6 @@ import pytest
 from tests.ops.execution.made_up_times import interleaved_with
 
 from ejkernel.cli import main
-from ejkernel.ops import ConfigError
 from ejkernel.ops.execution import bench, task, tuning
 
 PROGRAM = '''
@@ -174,7 +173,14 @@ def test_a_dry_run_says_which_calls_are_tuned_already(program, capsys):
     assert re.search(r"product@v0 .* yes$", out, re.M)
     assert re.search(r"product.bwd@v0 .* no$", out, re.M)
     _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--dry-run", "--cache", "saved", "--json")
-    assert [call["tuned"] for call in json.loads(out)] == [True, False]
+    assert [call["tuned"] for call in json.loads(out)] == ["yes", "no"]
+
+
+def test_a_call_whose_search_ran_out_of_time_is_tuned_in_part(program, capsys):
+    arguments = ("tune", "--in-process", "program:forward", "--cache", "saved")
+    run(capsys, *arguments, "--budget", "0.000001")
+    assert re.search(r"product@v0 .* in part$", run(capsys, *arguments, "--dry-run")[1], re.M)
+    assert re.search(r"product@v0 .* yes$", run(capsys, *arguments, "--dry-run", "--budget", "0.000001")[1], re.M)
 
 
 def test_one_of_a_thing_is_not_called_several(program, capsys):
@@ -218,14 +224,6 @@ def test_a_file_that_is_no_program_says_what_it_is_not(program, capsys, text, sa
     assert f"words.txt {says}" in err
     assert ".as_text()" in err
     assert "EJKERNEL_OPS_STAMP=json" in err
-
-
-def test_devices_on_a_cpu_say_why_not(program, capsys):
-    from ejkernel.cli.tune import TuneOptions, _check_devices
-
-    with pytest.raises(ConfigError, match=r"--devices 2 is for GPUs.* the device here is cpu:some"):
-        _check_devices(TuneOptions(devices=2), "cpu:some")
-    _check_devices(TuneOptions(devices=2), "gpu:some")
 
 
 def test_what_was_found_before_an_interrupt_is_shown_and_saved(program, capsys, monkeypatch):

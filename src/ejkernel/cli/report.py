@@ -49,22 +49,17 @@ def signature(inv: Invocation[Any, Any]) -> str:
     return arguments(inv.description)
 
 
-def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[bool]) -> str:
-    """List calls with their keys, and whether they are tuned already."""
+def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> str:
+    """List calls with their keys, and whether they are tuned already: `yes`, `no` or `in part`."""
     if not calls:
         return "Nothing to tune."
-    rows = [
-        (inv.op_id_v, signature(inv), inv.call_key, "yes" if is_tuned else "no")
-        for inv, is_tuned in zip(calls, tuned, strict=True)
-    ]
+    rows = [(inv.op_id_v, signature(inv), inv.call_key, how) for inv, how in zip(calls, tuned, strict=True)]
     return table(("operation", "arguments", "key", "tuned"), rows)
 
 
-def calls_as_data(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[bool]) -> list[dict[str, Any]]:
+def calls_as_data(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> list[dict[str, Any]]:
     """List calls with all that is known of them."""
-    return [
-        {"key": inv.call_key, "tuned": is_tuned, **inv.description} for inv, is_tuned in zip(calls, tuned, strict=True)
-    ]
+    return [{"key": inv.call_key, "tuned": how, **inv.description} for inv, how in zip(calls, tuned, strict=True)]
 
 
 def searches(result: AutotuningResult, *, verbose: bool = False) -> str:

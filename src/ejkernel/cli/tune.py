@@ -91,7 +91,7 @@ def _run(options: TuneOptions) -> None:
 
 
 def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, Any]) -> None:
-    tuned = [_known(chain, inv, options.budget) for inv in found.calls]
+    tuned = ["yes" if _known(chain, inv, options.budget) else _partly(chain, inv) for inv in found.calls]
     if options.as_json:
         report.echo_json(report.calls_as_data(found.calls, tuned))
     else:
@@ -165,6 +165,13 @@ def _processes(options: TuneOptions, device: str) -> int:
 def _print_counts(found: Found, console: Console) -> None:
     if found.counts:
         console.print(found.counts, soft_wrap=True, highlight=False)
+
+
+def _partly(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> str:
+    """Return how a call is tuned that would be tuned again: its last search may have been stopped, or out of time."""
+    store, kernel = chain.persistent, inv.kernel
+    known = store is not None and kernel is not None and store.get(inv.key, cfg_type=kernel.config_type) is not None
+    return "in part" if known else "no"
 
 
 def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budget: float | None) -> bool:
