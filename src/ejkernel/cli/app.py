@@ -14,6 +14,7 @@ import click
 
 from ejkernel import compat
 from ejkernel.ops.errors import EjkernelError, EjkernelWarning
+from ejkernel.ops.utils.printable import printable_lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,4 +138,4 @@ def _show_warning(
 ) -> None:
     del file, line
     place = "" if issubclass(category, EjkernelWarning) else f" ({filename}:{lineno})"
-    print(f"ejkernel: warning: {message}{place}", file=sys.stderr)
+    print(f"ejkernel: warning: {printable_lines(message)}{place}", file=sys.stderr)

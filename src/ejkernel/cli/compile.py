@@ -19,7 +19,7 @@ from ejkernel.ops.execution.targets import Target
 
 def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path, processes: int | None) -> None:
     """Compile the candidates of a program's calls for `device`, in `processes`, and write them to `output`."""
-    console = Console(stderr=True, emoji=False)
+    console = Console(stderr=True, emoji=False, markup=False)
     aim = Target.named(device)
     with aim.entered():
         found = find(Source(target=target, imports=imports, platform=aim.platform))

@@ -19,6 +19,7 @@ from ejkernel.ops.execution.bundles import BundledCall
 from ejkernel.ops.execution.outcome import MEASURED, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.execution.roofline import roofline
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.signature import is_array
 from ejkernel.ops.utils.tables import compact, text_table
@@ -87,7 +88,7 @@ def bundle(calls: Sequence[BundledCall]) -> str:
     rows = Table("operation", "candidates")
     lines = []
     for call in calls:
-        operation = str(call.description["op"])
+        operation = printable(call.description["op"])
         fates = collections.Counter(compiled.outcome.status for compiled in call.candidates)
         rows.add_row(operation, ", ".join(f"{count} {status}" for status, count in fates.most_common()))
         reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
@@ -112,8 +113,8 @@ def candidates(tuned: AutotuneData) -> str:
             )
         )
     header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
-    title = f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}"
-    kept = f"\nthe heuristic stays: {tuned.why}" if tuned.why else ""
+    title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}")
+    kept = f"\nthe heuristic stays: {printable(tuned.why)}" if tuned.why else ""
     return f"{title}{kept}{_achieved(tuned)}\n{text_table(header, rows)}"
 
 
@@ -162,6 +163,6 @@ def result_as_json(result: AutotuningResult) -> str:
 def render(renderable: Any) -> str:
     """Return what rich would print, without colours, as text that a pipe can take."""
     width = Console().width if sys.stdout.isatty() else _PIPE_WIDTH
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, emoji=False)
     console.print(renderable)
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined,no-any-return]

@@ -14,6 +14,7 @@ from ejkernel.cli.report import render
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.store import MeasurementStore, StoredSearch
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.tables import arguments, compact
 
 
@@ -36,11 +37,11 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> None:
         measured = entry.measured or {}
         speedup = measured.get("speedup")
         rows.add_row(
-            *key,
+            *map(printable, key),
             arguments(entry.call),
             compact(entry.config),
             f"{speedup:.2f}x" if isinstance(speedup, float) else "-",
-            str(entry.provenance.get("time", "-"))[:16].replace("T", " "),
+            printable(entry.provenance.get("time", "-"))[:16].replace("T", " "),
         )
     click.echo(render(rows))
 

@@ -68,7 +68,7 @@ def run_tune(options: TuneOptions) -> None:
 
 
 def _run(options: TuneOptions) -> None:
-    console = Console(stderr=True, emoji=False)
+    console = Console(stderr=True, emoji=False, markup=False)
     store = PersistentCache(options.cache)
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
@@ -201,7 +201,12 @@ def _saying_that_it_stops(console: Console) -> Iterator[None]:
 @contextlib.contextmanager
 def bars(console: Console, count: int, doing: str) -> Iterator[Callable[[Invocation[Any, Any], int, int], None]]:
     """Show one bar over all candidates of all calls; on a pipe, a line a call."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(doing, total=max(count, 1), note="")
         shares: dict[Any, float] = {}  # several calls may be under way

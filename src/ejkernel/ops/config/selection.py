@@ -31,6 +31,7 @@ from ejkernel.ops.errors import (
 )
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.tables import arguments
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ class Consulted:
     tier: str
     resolution: Resolution[Any] | None
     note: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "note", printable(self.note))  # it tells of what files hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution._modelling import Record
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.outcome import PRUNED, READY, SAME, SKIPPED, AutotuneData, Outcome, summary_of
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import from_data, from_json, to_data
 from ejkernel.ops.utils.tables import arguments
 from ejkernel.ops.utils.typenames import PLAIN, decode_config, type_name
@@ -78,7 +79,7 @@ class StoredSearch:
                 times.append((config, None if outcome.measurement is None else outcome.measurement.median))
         if refused:
             text = "%d of %d configurations in the log of %s cannot be decoded, such as one: %s"
-            logger.info(text, len(refused), len(self.outcomes), self.path or self.key, refused[0])
+            logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
         return Record(label or f"{self.key.device} {self.key.call}", tuple(times))
 
     def _decoded(self, config: Any, cfg_type: Any) -> Any:
@@ -86,8 +87,8 @@ class StoredSearch:
 
     def summary(self) -> str:
         """Return the fate of every candidate as a table, the fastest first."""
-        where = f"{self.key.op}  {arguments(self.call)}\n{self.key.device}, call {self.key.call}, measured "
-        title = f"{where}{str(self.provenance.get('time', 'at an unknown time'))[:19].replace('T', ' ')}"
+        time = str(self.provenance.get("time", "at an unknown time"))[:19].replace("T", " ")
+        title = f"{self.key.op}  {arguments(self.call)}", f"{self.key.device}, call {self.key.call}, measured {time}"
         return summary_of(title, self.outcomes, self.outcomes[self.winner], self.seconds)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.utils.printable import printable, printable_lines
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
 
@@ -52,6 +53,9 @@ class Outcome:
     compile_seconds: float | None = None
     peak_bytes: int | None = None
     spilled: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable_lines(self.reason))  # a file's, or a candidate's exception's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class AutotuneData:
 
     def summary(self) -> str:
         """Return the fate of every candidate as a table for people, the fastest first."""
-        title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}\n{self.key.device}, call {self.key.call}"
+        title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}", f"{self.key.device}, call {self.key.call}"
         return summary_of(title, self.outcomes, self.winner, self.seconds, self.why)
 
     def summary_data(self) -> dict[str, Any]:
@@ -126,11 +130,13 @@ class AutotuneData:
         }
 
 
-def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds: float, why: str = "") -> str:
+def summary_of(
+    title: Sequence[str], outcomes: Sequence[Outcome], winner: Outcome, seconds: float, why: str = ""
+) -> str:
     """Return a search as text: `title`, what came out, and a table of the outcomes, the fastest first.
 
     Args:
-        title: What was searched for.
+        title: What was searched for, line by line.
         outcomes: What became of each candidate; the heuristic is the first.
         winner: One of them.
         seconds: How long the search took.
@@ -146,7 +152,8 @@ def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds
     ranked = sorted(outcomes, key=lambda o: math.inf if o.measurement is None else o.measurement.median)
     rows = [_cells(outcome, outcome is outcomes[0], outcome is winner, heuristic) for outcome in ranked]
     table = text_table(("", "configuration", "status", "median", "spread", "of heuristic", "reason"), rows)
-    return f"{title}\n{len(outcomes)} candidates in {seconds:.1f} s; {found}\n{table}"
+    lines = (*map(printable, title), f"{len(outcomes)} candidates in {seconds:.1f} s; {printable(found)}", table)
+    return "\n".join(lines)
 
 
 def _cells(outcome: Outcome, first: bool, won: bool, heuristic: Measurement | None) -> tuple[str, ...]:

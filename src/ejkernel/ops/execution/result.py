@@ -14,6 +14,7 @@ from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.outcome import AutotuneData
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import from_json, to_data, to_json
 from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
 from ejkernel.ops.utils.typenames import decode_config, type_name
@@ -80,7 +81,7 @@ class AutotuningResult:
         """Return a table: of each call its configuration and, of those that were tuned here, what that brought."""
         tuned = {(search.key.op, search.key.call): search for search in self.searches}
         rows = [_cells(entry, tuned.get((entry.op_id_v, entry.call_key))) for entry in self.entries]
-        title = f"{len(rows)} configuration{'s' * (len(rows) != 1)} for {self.device}"
+        title = f"{len(rows)} configuration{'s' * (len(rows) != 1)} for {printable(self.device)}"
         header = ("operation", "call", "configuration", "arguments", "before", "after", "speed-up")
         return f"{title}\n{text_table(header, rows)}" if rows else title
 

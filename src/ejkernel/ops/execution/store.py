@@ -38,6 +38,7 @@ from ejkernel.ops.execution._searchlog import dump, load, load_header
 from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.searching import Strategy
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import stable_json, to_data
 
 logger = logging.getLogger(__name__)
@@ -261,7 +262,7 @@ def _prune(folder: Traversable, key: ConfigKey) -> None:
         try:
             file.unlink(missing_ok=True)  # another process may do the same
         except OSError as error:
-            logger.info("an old search stays: %s", error)
+            logger.info("an old search stays: %s", printable(error))
 
 
 services.provide(store_of=MeasurementStore)

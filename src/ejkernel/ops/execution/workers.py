@@ -30,6 +30,7 @@ from ejkernel import settings
 from ejkernel.ops.errors import DeviceLostError, TuningError
 from ejkernel.ops.execution.events import Event
 from ejkernel.ops.execution.interrupts import interrupts_held_back
+from ejkernel.ops.utils.printable import printable_lines
 
 _LOOK = 0.2  # seconds between two looks at whether a worker is alive
 _START = 120.0  # seconds in which a worker must have started
@@ -369,7 +370,7 @@ def _unsendable(error: Exception) -> TuningError:
 
 def _sendable(error: BaseException) -> BaseException:
     """Return the error, or its text if it cannot be pickled."""
-    error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
+    error.add_note(printable_lines("in the worker:\n" + "".join(traceback.format_exception(error))))
     bare = error.with_traceback(None)
     try:
         pickle.loads(pickle.dumps(bare))  # noqa: S301 - our own

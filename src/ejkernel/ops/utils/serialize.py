@@ -16,6 +16,7 @@ import numpy as np
 from jax import dtypes as jax_dtypes  # also registers names such as "bfloat16" with NumPy
 
 from ejkernel.ops.errors import SerializationError
+from ejkernel.ops.utils.printable import printable_json
 
 _T = TypeVar("_T")
 _MAX_DEPTH = 64  # deeper is a cycle or an attack; Python's own limit must not be what ends it
@@ -56,8 +57,8 @@ def from_data(data: object, cls: Any) -> Any:
 
 
 def to_json(obj: Any) -> str:
-    """Return `obj` as JSON for people: indented, keys sorted. See `to_data` for what is accepted."""
-    return _dumps(to_data(obj), indent=2, ensure_ascii=False)
+    """Return `obj` as JSON for people: indented, keys sorted, all printable. See `to_data` for what is accepted."""
+    return printable_json(_dumps(to_data(obj), indent=2, ensure_ascii=False))
 
 
 @overload

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import to_data
 
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows under a header, in columns two spaces apart."""
-    lines = [tuple(header), *map(tuple, rows)]
+    """Return rows under a header, in columns two spaces apart; every cell is one line, and printable."""
+    lines = [tuple(map(printable, row)) for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
     return "\n".join(line.rstrip() for line in padded)
@@ -21,7 +23,7 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def compact(config: Any) -> str:
     """Return a configuration in short, such as `block_q=64 warps=4`, without the fields that are not set."""
-    return _compact(to_data(config))
+    return printable(_compact(to_data(config)))
 
 
 def _compact(data: Any) -> str:
@@ -51,12 +53,13 @@ def arguments(call: Any) -> str:
         return ""
     positional, named = call.get("args"), call.get("kwargs")
     arrays = [*_arrays(positional), *_arrays(named)]
-    parts = [text if arrays.count(text) == 1 else f"{text} x{arrays.count(text)}" for text in dict.fromkeys(arrays)]
+    parts = [text if count == 1 else f"{text} x{count}" for text, count in collections.Counter(arrays).items()]
     statics = named.items() if isinstance(named, dict) else ()
     parts += [f"{name}={value}" for name, value in statics if isinstance(value, bool | int | str)]
     steps = call.get("steps")
-    batches = [step[1] for step in steps if step[:1] == ["vmap"]] if isinstance(steps, list) else []
-    return ", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])])
+    steps = steps if isinstance(steps, list) else []
+    batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
+    return printable(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
 
 
 def _arrays(described: Any) -> Iterator[str]:
