@@ -11,6 +11,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.ops.sealing import with_digest
 
 from ejkernel.ops import (
     AutotunePolicy,
@@ -198,14 +199,21 @@ def test_a_folder_that_cannot_be_written_is_one_warning(store):
         run(TIMES, X[:2])
 
 
+def changed(**fields):
+    return lambda text: with_digest(json.loads(text) | fields)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda text: text[:-5], "not valid JSON"),
-        (lambda text: text.replace('"schema": 1', '"schema": 2'), "schema 2, not 1"),
-        (lambda text: text.replace('"times@v0"', '"other@v0"'), "another key"),
-        (lambda text: text.replace('"processes": 1', '"processes": "many"'), "expected int"),
-        (lambda text: json.dumps(json.loads(text) | {"run": "me"}), "no such field"),
+        (changed(schema=3), "schema 3, not 2"),
+        (changed(schema=1), "schema 1, not 2"),
+        (changed(key={"device": "cpu", "op": "other@v0", "call": "0"}), "another key"),
+        (changed(processes="many"), "expected int"),
+        (changed(processes=10**4000), "it counts int"),
+        (changed(run="me"), "no such field"),
+        (lambda text: text.replace('"processes": 1', '"processes": 2'), "it is not what was written"),
         (lambda text: text + " " * (1 << 20), "more than"),
     ],
 )
