@@ -14,10 +14,10 @@ def with_digest(data):
 
 
 def change_object(file, change):
-    """Change the object in a file; `change` is told it, and may return another one."""
+    """Have `change` change the object in a file."""
     data = json.loads(file.read_text(encoding="utf-8"))
-    changed = change(data)
-    file.write_text(with_digest(data if changed is None else changed), encoding="utf-8")
+    change(data)
+    file.write_text(with_digest(data), encoding="utf-8")
 
 
 def lines_with_digest(text):

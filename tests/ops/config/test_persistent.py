@@ -360,7 +360,7 @@ def _truncate(file):
 
 
 def _drop(name):
-    return lambda file: change_object(file, lambda data: {key: data[key] for key in data if key != name})
+    return lambda file: change_object(file, lambda data: data.pop(name))
 
 
 def _edit(**changes):
