@@ -27,7 +27,6 @@ _SLUG_LENGTH: Final = 48
 _NO_SLUG: Final = "_"
 _NOT_IN_PATHS: Final = re.compile(r"[^a-z0-9._-]+")
 _READ: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
-_CHUNK: Final = 1 << 16
 _NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
 
 _quoted: Final = json.encoder.encode_basestring_ascii
@@ -100,7 +99,8 @@ def listed(folder: Traversable | str) -> list[Place]:
     """Return what is in a folder, sorted by name; nothing if there is none, or if it cannot be read, with a warning."""
     try:
         if isinstance(folder, (str, Path)):  # in text: of 100,000 paths the objects would take most of the time
-            return [Place(name, os.path.join(folder, name)) for name in sorted(os.listdir(folder))]
+            begin = f"{folder}{os.sep}"
+            return [Place(name, begin + name) for name in sorted(os.listdir(folder))]
         found = folder.iterdir() if folder.is_dir() else ()
         return sorted((Place(item.name, item) for item in found), key=lambda place: place.name)
     except (FileNotFoundError, NotADirectoryError):  # removed since, or a file of somebody's
@@ -133,11 +133,13 @@ def _read_path(path: str | Path, largest: int) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UnusableError("it cannot be read: it is no regular file")
-        chunks, left = list[bytes](), largest + 1
-        while left and (chunk := os.read(descriptor, min(left, max(status.st_size + 1, _CHUNK)))):
-            chunks.append(chunk)
-            left -= len(chunk)
-        return b"".join(chunks)
+        raw = os.read(descriptor, min(status.st_size, largest) + 1)
+        while len(raw) <= largest and len(raw) != status.st_size:  # a file system that is read piece by piece, or grew
+            chunk = os.read(descriptor, largest + 1 - len(raw))
+            if not chunk:
+                break
+            raw += chunk
+        return raw
     finally:
         os.close(descriptor)
 

@@ -80,10 +80,20 @@ def parse_json(text: str) -> Any:
     if not isinstance(text, str):
         raise SerializationError(f"text must be a str of JSON, got {describe(text)}.")
     try:
-        data = _DECODER.decode(text)
+        data = _STRICT.decode(text)
+    except (ValueError, RecursionError):
+        data = _lenient(text)
+    # to look through all that was parsed takes longer than to parse it
+    return data if _HALF not in text and text.count("[") + text.count("{") <= _MAX_DEPTH else plain(data)
+
+
+def _lenient(text: str) -> Any:
+    """Return plain data that the strict parser refused, for the error that says where the fault is."""
+    try:
+        data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise SerializationError(f"$: not valid JSON ({error}).") from error
-    return data if _is_plain(data, 0) else plain(data)  # the latter for the error
+    return plain(data)
 
 
 @overload
@@ -154,20 +164,6 @@ def _encode(value: Any, path: str, depth: int, *, objects: bool = True) -> Any:
     if not objects:
         raise SerializationError(f"{path}: {_type_name(value)} is not JSON data; encode it with to_data() first.")
     return _encode_object(value, path, depth)
-
-
-def _is_plain(value: Any, depth: int) -> bool:
-    """Return whether `_encode` would return the same: the parser's own types are known, so that is quick to see."""
-    kind = type(value)
-    if kind is str:
-        return value.isascii() or _is_unicode(value)
-    if kind is float:
-        return math.isfinite(value)
-    if kind is dict:
-        return depth < _MAX_DEPTH and all(
-            (key.isascii() or _is_unicode(key)) and _is_plain(item, depth + 1) for key, item in value.items()
-        )
-    return kind is not list or (depth < _MAX_DEPTH and all(_is_plain(item, depth + 1) for item in value))
 
 
 def _is_unicode(text: str) -> bool:
@@ -280,7 +276,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique)
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
+
+
+_STRICT: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_finite_float)
+_HALF: Final = "\\u"  # how half a character is written, and whole ones that are rare
 
 
 def _dumps(data: Any, **options: Any) -> str:
