@@ -26,6 +26,8 @@ from ejkernel.ops import (
     Kernel,
     PersistentCache,
 )
+from ejkernel.ops.config._files import read_file
+from ejkernel.ops.execution import store as store_module
 from ejkernel.ops.execution._nearness import dimensions_of, distance
 from ejkernel.ops.execution._searchlog import SCHEMA, dump, lines_of, load
 from ejkernel.ops.execution.measuring import Measurement
@@ -220,6 +222,50 @@ def test_of_each_call_the_newest_searches_stay(store):
     found = [round(seconds_of(search)[1]) for search in store.searches() if search.key == call().key]
     assert found == list(range(KEPT + 2, 2, -1))
     assert len(list(store.searches())) == KEPT + 1
+
+
+def test_a_search_that_is_written_when_the_clock_went_back_is_the_newest(cache, store):
+    for us in range(1, KEPT + 1):
+        store.save(searched(call(), {Tile(1): float(us)}))
+    cache.clock.time -= datetime.timedelta(days=400)
+    for us in (100.0, 200.0):
+        store.save(searched(call(), {Tile(1): us}))
+        assert seconds_of(next(store.searches()))[1] == pytest.approx(us)
+    found = list(store.searches())
+    assert [round(seconds_of(search)[1]) for search in found] == [200, 100, *range(KEPT, 2, -1)]
+    assert found[0].provenance["time"] < "2026"
+
+
+@pytest.mark.parametrize("stamp", ["99991231T235959Z", "99999999T999999Z"], ids=["the last second", "no time"])
+def test_a_search_survives_files_that_seem_to_be_newer_than_all(store, folder, stamp):
+    store.save(searched(call(), {Tile(1): 1.0}))
+    (file,) = folder.rglob("*.jsonl")
+    stem = file.name.split(".")[0]
+    for number in range(KEPT):
+        file.with_name(f"{stem}.{stamp}-{number:012x}.jsonl").write_text("")
+    store.save(searched(call(), {Tile(1): 2.0}))
+    with pytest.warns(CacheWarning):
+        assert [round(seconds_of(search)[1]) for search in store.searches()] == [2]
+    assert len(list(folder.rglob("*.jsonl"))) == KEPT
+
+
+def test_another_operation_s_logs_are_not_read(store, monkeypatch):
+    for kernel in (DOUBLE, Double("other"), Double("doubles")):
+        store.save(searched(call(kernel=kernel), {Tile(1): 1.0}))
+    read = []
+    monkeypatch.setattr(store_module, "read_file", lambda place, _: read.append(place) or read_file(place, 1 << 20))
+    assert len(store.records(call())) == 1
+    (only,) = read
+    assert "/double-v0/" in only
+    assert len(list(store.searches("other@v0"))) == 1
+    assert len(read) == 2
+
+
+def test_a_search_that_is_larger_than_what_is_read_is_not_stored(store, folder, monkeypatch):
+    monkeypatch.setattr(store_module, "_LARGEST", 100)
+    with pytest.warns(CacheWarning, match=r"the search of double@v0 is not stored: it takes more than 100 bytes"):
+        store.save(searched(call(), {Tile(1): 1.0}))
+    assert not folder.exists()
 
 
 def save_one(folder, us):
