@@ -127,7 +127,7 @@ class _Row:
 
     config: Any
     status: str
-    samples_us: list[float]
+    samples_us: list  # type: ignore[type-arg]  # of numbers, which `_outcome` checks: there may be any number of them
     method: str | None
     compile_s: float | None
     peak_bytes: int | None
@@ -255,7 +255,7 @@ def _outcome(line: str, number: int, header: _Header) -> Outcome:
     except (ValueError, TypeError) as error:  # of JSON or types, of columns too many or too few, of no list at all
         raise UnusableError(f"line {number}: {error}") from error
     least, most = _TIMES_US
-    if not all(least <= sample <= most for sample in row.samples_us):
+    if not all(type(sample) in (int, float) and least <= sample <= most for sample in row.samples_us):
         text = f"samples must be between {least} and {most}, got {describe(row.samples_us)}"
         raise UnusableError(f"line {number}: {text}")
     samples = tuple(sample / 1e6 for sample in row.samples_us)
