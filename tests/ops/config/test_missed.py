@@ -29,6 +29,7 @@ from ejkernel.ops import (
     policy_override,
     set_default_executor,
 )
+from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.missed import MissedNotes
 
 X = jnp.ones((8, 4))
@@ -178,6 +179,17 @@ def test_what_is_tuned_later_in_the_process_loses_its_note(store):
     run(TIMES, X)
     autotune_recorded(missed(), run)
     assert list(MissedNotes(store.path).entries()) == []
+
+
+def test_a_file_of_the_folder_is_read_by_itself(notes):
+    notes.put(Invocation(kernel=TIMES, args=(X,)), "heuristic")
+    (file,) = notes.files()
+    assert [notes.read(file)] == list(notes.entries())
+    file.write_text("{")
+    with pytest.raises(UnusableError, match="not valid JSON"):
+        notes.read(file)
+    file.unlink()
+    assert notes.read(file) is None
 
 
 def test_a_note_is_removed(notes):

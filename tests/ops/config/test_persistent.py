@@ -457,6 +457,16 @@ def test_a_configuration_that_does_not_decode_is_a_warned_miss(cache, config, ar
         assert cache.get(KEY, *arguments) is None
 
 
+def test_a_file_of_the_folder_is_read_by_itself(cache):
+    cache.put(KEY, CFG)
+    file = only_file(cache)
+    assert persistent.read_entry(file) == cache.load(KEY)
+    assert persistent.read_entry(file.with_name("gone")) is None
+    file.rename(file.with_name("another.json"))
+    with pytest.raises(_files.UnusableError, match="it holds another key"):
+        persistent.read_entry(file.with_name("another.json"))
+
+
 def test_a_repaired_entry_is_read_again(cache):
     cache.put(KEY, CFG)
     only_file(cache).write_text("", encoding="utf-8")

@@ -26,7 +26,7 @@ from ejkernel.ops import (
     Kernel,
     PersistentCache,
 )
-from ejkernel.ops.config._files import read_file
+from ejkernel.ops.config._files import UnusableError, read_file
 from ejkernel.ops.execution import store as store_module
 from ejkernel.ops.execution._nearness import dimensions_of, distance
 from ejkernel.ops.execution._searchlog import SCHEMA, dump, lines_of, load
@@ -207,6 +207,16 @@ def test_a_search_lies_beside_the_entry_and_is_no_entry(store, cache, folder):
     assert log.parent == entry.parent
     assert log.name.startswith(entry.name.removesuffix(".json") + ".")
     assert cache.keys() == [inv.key]
+
+
+def test_a_file_of_the_folder_is_read_by_itself(store, folder):
+    store.save(searched(call(), {Tile(1): 2.0}))
+    (file,) = folder.rglob("*.jsonl")
+    assert [store_module.read_search(file)] == list(store.searches())
+    assert store_module.read_search(file.with_name("gone")) is None
+    file.rename(file.with_name("another.jsonl"))
+    with pytest.raises(UnusableError, match="it holds another key"):
+        store_module.read_search(file.with_name("another.jsonl"))
 
 
 def test_no_search_replaces_another(store):

@@ -87,8 +87,13 @@ def _frozen(data: Any) -> Any:
 # --- reading ---
 
 
-def files(folder: Traversable, suffix: str, is_wanted: Callable[[str], bool] | None = None) -> Iterator[Place]:
-    """Yield the files whose names end with `suffix`, sorted; `is_wanted` says so of operations' folders, by name."""
+def files(folder: Path, suffix: str) -> Iterator[Path]:
+    """Yield the files of a cache's folder whose names end with `suffix`, sorted."""
+    return (Path(str(place.where)) for place in places(folder, suffix))
+
+
+def places(folder: Traversable, suffix: str, is_wanted: Callable[[str], bool] | None = None) -> Iterator[Place]:
+    """Yield where such files are, sooner than `files`; `is_wanted` is asked about operations' folders, by name."""
     for device in listed(folder):
         for op in listed(device.where):
             if is_wanted is None or is_wanted(op.name):

@@ -107,10 +107,33 @@ class MissedNotes:
 
     def entries(self) -> Iterator[Note]:
         """Yield every note that can be read, sorted by device, operation and call."""
-        for _, place in files(self.folder, ENTRY):
-            note = self._read(Path(str(place)))
+        for file in self.files():
+            note = self._read(file)
             if note is not None:
                 yield note
+
+    def files(self) -> list[Path]:
+        """Return the files of all notes, sorted by device, operation and call."""
+        return list(files(self.folder, ENTRY))
+
+    def read(self, file: Path) -> Note | None:
+        """Return the note of a file, or `None` if it is gone.
+
+        Raises:
+            UnusableError: it cannot be used.
+        """
+        raw = read_file(file, _LARGEST)
+        if raw is None:
+            return None
+        try:
+            note = from_plain(read_object(raw, SCHEMA, "a note of a missed call"), Note)
+        except SerializationError as error:
+            raise UnusableError(str(error)) from error
+        if set(note.key) != set(ConfigKey._fields) or self._file(note.config_key) != file:
+            raise UnusableError(f"it holds another key: {describe(note.key)}")
+        if not 0 < note.processes < _MOST:
+            raise UnusableError(f"it counts {describe(note.processes)} processes")
+        return note
 
     def remove(self, key: ConfigKey) -> None:
         """Remove the note of a call, if there is one."""
@@ -131,21 +154,10 @@ class MissedNotes:
     def _read(self, file: Path) -> Note | None:
         """Return the note of a file, or `None` if there is no file, or none that can be used."""
         try:
-            return self._parsed(file)
-        except (UnusableError, SerializationError) as error:
+            return self.read(file)
+        except UnusableError as error:
             warnings.warn(f"ignoring the note {file}: {error}", CacheWarning, stacklevel=3)
             return None
-
-    def _parsed(self, file: Path) -> Note | None:
-        raw = read_file(file, _LARGEST)
-        if raw is None:
-            return None
-        note = from_plain(read_object(raw, SCHEMA, "a note of a missed call"), Note)
-        if set(note.key) != set(ConfigKey._fields) or self._file(note.config_key) != file:
-            raise UnusableError(f"it holds another key: {describe(note.key)}")
-        if not 0 < note.processes < _MOST:
-            raise UnusableError(f"it counts {describe(note.processes)} processes")
-        return note
 
 
 def _now() -> datetime.datetime:

@@ -19,11 +19,11 @@ from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
     file_name,
-    files,
     forget_warning,
     identity,
     location,
     now,
+    places,
     provenance,
     read_file,
     restored_key,
@@ -248,19 +248,13 @@ class PersistentCache:
             yield canonical, _parse(text.encode(), None)
         begin = "" if operation is None else slug(f"{operation}@v")
         for folder in self.folders():
-            for name, place in files(folder, ENTRY, lambda op: op.startswith(begin)):
+            for name, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
                 try:
-                    entry = _read(place)
-                    if entry is None:
-                        continue
-                    canonical = identity(entry.key)
-                    call = entry.key.call if isinstance(entry.key, ConfigKey) else canonical
-                    if file_name(call, canonical) != name:
-                        raise UnusableError(f"it holds another key: {describe(entry.key)}")
+                    found = _found(name, place)
                 except UnusableError as error:
                     warn_of(str(place), error)
                 else:
-                    yield canonical, entry
+                    yield from () if found is None else (found,)
 
     def _answers(
         self, key: Any, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
@@ -357,6 +351,27 @@ def _expand(path: str | Path | None) -> Path | None:
 
 
 # --- files ---
+
+
+def read_entry(file: Path) -> StoredEntry | None:
+    """Return the entry of a file that was found in a cache's folder, or `None` if it is gone.
+
+    Raises:
+        UnusableError: it cannot be used.
+    """
+    found = _found(file.name, file)
+    return None if found is None else found[1]
+
+
+def _found(name: str, place: Traversable | str) -> tuple[str, StoredEntry] | None:
+    """Return the canonical form of the key of an entry that lies in a folder under that name, and the entry."""
+    entry = _read(place)
+    if entry is None:
+        return None
+    canonical = identity(entry.key)
+    if file_name(entry.key.call if isinstance(entry.key, ConfigKey) else canonical, canonical) != name:
+        raise UnusableError(f"it holds another key: {describe(entry.key)}")
+    return canonical, entry
 
 
 def _read(file: Traversable | str) -> StoredEntry | None:

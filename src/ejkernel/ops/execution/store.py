@@ -18,9 +18,9 @@ from typing import Any, Final
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
-    files,
     listed,
     location,
+    places,
     provenance,
     read_file,
     slug,
@@ -166,25 +166,41 @@ class MeasurementStore:
                 raw = read()
                 if raw is None:
                     continue
-                lines = lines_of(raw)
-                key, call = load_header(lines)
-                if not _is_of(key, name):
-                    raise UnusableError(f"it holds another key: {describe(key)}")
+                log = _log(name, raw, Path(place) if isinstance(place, str) else None)
             except UnusableError as error:
-                warn_of(str(place), error)
+                warn_of(f"{name} (in memory)" if place is None else str(place), error)
             else:
-                if op is None or key.op == op:
-                    yield _Log(key, call, name, lines, Path(place) if isinstance(place, str) else None)
+                if op is None or log.key.op == op:
+                    yield log
 
     def _places(self, op: str | None) -> Iterator[tuple[str, Any, Callable[[], bytes | None]]]:
         """Yield what may be logs, by their names; those of another operation are not read, if `op` is given."""
         for name in sorted(self._memory, reverse=True):
-            yield name, f"{name} (in memory)", self._memory[name].encode
+            yield name, None, self._memory[name].encode
         wanted = None if op is None else slug(op)
         for folder in self.cache.folders():
-            found = files(folder, LOG, lambda name: wanted is None or name == wanted)
+            found = places(folder, LOG, lambda name: wanted is None or name == wanted)
             for name, place in sorted(found, key=lambda place: place.name, reverse=True):
                 yield name, place, functools.partial(read_file, place, _LARGEST)
+
+
+def read_search(file: Path) -> StoredSearch | None:
+    """Return the search of a file that was found in a cache's folder, or `None` if it is gone.
+
+    Raises:
+        UnusableError: it cannot be used.
+    """
+    raw = read_file(file, _LARGEST)
+    return None if raw is None else load(_log(file.name, raw, file).lines, file)
+
+
+def _log(name: str, raw: bytes, path: Path | None) -> _Log:
+    """Return the log of that name, of which this is the content."""
+    lines = lines_of(raw)
+    key, call = load_header(lines)
+    if not _is_of(key, name):
+        raise UnusableError(f"it holds another key: {describe(key)}")
+    return _Log(key, call, name, lines, path)
 
 
 def replay(
