@@ -183,7 +183,8 @@ def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budg
     measured = {} if entry is None else dict(entry.measured or {})
     if entry is None or measured.get("interrupted"):
         return False
-    spent = float(measured.get("seconds") or 0.0)
+    seconds = measured.get("seconds")
+    spent = seconds if isinstance(seconds, float) else 0.0  # an entry says whatever its file says
     return not measured.get("skipped") or (budget is not None and budget < _MORE * spent)
 
 

@@ -48,6 +48,13 @@ def test_a_configuration_shows_what_is_set():
     assert compact(7) == "7"
 
 
+def test_however_much_there_is_a_line_has_its_end():
+    many = {f"name{n}": n for n in range(10_000)}
+    for text in (compact(many), arguments({"kwargs": many}), arguments({"args": [{"array": ["f", [*many.values()]]}]})):
+        assert len(text) == 1000
+        assert text.endswith("...")
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(1.26e-6, "1.3 us"), (9.9e-3, "9900.0 us"), (0.5, "500.0 ms")])
 def test_a_time_has_a_unit(seconds, text):
     assert duration(seconds) == text

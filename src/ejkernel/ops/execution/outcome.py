@@ -26,6 +26,8 @@ PRUNED = "pruned"
 REJECTED = (FAILED, WRONG, PRUNED, CRASHED)  # another attempt would come to the same
 
 _REASON = 100  # characters of a reason that a table shows
+_KEPT_REASON = 400  # characters of one that a file keeps: a compiler's message may have thousands
+_FAILURES = 100  # candidates whose failure the entry tells of; the search's log has all of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +114,10 @@ class AutotuneData:
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
         failures = [
-            {"config": to_data(outcome.config), "status": outcome.status, "reason": outcome.reason}
+            {"config": to_data(outcome.config), "status": outcome.status, "reason": shortened(outcome.reason)}
             for outcome in self.outcomes
             if outcome.status in (FAILED, WRONG, CRASHED)
-        ]
+        ][:_FAILURES]
         return {
             "winner": _times(self.winner),
             "heuristic": _times(self.heuristic),
@@ -128,6 +130,11 @@ class AutotuneData:
             "skipped": sum(outcome.status == SKIPPED for outcome in self.outcomes),
             "failures": failures,
         }
+
+
+def shortened(reason: str) -> str:
+    """Return a reason as files keep it."""
+    return reason if len(reason) <= _KEPT_REASON else reason[: _KEPT_REASON - 3] + "..."
 
 
 def summary_of(

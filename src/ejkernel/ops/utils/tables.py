@@ -12,6 +12,7 @@ from typing import Any
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import to_data
 
+_LONGEST = 1000  # characters of a call or a configuration: a file may hold any number of them
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
 _GAP = "  "
 
@@ -94,7 +95,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 def compact(config: Any) -> str:
     """Return a configuration in short, such as `block_q=64 warps=4`, without the fields that are not set."""
-    return printable(_compact(to_data(config)))
+    return _cut(_compact(to_data(config)))
+
+
+def _cut(text: str) -> str:
+    return printable(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
 
 
 def _compact(data: Any) -> str:
@@ -130,7 +135,7 @@ def arguments(call: Any) -> str:
     steps = call.get("steps")
     steps = steps if isinstance(steps, list) else []
     batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
-    return printable(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
+    return _cut(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
 
 
 def _arrays(described: Any) -> Iterator[str]:
