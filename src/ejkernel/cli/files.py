@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls to tune that come from files: a program's text, an exported program, notes of missed calls, a bundle.
 
-What a file says is data: it names kernels and functions of modules that the user named, and imports nothing.
+What a file says is data: it names kernels that are there, and what may be named with them, and imports nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,19 +53,18 @@ class Found:
                 self.notes.remove(inv.key)
 
 
-def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
+def calls_in_file(path: Path) -> Found:
     """Return the calls that a program's text names, StableHLO or HLO, or that of an exported program.
 
     Every label that names no call that can be tuned here is accounted for in a warning.
 
     Args:
         path: The file; an exported program is what `Exported.serialize()` of `jax.export` returns.
-        modules: The modules that the user named.
 
     Raises:
         ArgumentError: the file cannot be read, or holds something else.
     """
-    program = calls_in_text(_program_text(path), modules=modules)
+    program = calls_in_text(_program_text(path))
     if not program.labels:
         _warn(f"no kernel call is named in {path}; was the program lowered with EJKERNEL_OPS_STAMP=none?")
     if program.bare:
@@ -82,12 +81,11 @@ def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
     return Found(name=str(path), calls=program.calls, counts=counts)
 
 
-def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
+def calls_in_bundle(folder: Path) -> Found:
     """Return the calls of a bundle, with their compiled candidates.
 
     Args:
         folder: The bundle.
-        modules: The modules that the user named.
 
     Raises:
         ConfigError: it is no bundle, not for this device and this JAX, or of kernels whose module was not named.
@@ -102,7 +100,7 @@ def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
         raise ConfigError(f"{error}{hint}") from error
     for call in bundled:
         try:
-            inv = rebuild(call.description, modules=modules)
+            inv = rebuild(call.description)
         except DescriptionError as error:
             refused += 1
             _warn(f"{call.description.get('op')}: {error}{_hint(str(error))}")
@@ -113,12 +111,11 @@ def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
     return Found(name=str(folder), calls=tuple(calls), counts=counts, compiled=compiled)
 
 
-def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
+def missed_calls(cache_dir: Path) -> Found:
     """Return the calls that were noted as missed on this device.
 
     Args:
         cache_dir: The folder of the persistent cache, which the notes are beside.
-        modules: The modules that the user named.
     """
     notes, device = MissedNotes(cache_dir), device_fingerprint()
     calls, refused, elsewhere = [], 0, 0
@@ -128,7 +125,7 @@ def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
             elsewhere += 1
             continue
         try:
-            calls.append(rebuild(note.call, modules=modules, key=key.call, op=key.op))
+            calls.append(rebuild(note.call, key=key.call, op=key.op))
         except DescriptionError as error:
             refused += 1
             _warn(f"{key.op}:{key.call} (of {note.kernel}): {error}{_hint(str(error))}")
@@ -157,13 +154,12 @@ def _program_text(path: Path) -> str:
         return compat.exported_text(data)
     except ValueError as error:
         raise ArgumentError(
-            f"{path} is neither a program's text nor one that this process can read: {error}. If its arguments have "
-            "types of its own, name the module that registers them with --import."
+            f"{path} is neither a program's text nor one that this process can read: {error}."
         ) from error
 
 
 def _hint(reason: str) -> str:
-    signs = ("name the module", "modules that were named", "import its module")
+    signs = ("name the module", "import its module")
     return " (--import MODULE)" if any(sign in reason for sign in signs) else ""
 
 

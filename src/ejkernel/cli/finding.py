@@ -48,11 +48,11 @@ def find(source: Source) -> Found:
     for name in source.imports:
         _import_users(name)
     if source.bundle is not None:
-        found = files.calls_in_bundle(source.bundle, source.imports)
+        found = files.calls_in_bundle(source.bundle)
     elif source.missed is not None:
-        found = files.missed_calls(source.missed, source.imports)
+        found = files.missed_calls(source.missed)
     elif Path(source.target).is_file():
-        found = files.calls_in_file(Path(source.target), source.imports)
+        found = files.calls_in_file(Path(source.target))
     else:
         program, args, kwargs = load_program(source.target)
         with user_code(f"lowering the program of {source.target}"):
