@@ -7,7 +7,6 @@ import contextlib
 import contextvars
 import inspect
 import tempfile
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,29 +168,6 @@ def run_on_platform(branches: Mapping[str, Callable[..., Any]], *values: Any) ->
 def lowered_text(lowered: Any) -> str:
     """Return the text of a `jax.stages.Lowered`, or of anything that has `as_text()`; a string is its own text."""
     return lowered if isinstance(lowered, str) else lowered.as_text()
-
-
-def exported_text(data: bytes) -> str:
-    """Return the program's text of what `jax.export`'s `Exported.serialize()` returned.
-
-    Not by `jax.export.deserialize`, which has the functions that users registered for their pytree types read parts
-    of the data: a text has none of those types.
-
-    Raises:
-        ValueError: it is no such thing.
-    """
-    import jax.export
-    from jax._src.export import serialization
-
-    try:
-        exported = serialization.ser_flatbuf.Exported.GetRootAsExported(bytearray(data), 0)
-        module = exported.MlirModuleSerializedAsNumpy().tobytes()
-        if not module.startswith(b"ML\xefR"):
-            raise ValueError("it holds no program")
-        holder: Any = types.SimpleNamespace(mlir_module_serialized=module)
-        return str(jax.export.Exported.mlir_module(holder))
-    except Exception as error:  # flatbuffers answers foreign bytes with whatever they lead it into
-        raise ValueError(f"not an exported program: {type(error).__name__}: {error}") from error
 
 
 def pytree_node(cls: type, aux: Any, children: Sequence[Any]) -> Any:

@@ -31,7 +31,13 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("target", metavar="[MODULE:FUNCTION|FILE]", required=False, default="")
-@click.option("--import", "imports", multiple=True, metavar="MODULE", help="Module that makes kernels; repeatable.")
+@click.option(
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="MODULE",
+    help="Module that makes kernels; repeatable. It is imported.",
+)
 @click.option(
     "--from", "bundle", type=click.Path(path_type=Path), metavar="BUNDLE", help="Measure what was compiled elsewhere."
 )
@@ -63,7 +69,8 @@ def tune(**options: Any) -> None:
     take effect the next time that the program starts.
 
     FILE is the text of a program that was lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by
-    jax.export. FILE, --missed and --from import nothing: name the modules that make the kernels with --import.
+    jax.export. FILE and --missed are data: they import nothing, and name kernels, functions and types that were
+    registered, by the modules that --import names. --from runs the machine code of a bundle: measure your own.
 
     Candidates run in a worker process, which one that crashes or never returns takes with it; the command goes on.
     With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from.

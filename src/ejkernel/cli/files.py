@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel import compat
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.rebuild import rebuild
@@ -21,6 +20,7 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, Of
 from ejkernel.ops.execution.bundles import BundledCall, read_bundle
 from ejkernel.ops.execution.texts import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.payloads import text_of_bytecode
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file
 _BYTECODE: Final = b"ML\xefR"
@@ -103,7 +103,9 @@ def calls_in_bundle(folder: Path) -> Found:
             inv = rebuild(call.description)
         except DescriptionError as error:
             refused += 1
-            _warn(f"{call.description.get('op')}: {error}{_hint(str(error))}")
+            description: Any = call.description
+            op = description.get("op") if isinstance(description, dict) else "a call"
+            _warn(f"{op}: {error}{_hint(str(error))}")
             continue
         calls.append(inv)
         compiled[inv.key] = call
@@ -151,7 +153,7 @@ def _program_text(path: Path) -> str:
     if b"\0" not in data:
         return data.decode("utf-8", "replace")  # labels are ASCII, whatever else is there
     try:
-        return compat.exported_text(data)
+        return text_of_bytecode(data)
     except ValueError as error:
         raise ArgumentError(
             f"{path} is neither a program's text nor one that this process can read: {error}."

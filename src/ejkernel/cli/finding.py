@@ -9,7 +9,7 @@ import inspect
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ class Source:
 
 def find(source: Source) -> Found:
     """Return the calls that are there."""
-    look_here()
+    if names_modules(source.target, source.imports):
+        look_here()
     for name in source.imports:
         _import_users(name)
     if source.bundle is not None:
@@ -79,6 +80,11 @@ def find_sendable(source: Source) -> Found:
         else:
             calls.append(inv)
     return dataclasses.replace(found, calls=tuple(calls))
+
+
+def names_modules(target: str, imports: Sequence[str]) -> bool:
+    """Return whether the user named modules, which the working directory may have; files are read without those."""
+    return bool(imports) or (":" in target and not Path(target).is_file())
 
 
 def look_here() -> None:

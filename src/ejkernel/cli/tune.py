@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.finding import Source, find, find_sendable, look_here
+from ejkernel.cli.finding import Source, find, find_sendable, look_here, names_modules
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -63,7 +63,8 @@ def run_tune(options: TuneOptions) -> None:
         return
     from ejkernel.ops.execution.workers import worker_session
 
-    look_here()
+    if names_modules(options.target, options.imports):  # what a worker sends back must be found here too
+        look_here()
     with worker_session():
         _run(options)
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from ejkernel.ops.errors import DescriptionError
-from ejkernel.ops.utils.signature import describe
 from ejkernel.ops.utils.nameable import Names
+from ejkernel.ops.utils.signature import describe
 from ejkernel.ops.utils.undescribe import _FORMS, undescribe
 
 

@@ -47,8 +47,8 @@ def _config_types() -> Iterator[type]:
             yield declared
 
 
-def _subclasses(cls: type) -> Iterator[Any]:
-    for found in type.__subclasses__(cls):
+def _subclasses(cls: type[Any]) -> Iterator[Any]:
+    for found in cls.__subclasses__():
         yield found
         yield from _subclasses(found)
 
