@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_kind
 from ejkernel.ops.utils.serialize import describe as shown
 from ejkernel.ops.utils.signature import abstract
-from ejkernel.ops.utils.undescribe import MAX_RANK, undescribe
+from ejkernel.ops.utils.undescribe import MAX_BYTES, MAX_RANK, undescribe
 
 _REQUIRED: Final = {"op", "args", "kwargs"}
 _OPTIONAL: Final = {"steps", "method", "precision", "x64", "wiring"}
@@ -228,7 +229,10 @@ def _is_axis(axis: Any, rank: int) -> bool:
 
 def _batched(types: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], size: int) -> list[Any]:
     """Return the types of arguments that have an axis more."""
-    return [
+    batched = [
         like if axis is None else jax.ShapeDtypeStruct((*like.shape[:axis], size, *like.shape[axis:]), like.dtype)
         for like, axis in zip(types, axes, strict=True)
     ]
+    if any(math.prod(like.shape) * max(1, like.dtype.itemsize) > MAX_BYTES for like in batched):
+        raise DescriptionError(f"a vmap of size {shown(size)} makes an array that is larger than any device holds")
+    return batched

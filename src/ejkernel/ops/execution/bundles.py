@@ -357,7 +357,7 @@ def _compiled(row: _Row, folder: Path) -> Compiled:
     except ConfigError as error:
         name = row.config_type
         raise ConfigError(
-            f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE)."
+            f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE): {error}"
         ) from error
     outcome = Outcome(
         config=config,

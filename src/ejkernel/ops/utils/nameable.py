@@ -25,7 +25,7 @@ from ejkernel.ops.utils.signature import importable
 
 T = TypeVar("T")
 
-JAX_MODULES: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax.numpy.linalg", "jax.numpy.fft")
+JAX_MODULES: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax.numpy.linalg")
 # Of their functions those that read or write something else than their arguments.
 _NOT_OF_ARRAYS: Final = {
     "jax.numpy": {"from_dlpack", "frombuffer", "fromfile", "load", "save", "savez"}
@@ -33,6 +33,7 @@ _NOT_OF_ARRAYS: Final = {
     "jax.lax": {"after_all", "create_token", "dce_sink", "infeed", "outfeed", "precv", "psend", "recv", "send"},
 }
 _LONGEST_SHOWN: Final = 200
+_PYTHONS: Final = ("builtins", "typing", "types", "collections.abc")  # whose classes stand around others
 _UNRESOLVED: Final = (NameError, TypeError, SyntaxError, AttributeError)
 
 _lock = threading.Lock()
@@ -157,7 +158,7 @@ class Names:
     def _add_class(self, cls: type) -> None:
         """Add a class, and what its fields name."""
         name = _name_of(cls)
-        if name is None or cls.__module__ in ("builtins", "typing") or self._found.get(name) is cls:
+        if name is None or cls.__module__ in _PYTHONS or self._found.get(name) is cls:
             return
         self._found[name] = cls
         if dataclasses.is_dataclass(cls):
@@ -213,7 +214,7 @@ def _jaxs() -> dict[str, Any]:
     """Return JAX's public functions of arrays by name, the modules that have them, and the types they take."""
     found: dict[str, Any] = {}
     for path in JAX_MODULES:
-        module = importlib.import_module(path)  # one of six, and not a name that anybody gave
+        module = importlib.import_module(path)  # one of five, and not a name that anybody gave
         found[path] = module
         for name, value in vars(module).items():
             if name.startswith("_") or name in _NOT_OF_ARRAYS.get(path, ()):
