@@ -78,6 +78,11 @@ def found_in(declared):
 # --- marking ---
 
 
+def made(name):
+    """Return a new dataclass of this module."""
+    return dataclasses.dataclass(type(name, (), {"__module__": HERE, "__annotations__": {"rows": int}}))
+
+
 def test_what_is_marked_is_found_by_the_name_that_descriptions_give_it():
     for thing in (nameable(function), nameable(Colour), nameable(jax.nn)):
         name = thing.__name__ if thing is jax.nn else f"{HERE}.{thing.__qualname__}"
@@ -87,15 +92,15 @@ def test_what_is_marked_is_found_by_the_name_that_descriptions_give_it():
 
 
 def test_marking_keeps_nothing_alive():
-    made = nameable(dataclasses.make_dataclass("ShortLived", [], module=HERE))
-    assert marked(f"{HERE}.ShortLived") is made
-    del made
+    short_lived = nameable(made("ShortLived"))
+    assert marked(f"{HERE}.ShortLived") is short_lived
+    del short_lived
     gc.collect()
     assert marked(f"{HERE}.ShortLived") is None
 
 
 def test_the_latest_of_a_name_counts():
-    makes = [nameable(dataclasses.make_dataclass("Twice", [], module=HERE)) for _ in range(2)]
+    makes = [nameable(made("Twice")) for _ in range(2)]
     assert marked(f"{HERE}.Twice") is makes[1]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, config_type_of, hook, overrides, run_forms
+from ejkernel.ops.core.kernel import Kernel, config_type_of, hook, run_forms
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.nameable import Names
 from ejkernel.ops.utils.typenames import note_type
@@ -31,7 +31,7 @@ def names_of(kernel: Kernel[Any, Any]) -> Names:
 
 def note_config_types(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> None:
     """Let files name the type of the configurations that the call's kernel makes, if its class names none."""
-    if kernel.config_type is not None or not overrides(kernel, "heuristic_cfg"):
+    if kernel.config_type is not None:
         return
     try:
         note_type(type(hook(kernel, "heuristic_cfg", inv.platform)(inv)))
