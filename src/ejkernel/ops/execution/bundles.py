@@ -314,7 +314,7 @@ def _row(fate: _Fate, folder: Path, name: str, first: dict[str, Any]) -> _Row:
 
 
 def read_bundle(folder: Path) -> list[BundledCall]:
-    """Return the calls of a bundle. The configurations' types must have been imported.
+    """Return the calls of a bundle. The modules of their kernels must have been imported.
 
     Raises:
         ConfigError: it is no bundle, or was made with other versions of JAX or for another device.

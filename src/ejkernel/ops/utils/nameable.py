@@ -193,13 +193,15 @@ def _name_of(thing: Any) -> str | None:
 
 def _hints(thing: Any) -> list[Any]:
     """Return the annotations of a function or class, without those that cannot be resolved."""
+    if not callable(thing):
+        return []
     try:
         return list(typing.get_type_hints(thing).values())
     except _UNRESOLVED:
         pass  # one of them may be for type checkers alone: one at a time, then
     found: list[Any] = []
     for owner in thing.__mro__ if isinstance(thing, type) else (thing,):
-        scope = getattr(owner, "__globals__", None) or vars(sys.modules.get(owner.__module__, object))
+        scope = getattr(owner, "__globals__", None) or vars(sys.modules.get(getattr(owner, "__module__", ""), object))
         for name, annotation in inspect.get_annotations(owner).items():
             alone = types.SimpleNamespace(__annotations__={name: annotation})
             try:
