@@ -170,20 +170,6 @@ def lowered_text(lowered: Any) -> str:
     return lowered if isinstance(lowered, str) else lowered.as_text()
 
 
-def exported_text(data: bytes) -> str:
-    """Return the program's text of what `jax.export`'s `Exported.serialize()` returned.
-
-    Raises:
-        ValueError: it is no such thing, or it names a type of the program's that this process does not know.
-    """
-    import jax.export
-
-    try:
-        return str(jax.export.deserialize(bytearray(data)).mlir_module())
-    except Exception as error:  # flatbuffers answers foreign bytes with whatever they lead it into
-        raise ValueError(f"not an exported program: {type(error).__name__}: {error}") from error
-
-
 def pytree_node(cls: type, aux: Any, children: Sequence[Any]) -> Any:
     """Return the object of a registered pytree type that has these children."""
     leaves, trees = [], []

@@ -14,7 +14,7 @@ KERNELS = '''
 import dataclasses
 import jax
 import jax.numpy as jnp
-from ejkernel.ops import Kernel
+from ejkernel.ops import Kernel, nameable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Options:
     scale: float = 2.0
 
 
+@nameable
 def swish(x):
     return x * jax.nn.sigmoid(x)
 
@@ -197,7 +198,8 @@ def test_a_text_imports_nothing_and_runs_nothing(folder):
     (folder / "evil.mlir").write_text(text)
     status, _, err = tune(folder, "evil.mlir", *IMPORTS, "--dry-run")
     assert status == 0
-    assert "'evil.swish' is in none of the modules that were named" in err
+    assert "'evil.swish' may not be named here: import its module, and have" in err
+    assert "(--import MODULE)" in err
     assert not (folder / "was_here").exists()
 
 

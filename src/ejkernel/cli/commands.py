@@ -10,7 +10,11 @@ import click
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 imports = click.option(
-    "--import", "imports", multiple=True, metavar="MODULE", help="Module that makes kernels; repeatable."
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="MODULE",
+    help="Module that makes kernels; repeatable. It is imported.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL_CACHE_DIR by default.")
@@ -49,8 +53,9 @@ def tune(**options: Any) -> int:
     time that the program starts.
 
     FILE is the text of a program that was lowered with EJKERNEL_OPS_STAMP=json, or such a program exported by
-    jax.export. FILE, --missed and --from import no code of yours: name the modules that make your kernels with
-    --import. ejkernel's own are there.
+    jax.export. FILE and --missed are data: they import nothing, and name kernels, functions and types that were
+    registered, by the modules that --import names; ejkernel's own are there. --from runs the machine code of a bundle:
+    measure your own.
 
     Candidates run in a worker process, which one that crashes or never returns takes with it; the command goes on.
     With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from.

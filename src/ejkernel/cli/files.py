@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls to tune that come from files: a program's text, an exported program, notes of missed calls, a bundle.
 
-What a file says is data: it names kernels and functions of modules that the user named, and imports nothing.
+What a file says is data: it names kernels that are there, and what may be named with them, and imports nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel import compat
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.rebuild import rebuild
@@ -22,6 +21,7 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, Of
 from ejkernel.ops.execution.bundles import BundledCall, read_bundle
 from ejkernel.ops.execution.texts import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.payloads import text_of_bytecode
 from ejkernel.ops.utils.tables import counted
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file
@@ -58,20 +58,19 @@ class Found:
                 self.notes.remove(inv.key)
 
 
-def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
+def calls_in_file(path: Path) -> Found:
     """Return the calls that a program's text names, StableHLO or HLO, or that of an exported program.
 
     Every label that names no call that can be tuned here is accounted for in a warning.
 
     Args:
         path: The file; an exported program is what `Exported.serialize()` of `jax.export` returns.
-        modules: The modules that the user named.
 
     Raises:
         ArgumentError: the file cannot be read, or holds something else.
     """
     text = _program_text(path)
-    program = calls_in_text(text, modules=modules)
+    program = calls_in_text(text)
     if not program.labels:
         _check_program(path, text)
         _warn(f"no kernel call is named in {path}; was the program lowered with EJKERNEL_OPS_STAMP=none?")
@@ -89,12 +88,11 @@ def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
     return Found(name=str(path), calls=program.calls, counts=counts, empty=_empty(path))
 
 
-def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
+def calls_in_bundle(folder: Path) -> Found:
     """Return the calls of a bundle, with their compiled candidates.
 
     Args:
         folder: The bundle.
-        modules: The modules that the user named.
 
     Raises:
         ConfigError: it is no bundle, not for this device and this JAX, or of kernels whose module was not named.
@@ -109,10 +107,12 @@ def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
         raise ConfigError(f"{error}{hint}") from error
     for call in bundled:
         try:
-            inv = rebuild(call.description, modules=modules)
+            inv = rebuild(call.description)
         except DescriptionError as error:
             refused += 1
-            _warn(f"{call.description.get('op')}: {error}{_hint(str(error))}")
+            description: Any = call.description
+            op = description.get("op") if isinstance(description, dict) else "a call"
+            _warn(f"{op}: {error}{_hint(str(error))}")
             continue
         calls.append(inv)
         compiled[inv.key] = call
@@ -120,12 +120,11 @@ def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
     return Found(name=str(folder), calls=tuple(calls), counts=counts, empty=_empty(folder), compiled=compiled)
 
 
-def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
+def missed_calls(cache_dir: Path) -> Found:
     """Return the calls that were noted as missed on this device.
 
     Args:
         cache_dir: The folder of the persistent cache, which the notes are beside.
-        modules: The modules that the user named.
     """
     notes, device = MissedNotes(cache_dir), device_fingerprint()
     calls, refused, elsewhere = [], 0, 0
@@ -135,7 +134,7 @@ def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
             elsewhere += 1
             continue
         try:
-            calls.append(rebuild(note.call, modules=modules, key=key.call, op=key.op))
+            calls.append(rebuild(note.call, key=key.call, op=key.op))
         except DescriptionError as error:
             refused += 1
             _warn(f"{key.op}:{key.call} (of {note.kernel}): {error}{_hint(str(error))}")
@@ -160,11 +159,10 @@ def _program_text(path: Path) -> str:
     if b"\0" not in data:
         return data.decode("utf-8", "replace")  # labels are ASCII, whatever else is there
     try:
-        return compat.exported_text(data)
+        return text_of_bytecode(data)
     except ValueError as error:
         raise ArgumentError(
-            f"{path} is neither a program's text nor one that this process can read: {error}. If its arguments have "
-            "types of its own, name the module that registers them with --import."
+            f"{path} is neither a program's text nor one that this process can read: {error}."
         ) from error
 
 
@@ -191,7 +189,7 @@ def _empty(place: Path) -> str:
 
 
 def _hint(reason: str) -> str:
-    signs = ("name the module", "modules that were named", "import its module")
+    signs = ("name the module", "import its module")
     return " (--import MODULE)" if any(sign in reason for sign in signs) else ""
 
 

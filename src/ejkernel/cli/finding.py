@@ -59,9 +59,8 @@ class Source:
         Raises:
             ArgumentError: it names nothing.
         """
-        look_here()
         is_text = bool(target) and Path(target).is_file() and Path(target).suffix != ".py"
-        return cls(
+        source = cls(
             program=located(target) if target and not is_text else None,
             text=Path(target) if is_text else None,
             missed=missed,
@@ -69,11 +68,20 @@ class Source:
             imports=tuple(map(module_named, imports)),
             platform=platform,
         )
+        if source.names_modules:  # what a worker sends back must be found in this process too
+            look_here()
+        return source
+
+    @property
+    def names_modules(self) -> bool:
+        """Whether the user named modules, which the working directory may have; files are read without those."""
+        return bool(self.imports) or self.program is not None
 
 
 def find(source: Source) -> Found:
     """Return the calls that are there."""
-    look_here()
+    if source.names_modules:
+        look_here()
     for name in source.imports:
         import_users(name)
     if source.program is not None:
@@ -90,11 +98,11 @@ def find(source: Source) -> Found:
 def _in_files(source: Source) -> Found:
     importlib.import_module("ejkernel.modules")  # the kernels that a file may name without the user's naming a module
     if source.bundle is not None:
-        return files.calls_in_bundle(source.bundle, source.imports)
+        return files.calls_in_bundle(source.bundle)
     if source.missed is not None:
-        return files.missed_calls(source.missed, source.imports)
+        return files.missed_calls(source.missed)
     assert source.text is not None
-    return files.calls_in_file(source.text, source.imports)
+    return files.calls_in_file(source.text)
 
 
 def find_sendable(source: Source) -> Found:

@@ -25,6 +25,7 @@ from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.events import Event, SearchFinished, WorkerRestarted, on_event
@@ -177,7 +178,10 @@ def _partly(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> 
 def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budget: float | None) -> bool:
     """Return whether the call was tuned to the end, or for about as long as it may be now."""
     store, kernel = chain.persistent, inv.kernel
-    if kernel is None or store is None or store.get(inv.key, cfg_type=kernel.config_type) is None:
+    if kernel is None or store is None:
+        return False
+    note_config_types(inv, kernel)
+    if store.get(inv.key, cfg_type=kernel.config_type) is None:
         return False
     entry = store.load(inv.key)
     measured = {} if entry is None else dict(entry.measured or {})

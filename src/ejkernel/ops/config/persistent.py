@@ -192,8 +192,8 @@ class PersistentCache:
 
         Args:
             key_and_type: The key, whole or in its three parts; `cfg_type` may follow.
-            cfg_type: The type to decode as. `None` takes the type that the entry names, if it is a dataclass or
-                named tuple of a module that is already loaded.
+            cfg_type: The type to decode as. `None` takes the type that the entry names, if a kernel class of this
+                process names it too, if it is marked `nameable`, or if this process has stored one.
         """
         parts, cfg_type = _split_type(key_and_type, cfg_type)
         key = _key(parts)

@@ -17,6 +17,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, check_config, hook, overrides
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -287,6 +288,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return "the chain has no persistent cache"
         if request.key is None:
             return request.no_key
+        note_config_types(request.inv, request.kernel)
         config = self.persistent.get(request.key, cfg_type=request.kernel.config_type)
         if config is None:
             return "no entry"

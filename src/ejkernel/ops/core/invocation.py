@@ -22,9 +22,8 @@ from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
+from ejkernel.ops.utils.payloads import key_of
 from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, is_array
-
-_NOT_IN_KEY = ("op", "wiring")  # parts of a description: the first stands beside the key, the other says how, not what
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -209,9 +208,7 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             UnstableKeyError: a static argument cannot be named stably.
         """
-        content = {name: value for name, value in self.description.items() if name not in _NOT_IN_KEY}
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+        return key_of(self.description)
 
     @property
     def key(self) -> ConfigKey:

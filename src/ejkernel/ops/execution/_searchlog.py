@@ -67,7 +67,7 @@ class StoredSearch:
 
         Args:
             label: Where the times are from; device and key by default.
-            cfg_type: The configurations' type; `None` takes the type of that name among the modules that are loaded.
+            cfg_type: The configurations' type; `None` takes the type that the log names, if files may name it.
         """
         times: list[tuple[Any, float | None]] = []
         refused: list[ConfigError] = []

@@ -344,7 +344,7 @@ def _row(fate: _Fate, folder: Path, name: str, first: dict[str, Any]) -> _Row:
 
 
 def read_bundle(folder: Path) -> list[BundledCall]:
-    """Return the calls of a bundle. The configurations' types must have been imported.
+    """Return the calls of a bundle. The modules of their kernels must have been imported.
 
     A program whose file is damaged is a `TuningWarning`, and is left to be compiled where it runs.
 
@@ -389,7 +389,7 @@ def _compiled(row: _Row, folder: Path) -> Compiled:
     except ConfigError as error:
         name = row.config_type
         raise ConfigError(
-            f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE)."
+            f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE): {error}"
         ) from error
     program, reason = _whole(_program(row, folder))
     outcome = Outcome(

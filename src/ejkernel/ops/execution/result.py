@@ -128,11 +128,14 @@ class AutotuningResult:
 
     @classmethod
     def loads(cls, text: str) -> AutotuningResult:
-        """Return the result that `dumps` wrote. The configurations' types must have been imported.
+        """Return the result that `dumps` wrote.
+
+        The configurations' types must be there: kernel classes name them, `nameable` marks them, or this process has
+        stored configurations of them.
 
         Raises:
             SerializationError: the text is not such a result, is of another version, or was changed.
-            ConfigError: a configuration's type is not known in this process.
+            ConfigError: a configuration's type may not be named in this process.
         """
         if not isinstance(text, str):
             raise SerializationError(f"text must be what dumps() returned, got {describe(text)}.")

@@ -29,6 +29,7 @@ from ejkernel.ops.config._files import (
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
@@ -144,6 +145,8 @@ class MeasurementStore:
                 other = log.key.call != inv.key.call
                 rank = (2 * other + elsewhere, apart, f"{log.key.device} {log.key.call}")
                 by_key.setdefault(log.key, (rank, []))[1].append(log)
+        if inv.kernel is not None:
+            note_config_types(inv, inv.kernel)
         cfg_type = None if inv.kernel is None else inv.kernel.config_type
         found: list[Record] = []
         for (*_, label), logs in sorted(by_key.values(), key=lambda item: item[0]):
