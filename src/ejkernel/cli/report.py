@@ -17,7 +17,7 @@ from ejkernel.ops.execution.bundles import BundledCall
 from ejkernel.ops.execution.outcome import MEASURED, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.execution.roofline import roofline
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.tables import arguments, compact, counted, text_table
 
@@ -34,7 +34,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *optional: str) 
 
 def echo_json(data: Any) -> None:
     """Print data as JSON."""
-    click.echo(json.dumps(data, indent=2, sort_keys=True))
+    click.echo(printable_json(json.dumps(data, indent=2, sort_keys=True)))
 
 
 def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> str:
