@@ -69,6 +69,14 @@ def test_help_names_every_command_and_what_a_status_means(capsys):
     assert "1 if it failed or found nothing" in out
 
 
+@pytest.mark.parametrize("group", [[], ["cache"]], ids=["ejkernel", "ejkernel cache"])
+def test_what_a_command_does_is_said_whole_in_80_columns(capsys, monkeypatch, group):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*group, "--help"]) == 0
+    lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert all(line.endswith(".") and not line.endswith("..") for line in lines)
+
+
 @pytest.mark.parametrize("module", ["ejkernel", "ejkernel.cli"])
 def test_the_package_runs_as_the_command(module):
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)

@@ -399,15 +399,15 @@ def test_show_lists_what_was_saved_with_its_speed_up(program, capsys):
 
 
 def test_show_says_what_the_arguments_of_a_call_were(program, capsys):
-    run(capsys, "tune", "program:step", "--cache", "saved")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     _, out, _ = run(capsys, "show", "--cache", "saved")
     assert "arguments" in out
     assert "f32[128,128] x2" in out
 
 
 def test_show_log_prints_the_fate_of_every_candidate_of_the_last_search(program, capsys):
-    run(capsys, "tune", "program:step", "--cache", "saved")
-    run(capsys, "tune", "program:step", "--cache", "saved", "--force")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved", "--force")
     status, out, _ = run(capsys, "show", "--cache", "saved", "--log", "product.bwd")
     assert status == 0
     assert out.count("product.bwd@v0") == 1
@@ -421,7 +421,7 @@ def test_show_log_prints_the_fate_of_every_candidate_of_the_last_search(program,
 
 
 def test_show_log_of_what_was_not_searched_for_is_an_error(program, capsys):
-    run(capsys, "tune", "program:step", "--cache", "saved")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     status, out, err = run(capsys, "show", "--cache", "saved", "--log", "nothing")
     assert (status, out) == (1, "")
     assert "'nothing'" in err

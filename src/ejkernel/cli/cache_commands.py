@@ -63,7 +63,10 @@ def list_(cache: Path | None, as_json: bool) -> int:
 @read_cache
 @as_json
 def show(prefix: str, cache: Path | None, as_json: bool) -> int:
-    """Print all that is saved of the calls whose key or operation begins with PREFIX."""
+    """Print all that is saved of some calls.
+
+    PREFIX is how their key, or the name of their operation, begins.
+    """
     from ejkernel.cli.show import run_show_entries
 
     run_show_entries(cache, prefix, as_json)
@@ -76,7 +79,7 @@ def show(prefix: str, cache: Path | None, as_json: bool) -> int:
 def verify(cache: Path | None, as_json: bool) -> int:
     """Read every file, and say which cannot be used and why.
 
-    Exit status 1 if there is one.
+    The exit status is 1 if there is one.
     """
     from ejkernel.cli.folder import run_verify
 
@@ -118,7 +121,10 @@ def prune(
 @dry_run
 @as_json
 def clear(cache: Path | None, yes: bool, dry_run: bool, as_json: bool) -> int:
-    """Remove all saved configurations, searches and notes, and nothing else that is in the folder."""
+    """Remove all saved configurations, searches and notes.
+
+    Nothing else that is in the folder is touched.
+    """
     from ejkernel.cli.folder import run_clear
 
     return run_clear(cache, yes=yes, dry_run=dry_run, as_json=as_json)

@@ -145,7 +145,7 @@ def show(cache: Path | None, as_json: bool, log: str | None) -> int:
 @imports
 @as_json
 def list_(imports: tuple[str, ...], as_json: bool) -> int:
-    """List the operations, their implementations, and why one cannot run on this machine.
+    """List operations and implementations, and why one cannot run here.
 
     With --import, the kernels of that module too.
     """
