@@ -19,8 +19,10 @@ import pytest
 from ejkernel.ops import Invocation, Kernel, KernelError, PersistentCache, nameable, tune
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.declared import names_of
+from ejkernel.ops.utils import typenames
 from ejkernel.ops.utils.nameable import Names, marked, quoted
 from ejkernel.ops.utils.signature import describe
+from ejkernel.ops.utils.typenames import decode_config
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -237,14 +239,35 @@ class Untyped(Kernel):
         return Unnamed(1)
 
 
+class ByAnnotation(Kernel):
+    def run(self, x, *, cfg: InAnnotation):
+        return x * cfg.rows
+
+    def heuristic_cfg(self, inv) -> InReturned:
+        return InReturned(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class InAnnotation:
+    rows: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class InReturned:
+    rows: int = 1
+
+
+def test_annotations_of_hooks_name_the_type_of_a_kernel_that_names_none():
+    for cls in (InAnnotation, InReturned):
+        assert decode_config({"rows": 2}, f"{HERE}.{cls.__name__}") == cls(2)
+
+
 def test_what_its_heuristic_returns_is_the_type_of_a_kernel_that_names_none(tmp_path):
     """So its entries are found in a process that never stored one."""
     kernel = Untyped("untyped")
     inv = Invocation(kernel=kernel, args=(jnp.ones(4),))
     cache = PersistentCache(tmp_path, shipped=False)
     cache.put(inv.key, Unnamed(2))
-    from ejkernel.ops.utils import typenames
-
     typenames._noted.clear()  # as in another process
     found = ConfigSelectorChain(persistent=cache).resolve(inv, kernel)
     assert (found.config, found.source) == (Unnamed(2), "persistent")
