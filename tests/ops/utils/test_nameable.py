@@ -65,6 +65,13 @@ def other(x):
 
 
 class Methods:
+    @classmethod
+    def of_class(cls, x):
+        return x
+
+    def of_object(self, x):
+        return x
+
     @nameable
     @staticmethod
     def inside(x):
@@ -114,6 +121,13 @@ def test_the_latest_of_a_name_counts():
 def test_what_has_no_name_cannot_be_marked(thing):
     with pytest.raises(KernelError, match="nameable takes a function or class at the top level"):
         nameable(thing)
+
+
+def test_a_method_of_a_class_may_be_marked_and_one_of_an_object_not():
+    nameable(Methods.of_class)
+    assert marked(f"{HERE}.Methods.of_class") == Methods.of_class
+    with pytest.raises(KernelError, match="at the top level"):
+        nameable(Methods().of_object)
 
 
 def test_a_local_function_cannot_be_marked():

@@ -64,7 +64,8 @@ def nameable(thing: T) -> T:
     """
     found: Any = thing.__func__ if isinstance(thing, staticmethod) else thing
     name = _name_of(found)
-    if name is None or "<" in name:
+    of_object = inspect.ismethod(found) and not isinstance(found.__self__, type)
+    if name is None or "<" in name or of_object:
         raise KernelError(f"nameable takes a function or class at the top level of a module, got {thing!r}.")
     with _lock:
         _marked[name] = _held(found)
@@ -179,6 +180,8 @@ class Names:
 
 
 def _held(thing: Any) -> Callable[[], Any]:
+    if inspect.ismethod(thing):  # which is made anew each time that its class is asked for it
+        return weakref.WeakMethod(thing)
     try:
         return weakref.ref(thing)
     except TypeError:  # such as a function of NumPy's
