@@ -19,8 +19,10 @@ import pytest
 from ejkernel.ops import Invocation, Kernel, KernelError, PersistentCache, nameable, tune
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.declared import names_of
+from ejkernel.ops.utils import typenames
 from ejkernel.ops.utils.nameable import Names, marked, quoted
 from ejkernel.ops.utils.signature import describe
+from ejkernel.ops.utils.typenames import decode_config
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -63,6 +65,13 @@ def other(x):
 
 
 class Methods:
+    @classmethod
+    def of_class(cls, x):
+        return x
+
+    def of_object(self, x):
+        return x
+
     @nameable
     @staticmethod
     def inside(x):
@@ -112,6 +121,13 @@ def test_the_latest_of_a_name_counts():
 def test_what_has_no_name_cannot_be_marked(thing):
     with pytest.raises(KernelError, match="nameable takes a function or class at the top level"):
         nameable(thing)
+
+
+def test_a_method_of_a_class_may_be_marked_and_one_of_an_object_not():
+    nameable(Methods.of_class)
+    assert marked(f"{HERE}.Methods.of_class") == Methods.of_class
+    with pytest.raises(KernelError, match="at the top level"):
+        nameable(Methods().of_object)
 
 
 def test_a_local_function_cannot_be_marked():
@@ -237,14 +253,35 @@ class Untyped(Kernel):
         return Unnamed(1)
 
 
+class ByAnnotation(Kernel):
+    def run(self, x, *, cfg: InAnnotation):
+        return x * cfg.rows
+
+    def heuristic_cfg(self, inv) -> InReturned:
+        return InReturned(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class InAnnotation:
+    rows: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class InReturned:
+    rows: int = 1
+
+
+def test_annotations_of_hooks_name_the_type_of_a_kernel_that_names_none():
+    for cls in (InAnnotation, InReturned):
+        assert decode_config({"rows": 2}, f"{HERE}.{cls.__name__}") == cls(2)
+
+
 def test_what_its_heuristic_returns_is_the_type_of_a_kernel_that_names_none(tmp_path):
     """So its entries are found in a process that never stored one."""
     kernel = Untyped("untyped")
     inv = Invocation(kernel=kernel, args=(jnp.ones(4),))
     cache = PersistentCache(tmp_path, shipped=False)
     cache.put(inv.key, Unnamed(2))
-    from ejkernel.ops.utils import typenames
-
     typenames._noted.clear()  # as in another process
     found = ConfigSelectorChain(persistent=cache).resolve(inv, kernel)
     assert (found.config, found.source) == (Unnamed(2), "persistent")

@@ -284,6 +284,7 @@ def test_a_class_that_refuses_its_values_is_a_reason():
         ({"array": ["float32", [-1]]}, "a shape must be known sizes"),
         ({"array": ["float32", [1] * 40]}, "at most 32"),
         ({"array": ["float32", [1 << 20, 1 << 20]]}, "larger than any device holds"),
+        ({"array": ["float32", [0, 1 << 70]]}, "larger than any device holds"),
         ({"array": ["floaty", [2]]}, "is no dtype"),
         ({"array": ["float32", [2]], "weak": False}, "needs a dtype"),
         ({"float": "one"}, "is no float"),
@@ -304,6 +305,15 @@ def test_a_class_that_refuses_its_values_is_a_reason():
 def test_bad_data_are_refused_with_a_reason(data, reason):
     with pytest.raises(DescriptionError, match=reason):
         undescribe(data, HERE)
+
+
+@pytest.mark.parametrize("cls", [Batch, Box, collections.OrderedDict, collections.defaultdict], ids=name_of)
+@pytest.mark.parametrize("children", [[], [1], [1, 2, 3], [None] * 1000], ids=len)
+def test_a_node_of_any_parts_is_a_value_or_a_refusal(cls, children):
+    """Jaxlib itself reads beyond the end of too few."""
+    for aux in (None, [], 3, "s", ["a", "b"], ["eval"], {"list": [1]}, {"map": [["mode", 1]]}, "s" * 1000):
+        with contextlib.suppress(DescriptionError):
+            undescribe({"node": f"{cls.__module__}.{cls.__qualname__}", "children": children, "aux": aux}, HERE)
 
 
 def test_deep_and_large_data_are_refused():

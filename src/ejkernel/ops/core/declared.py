@@ -40,11 +40,23 @@ def note_config_types(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> No
 
 
 def _config_types() -> Iterator[type]:
-    """Yield the types that the kernel classes of this process name for their configurations, the latest class first."""
+    """Yield the types that the kernel classes of this process name for their configurations, the latest class first.
+
+    Those come last that only the annotations of a class's hooks name, for it takes longer to read these.
+    """
+    silent = []
     for cls in reversed(list(_subclasses(Kernel))):
         declared = config_type_of(cls)
-        if declared is not None:
+        if declared is None:
+            silent.append(cls)
+        else:
             yield declared
+    for cls in silent:
+        names = Names()
+        names.add_annotation_of(vars(cls).get("run"), "cfg")
+        for name in ("heuristic_cfg", "config_space", "candidate_cfgs"):
+            names.add_annotation_of(vars(cls).get(name), "return")
+        yield from names.types()
 
 
 def _subclasses(cls: type[Any]) -> Iterator[Any]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_kind
 from ejkernel.ops.utils.serialize import describe as shown
 from ejkernel.ops.utils.signature import abstract
-from ejkernel.ops.utils.undescribe import MAX_BYTES, MAX_RANK, undescribe
+from ejkernel.ops.utils.undescribe import MAX_RANK, check_size, undescribe
 
 _REQUIRED: Final = {"op", "args", "kwargs"}
 _OPTIONAL: Final = {"steps", "method", "precision", "x64", "wiring"}
@@ -233,6 +232,6 @@ def _batched(types: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], 
         like if axis is None else jax.ShapeDtypeStruct((*like.shape[:axis], size, *like.shape[axis:]), like.dtype)
         for like, axis in zip(types, axes, strict=True)
     ]
-    if any(math.prod(like.shape) * max(1, like.dtype.itemsize) > MAX_BYTES for like in batched):
-        raise DescriptionError(f"a vmap of size {shown(size)} makes an array that is larger than any device holds")
+    for like in batched:
+        check_size(like.shape, like.dtype)
     return batched

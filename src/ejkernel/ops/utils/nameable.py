@@ -64,7 +64,8 @@ def nameable(thing: T) -> T:
     """
     found: Any = thing.__func__ if isinstance(thing, staticmethod) else thing
     name = _name_of(found)
-    if name is None or "<" in name:
+    of_object = inspect.ismethod(found) and not isinstance(found.__self__, type)
+    if name is None or "<" in name or of_object:
         raise KernelError(f"nameable takes a function or class at the top level of a module, got {thing!r}.")
     with _lock:
         _marked[name] = _held(found)
@@ -116,6 +117,10 @@ class Names:
         for parameter in parameters:
             if parameter.default is not parameter.empty:
                 self.add_value(parameter.default)
+
+    def add_annotation_of(self, function: Any, name: str) -> None:
+        """Add what the annotation of one parameter names, or that of what is returned (`return`)."""
+        self.add_annotation(_hints(function).get(name))
 
     def add_annotation(self, annotation: Any) -> None:
         """Add the classes that a resolved annotation holds."""
@@ -170,11 +175,13 @@ class Names:
             self._add_annotations(cls)
 
     def _add_annotations(self, thing: Any) -> None:
-        for annotation in _hints(thing):
+        for annotation in _hints(thing).values():
             self.add_annotation(annotation)
 
 
 def _held(thing: Any) -> Callable[[], Any]:
+    if inspect.ismethod(thing):  # which is made anew each time that its class is asked for it
+        return weakref.WeakMethod(thing)
     try:
         return weakref.ref(thing)
     except TypeError:  # such as a function of NumPy's
@@ -191,21 +198,21 @@ def _name_of(thing: Any) -> str | None:
     return f"{importable(module)}.{qualname}"
 
 
-def _hints(thing: Any) -> list[Any]:
+def _hints(thing: Any) -> dict[str, Any]:
     """Return the annotations of a function or class, without those that cannot be resolved."""
     if not callable(thing):
-        return []
+        return {}
     try:
-        return list(typing.get_type_hints(thing).values())
+        return typing.get_type_hints(thing)
     except _UNRESOLVED:
         pass  # one of them may be for type checkers alone: one at a time, then
-    found: list[Any] = []
-    for owner in thing.__mro__ if isinstance(thing, type) else (thing,):
+    found: dict[str, Any] = {}
+    for owner in reversed(thing.__mro__) if isinstance(thing, type) else (thing,):
         scope = getattr(owner, "__globals__", None) or vars(sys.modules.get(getattr(owner, "__module__", ""), object))
         for name, annotation in inspect.get_annotations(owner).items():
             alone = types.SimpleNamespace(__annotations__={name: annotation})
             try:
-                found += typing.get_type_hints(alone, globalns=dict(scope)).values()
+                found |= typing.get_type_hints(alone, globalns=dict(scope))
             except _UNRESOLVED:
                 continue
     return found

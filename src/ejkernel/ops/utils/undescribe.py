@@ -27,7 +27,7 @@ MAX_VALUES: Final = 10_000  # in one description; calls have tens
 MAX_RANK: Final = 32
 _MAX_DEPTH: Final = 32
 _MAX_KEYS: Final = 1_000  # of one mapping or set, whose making takes quadratic time if all hashes are equal
-MAX_BYTES: Final = 1 << 40  # of one array: no device holds more
+_MAX_BYTES: Final = 1 << 40  # of one array: no device holds more
 _PLAIN_TYPES: Final = {f"builtins.{kind.__name__}": kind for kind in (bool, int, float, complex)}
 _CONTAINERS: Final = {f"collections.{c.__name__}": c for c in (collections.OrderedDict, collections.defaultdict)}
 _KEY_IMPLEMENTATIONS: Final = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -50,6 +50,16 @@ def undescribe(data: Any, names: Names) -> Any:
         DescriptionError: it describes nothing, is too large, or names something that it may not name.
     """
     return _Reader(names).value(data, 0)
+
+
+def check_size(shape: Sequence[int], dtype: Any) -> None:
+    """Raise if no device holds such an array, or one that is no longer empty.
+
+    Raises:
+        DescriptionError: it is that large.
+    """
+    if math.prod(max(1, dim) for dim in shape) * max(1, dtype.itemsize) > _MAX_BYTES:
+        raise DescriptionError(f"an array of shape {shown(list(shape))} is larger than any device holds")
 
 
 class _Reader:
@@ -85,8 +95,7 @@ class _Reader:
         dtype, shape = _dtype(parts[0]), parts[1]
         if type(shape) is not list or len(shape) > MAX_RANK or any(type(dim) is not int or dim < 0 for dim in shape):
             raise DescriptionError(f"a shape must be known sizes, at most {MAX_RANK}, got {shown(shape)}")
-        if math.prod(shape) * max(1, dtype.itemsize) > MAX_BYTES:
-            raise DescriptionError(f"an array of shape {shown(shape)} is larger than any device holds")
+        check_size(shape, dtype)
         return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type="weak" in data)
 
     def namedtuple(self, data: Any, depth: int) -> Any:
