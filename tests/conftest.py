@@ -36,6 +36,8 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    # what a test writes need not survive the end of the machine, and waiting for the disk takes most of many a test
+    monkeypatch.setattr("ejkernel.ops.config._writing._sync", lambda *_: None)
     ops.set_default_executor(None)
     clear_invocations()
     yield

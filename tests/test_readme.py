@@ -7,6 +7,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import click
 import pytest
 
 from ejkernel import ops, settings
@@ -15,7 +16,7 @@ from ejkernel.cli.app import cli
 from ejkernel.ops.execution import outcome
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^\$ (?:\w+=\S+ )*ejkernel (\w+) ([^\n#]*)", README, re.M)
+COMMANDS = re.findall(r"^\$ (?:\w+=\S+ )*ejkernel (\w+)(?: ([^\n#]*))?", README, re.M)
 
 
 def block(first_line):
@@ -34,7 +35,11 @@ def test_the_program_of_the_first_page_is_found_forward_and_backward(tmp_path, m
 
 @pytest.mark.parametrize(("command", "arguments"), COMMANDS)
 def test_a_command_has_the_options_that_it_is_shown_with(command, arguments):
-    known = {name for parameter in cli.commands[command].params for name in parameter.opts}
+    found = cli.get_command(click.Context(cli), command)
+    assert found is not None
+    if isinstance(found, click.Group):
+        found = found.commands[arguments.split()[0]]
+    known = {name for parameter in found.params for name in parameter.opts}
     shown = set(re.findall(r"(?<!\S)--?[a-z-]+", arguments))
     assert shown <= known
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import array, core, effects
+from jax._src import array, core, effects, tree_util
 from jax._src.interpreters import mlir as private_mlir
 from jax._src.state import types as state_types
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
@@ -341,22 +342,26 @@ def lowered_text(lowered: Any) -> str:
     return lowered if isinstance(lowered, str) else lowered.as_text()
 
 
-def exported_text(data: bytes) -> str:
-    """Return the program's text of what `jax.export`'s `Exported.serialize()` returned.
+def pytree_node(cls: type, aux: Any, children: Sequence[Any]) -> Any:
+    """Return the object of a registered pytree type that has these children.
+
+    jaxlib makes dataclasses without looking how many children there are, and reads beyond the last: that is checked
+    before. All others are made in Python, by what their type was registered with.
 
     Raises:
-        ValueError: it is no such thing, or it names a type of the program's that this process does not know.
+        ValueError: it is no such type, or has another number of children.
     """
-    import jax.export
-
-    try:
-        return str(jax.export.deserialize(bytearray(data)).mlir_module())
-    except Exception as error:  # flatbuffers answers foreign bytes with whatever they lead it into
-        raise ValueError(f"not an exported program: {type(error).__name__}: {error}") from error
-
-
-def pytree_node(cls: type, aux: Any, children: Sequence[Any]) -> Any:
-    """Return the object of a registered pytree type that has these children."""
+    entry = getattr(tree_util, "_registry", {}).get(cls)  # dataclasses are not there, from JAX 0.11 on
+    if entry is not None:
+        return entry.from_iter(aux, tuple(children))
+    if not dataclasses.is_dataclass(cls):
+        raise ValueError("it is no pytree type that can be made of its children")
+    like = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        object.__setattr__(like, field.name, None)
+    flat = jax.tree_util.default_registry.flatten_one_level(like)
+    if flat is None or type(aux) is not tuple or (len(list(flat[0])), len(flat[1])) != (len(children), len(aux)):
+        raise ValueError("it has another number of children, or of static fields")
     leaves, trees = [], []
     for child in children:
         more, tree = jax.tree.flatten(child)

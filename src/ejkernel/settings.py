@@ -8,8 +8,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ejkernel.ops.errors import ConfigError
-
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _STAMPS = ("hash", "json", "none")
 _ON_MISS = ("heuristic", "tune", "error")
@@ -85,6 +83,12 @@ def tell_of_spills() -> None:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
 
 
+def _error(text: str) -> Exception:
+    from ejkernel.ops.errors import ConfigError  # imports JAX, which settings that are right do not need
+
+    return ConfigError(text)
+
+
 def _cache_dir(env: Mapping[str, str]) -> Path:
     given = env.get("EJKERNEL_CACHE_DIR", "").strip()
     if given:
@@ -97,7 +101,7 @@ def _on_miss(env: Mapping[str, str]) -> str:
     """Return what happens on a miss; `EJKERNEL_AUTOTUNE=1` is another way to say `tune`."""
     asked, tune = _choice(env, "EJKERNEL_ON_MISS", _ON_MISS), _flag(env, "EJKERNEL_AUTOTUNE")
     if tune and asked != "tune" and env.get("EJKERNEL_ON_MISS", "").strip():
-        raise ConfigError(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
+        raise _error(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
     return "tune" if tune else asked
 
 
@@ -106,12 +110,12 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
     if not raw:
         return False
     if raw not in _BOOLS:
-        raise ConfigError(f"{name} must be one of {', '.join(_BOOLS)}; got {raw!r}.")
+        raise _error(f"{name} must be one of {', '.join(_BOOLS)}; got {raw!r}.")
     return _BOOLS[raw]
 
 
 def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
     raw = env.get(name, "").strip().lower() or allowed[0]
     if raw not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {raw!r}.")
+        raise _error(f"{name} must be one of {', '.join(allowed)}; got {raw!r}.")
     return raw

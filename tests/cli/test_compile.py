@@ -101,7 +101,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(folder, *arguments, **environment):
+def start(folder, *arguments, in_session=False, **environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL")}
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND, *arguments],
@@ -109,6 +109,7 @@ def start(folder, *arguments, **environment):
         env=clean | {"JAX_PLATFORMS": "cpu", "EJKERNEL_CACHE_DIR": str(folder / "cache")} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=in_session,
         text=True,
     )
 
@@ -133,7 +134,7 @@ def test_what_one_process_compiled_another_measures_and_compiles_nothing(folder)
     arguments = ("tune", "--from", "bundle", "--import", "prog", "--json")
     status, out, err = run(folder, *arguments, COMPILING_IS_FORBIDDEN="1")
     assert status == 0, err
-    assert "bundle: 1 calls, 0 of no use here" in err
+    assert "bundle: 1 call, 0 of no use here" in err
     (entry,) = json.loads(out)["entries"]
     assert entry["config"] == {"repeats": 0}
     assert entry["measured"]["checked"] == ["outputs"]
@@ -150,6 +151,13 @@ def test_what_one_process_compiled_another_measures_and_compiles_nothing(folder)
     assert "--import" in err
 
 
+def test_several_devices_on_a_cpu_are_an_error_that_says_why(folder):
+    status, out, err = run(folder, "tune", "prog:step", "--devices", "2")
+    assert (status, out) == (1, "")
+    assert "--devices 2 is for GPUs, each of which has a worker process, and the device here is cpu:" in err
+    assert not (folder / "cache").exists() or not list((folder / "cache").rglob("*.json"))
+
+
 @pytest.mark.parametrize(
     "mode",
     [("--compile-processes", "1"), ("--in-process",)],
@@ -162,6 +170,22 @@ def test_what_a_program_prints_and_warns_of_goes_to_stderr(folder, mode):
     assert "imported\n" in err
     assert "tracing Config(repeats=0)" in err
     assert "ejkernel: warning: a warning of Config(repeats=0)" in err
+
+
+CTRL_C = """
+import os, signal, sys
+if "--multiprocessing-fork" in sys.orig_argv:
+    os.killpg(0, signal.SIGINT)
+"""
+
+
+def test_ctrl_c_while_the_worker_starts_prints_no_traceback(folder):
+    (folder / "sitecustomize.py").write_text(CTRL_C)  # as a terminal sends it: to the worker, too
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    process = start(folder, "tune", "prog:step", in_session=True, PYTHONPATH=path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert (out, err.strip()) == ("", "ejkernel: stopped; what was tuned so far is saved, run it again to go on")
 
 
 def saved(folder):
@@ -183,11 +207,11 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far_which_is_saved_and_gone_on_
     again = ("tune", "prog:long", "--in-process")
     status, _, err = run(folder, *again)
     assert status == 0, err
-    assert "were tuned before" not in err
-    assert "1 of 1 calls tuned" in err
+    assert "tuned before" not in err
+    assert "1 of 1 call tuned" in err
     assert saved(folder)["measured"]["interrupted"] is False
     _, _, err = run(folder, *again)
-    assert "1 of them were tuned before" in err
+    assert "1 of them was tuned before" in err
 
 
 def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(folder):

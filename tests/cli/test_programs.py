@@ -14,7 +14,7 @@ KERNELS = '''
 import dataclasses
 import jax
 import jax.numpy as jnp
-from ejkernel.ops import Kernel
+from ejkernel.ops import Kernel, nameable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Options:
     scale: float = 2.0
 
 
+@nameable
 def swish(x):
     return x * jax.nn.sigmoid(x)
 
@@ -128,7 +129,7 @@ def folder(lowered, tmp_path):
     return tmp_path
 
 
-IMPORTS = ("--import", "my_kernels", "--import", "ejkernel.modules")
+IMPORTS = ("--import", "my_kernels")
 OPERATIONS = ["RmsNorm.bwd@v0", "RmsNorm@v0", "affine.bwd@v0", "affine@v0"]
 
 
@@ -155,9 +156,10 @@ def test_what_a_fresh_process_tuned_is_what_the_program_uses(folder, lowered):
     assert done.stdout.split() == ["persistent"] * 4, done.stderr
 
 
-def test_kernels_that_were_not_named_are_a_warning_that_says_what_to_do(folder):
-    status, _, err = tune(folder, "program.mlir", "--import", "ejkernel.modules", "--dry-run")
+def test_the_package_s_own_kernels_are_there_and_others_that_were_not_named_are_a_warning(folder):
+    status, out, err = tune(folder, "program.mlir", "--dry-run")
     assert status == 0
+    assert "rms_norm.bwd@v0" in out
     assert (
         "there is no kernel 'affine@v0' here; name the module that makes it, at its top level (--import MODULE)" in err
     )
@@ -169,7 +171,8 @@ def test_a_text_of_keys_alone_says_how_to_lower_it(folder):
     start, end = text.index("ejkernel_ops#"), text.index("ejkernel_ops#") + 60
     (folder / "bare.mlir").write_text(text[start:end].partition('"')[0])
     status, _, err = tune(folder, "bare.mlir", *IMPORTS)
-    assert status == 0
+    assert status == 1
+    assert "bare.mlir holds no call that can be tuned here; the warnings above say why" in err
     assert "labels that carry no description of their call: ejkernel_ops#" in err
     assert "EJKERNEL_OPS_STAMP=json" in err
 
@@ -195,7 +198,8 @@ def test_a_text_imports_nothing_and_runs_nothing(folder):
     (folder / "evil.mlir").write_text(text)
     status, _, err = tune(folder, "evil.mlir", *IMPORTS, "--dry-run")
     assert status == 0
-    assert "'evil.swish' is in none of the modules that were named" in err
+    assert "'evil.swish' may not be named here: import its module, and have" in err
+    assert "(--import MODULE)" in err
     assert not (folder / "was_here").exists()
 
 
@@ -230,9 +234,12 @@ def test_missed_calls_are_tuned_by_another_process_and_their_notes_removed(folde
     assert status == 0, err
     assert len(json.loads(out)) == 4
     assert len(notes(folder)) == 4
-    status, _, err = tune(folder, "--missed", "--import", "my_kernels", "--budget", "20")
+    status, _, err = tune(folder, "--missed", "--budget", "20")
     assert "4 notes, 2 of them calls that can be tuned here, 2 of no use here, 0 of other devices" in err
     assert len(notes(folder)) == 2
+    status, _, err = tune(folder, "--missed", "--dry-run")
+    assert status == 1
+    assert "holds no call that can be tuned here" in err
     status, _, err = tune(folder, "--missed", *IMPORTS, "--budget", "20")
     assert status == 0, err
     assert notes(folder) == []

@@ -50,6 +50,11 @@ def step():
     return jax.grad(lambda a, b: jnp.sum(product(a, b) ** 2)), (shape, shape)
 
 
+def forward():
+    shape = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    return product, (shape, shape)
+
+
 needs_two = lambda a, b: None
 number = 3
 
@@ -102,8 +107,9 @@ def test_a_program_is_tuned_forward_and_backward_and_saved(program, capsys):
 
 def test_what_was_tuned_before_is_not_tuned_again_unless_forced(program, capsys):
     run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
-    _, out, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
-    assert "2 of them were tuned before" in err
+    status, out, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
+    assert status == 0
+    assert "2 of them were tuned before; --force tunes them again" in err
     assert "Nothing to tune" in out
     _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved", "--force")
     assert "product.bwd" in out
@@ -161,19 +167,63 @@ def test_a_dry_run_lists_the_calls_and_measures_nothing(program, capsys):
     assert [call["op"] for call in json.loads(out)] == ["product@v0", "product.bwd@v0"]
 
 
-def test_a_program_without_calls_is_no_failure(program, capsys):
-    status, out, err = run(capsys, "tune", "--in-process", "program:nothing")
-    assert status == 0
+def test_a_dry_run_says_which_calls_are_tuned_already(program, capsys):
+    run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
+    _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--dry-run", "--cache", "saved")
+    assert re.search(r"product@v0 .* yes$", out, re.M)
+    assert re.search(r"product.bwd@v0 .* no$", out, re.M)
+    _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--dry-run", "--cache", "saved", "--json")
+    assert [call["tuned"] for call in json.loads(out)] == ["yes", "no"]
+
+
+def test_a_call_whose_search_ran_out_of_time_is_tuned_in_part(program, capsys):
+    arguments = ("tune", "--in-process", "program:forward", "--cache", "saved")
+    run(capsys, *arguments, "--budget", "0.000001")
+    assert re.search(r"product@v0 .* in part$", run(capsys, *arguments, "--dry-run")[1], re.M)
+    assert re.search(r"product@v0 .* yes$", run(capsys, *arguments, "--dry-run", "--budget", "0.000001")[1], re.M)
+
+
+def test_one_of_a_thing_is_not_called_several(program, capsys):
+    _, _, err = run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
+    assert "1 distinct call, 1 forward" in err
+    assert "1 of 1 call tuned" in err
+    _, _, err = run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
+    assert "1 of them was tuned before; --force tunes it again" in err
+
+
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["tuning", "dry run"])
+def test_a_program_without_calls_is_a_failure(program, capsys, mode):
+    status, out, err = run(capsys, "tune", "--in-process", "program:nothing", *mode)
+    assert status == 1
     assert "0 distinct calls" in err
-    assert "Nothing to tune" in out
-    assert run(capsys, "tune", "--in-process", "program:nothing", "--dry-run")[1] == "Nothing to tune.\n"
+    assert "the program of program:nothing calls no kernel of ejkernel" in err
+    assert out == "Nothing to tune.\n"
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_text_that_names_no_call_is_a_warning(program, capsys):
+def test_a_text_that_names_no_call_is_a_warning_and_a_failure(program, capsys):
     (program / "empty.mlir").write_text("module {}")
-    _, _, err = run(capsys, "tune", "--in-process", "empty.mlir")
+    status, _, err = run(capsys, "tune", "--in-process", "empty.mlir")
+    assert status == 1
     assert "no kernel call is named in empty.mlir" in err
+    assert "empty.mlir holds no call that can be tuned here" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("some words", "is no text of a lowered program: no `module` of StableHLO or HLO"),
+        ('{"module": {"a": 1}}', "is no text of a lowered program"),
+        ("", "is empty"),
+    ],
+)
+def test_a_file_that_is_no_program_says_what_it_is_not(program, capsys, text, says):
+    (program / "words.txt").write_text(text)
+    status, _, err = run(capsys, "tune", "--in-process", "words.txt")
+    assert status == 1
+    assert f"words.txt {says}" in err
+    assert ".as_text()" in err
+    assert "EJKERNEL_OPS_STAMP=json" in err
 
 
 def test_what_was_found_before_an_interrupt_is_shown_and_saved(program, capsys, monkeypatch):
@@ -215,26 +265,100 @@ def test_the_tuned_program_uses_what_was_saved_in_a_fresh_process(program, capsy
     [
         ("program", "must be MODULE:FUNCTION or a file that exists, got 'program'"),
         ("absent:step", "there is no module 'absent'"),
-        ("program:absent", "module 'program' has no 'absent'"),
+        ("program:absent", "module 'program' has no 'absent'; it has step, forward, raises, nothing, forgetful."),
         ("program:forgetful", "must return (callable, args)"),
         ("program:number", "program:number must be a function, got 3"),
         ("program:needs_two", "program:needs_two must take no arguments, but it needs a, b"),
-        ("program.py:step", "there is no module 'program.py' here"),
-        ("program.py:step", "did you mean program:"),
-        ("program.py", "program.py is a Python file; give MODULE:FUNCTION, such as program:program"),
+        ("program", "such as program:step"),
+        ("program.py", "program.py is a Python file; say which function of it, such as program.py:step."),
+        ("program.py:", "such as program.py:step."),
+        ("./program:step", "there is no file program; did you mean program.py:step?"),
+        ("./absent.py:step", "there is no file absent.py; the working directory is "),
+        ("./notes.txt:step", "notes.txt is not a Python file"),
+        ("./folder", "folder is a folder; give MODULE:FUNCTION, such as folder/FILE.py:FUNCTION"),
+        (
+            "./folder:step",
+            "folder without __init__.py, so that it is no module; give one of its files, such as folder/a",
+        ),
+        ("./bundle", "bundle is a bundle; measure what is in it with --from bundle"),
+        ("./folder/json.py:step", "would be imported as 'json', which is "),
+        ("./folder/a.b.py:step", "a.b.py cannot be imported, because of the dot in its name; rename it"),
+        (":step", "the target must be MODULE:FUNCTION or a file that exists, got ':step'"),
         ("program:raises", "calling program:raises raised KeyError: 'no such thing'"),
     ],
 )
 def test_a_bad_target_is_a_clear_error(program, capsys, target, message):
+    for name in ("folder/inner.py", "folder/json.py", "folder/a.b.py", "bundle/manifest.json", "notes.txt"):
+        (program / name).parent.mkdir(exist_ok=True)
+        (program / name).write_text("")
     status, _, err = run(capsys, "tune", "--in-process", target)
     assert status == 1
     assert message in err
 
 
-def test_an_error_of_the_program_shows_its_own_frames_alone(program, capsys):
-    _, _, err = run(capsys, "tune", "--in-process", "program:raises")
-    assert 'raise KeyError("no such thing")' in err
-    assert "ejkernel/cli" not in err
+@pytest.mark.parametrize(
+    ("form", "named"),
+    [
+        ("program.py", "program"),
+        ("./program.py", "program"),
+        ("{}/program.py", "program"),
+        ("inner/deeper/one.py", "inner.deeper.one"),
+        ("./inner/deeper", "inner.deeper"),
+        ("loose/two.py", "two"),
+        ("with-dash.py", "with-dash"),
+    ],
+)
+def test_a_program_may_be_given_by_the_path_of_its_file_or_folder(program, capsys, form, named):
+    files = ("inner/__init__.py", "inner/deeper/__init__.py", "inner/deeper/one.py", "loose/two.py", "with-dash.py")
+    for file in files:
+        (program / file).parent.mkdir(parents=True, exist_ok=True)
+        (program / file).write_text(PROGRAM)
+    status, out, err = run(capsys, "tune", "--in-process", f"{form.format(program)}:step", "--dry-run")
+    assert status == 0, err
+    assert "product.bwd@v0" in out
+    assert named in sys.modules
+    for name in {named, *named.split(".")[:1], "inner.deeper"}:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_module_of_kernels_may_be_given_by_its_path_too(program, capsys):
+    (program / "empty.mlir").write_text("module {}")
+    run(capsys, "tune", "--in-process", "empty.mlir", "--import", "./program.py", "--dry-run")
+    assert "program" in sys.modules
+
+
+OWN_LINES = {
+    "calling": ("", "program:raises", "calling program:raises raised KeyError: 'no such thing'"),
+    "importing": ("import absent_module\n", "other:step", "importing other raised ModuleNotFoundError: No module"),
+    "a syntax error": ("def one(:\n", "other:step", "importing other raised SyntaxError: "),
+    "an exit": ("import argparse\nargparse.ArgumentParser().parse_args(['x'])\n", "other:x", "called sys.exit(2)"),
+    "an error of ours": (
+        "from ejkernel.modules import rms_norm\ndef one():\n    return rms_norm, (1, 2)\n",
+        "other:one",
+        "ejkernel: error: x must be a floating-point array",
+    ),
+    "an error of JAX": (
+        "import jax\ndef one():\n    return (lambda: jax.numpy.ones(3) @ jax.numpy.ones(4)), ()\n",
+        "other:one",
+        "lowering the program of other:one raised TypeError: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OWN_LINES)
+def test_an_error_of_the_program_shows_its_own_lines_alone(program, capsys, case):
+    text, target, message = OWN_LINES[case]
+    (program / "other.py").write_text(text)
+    status, out, err = run(capsys, "tune", "--in-process", target)
+    sys.modules.pop("other", None)
+    assert (status, out) == (1, "")
+    assert message in err
+    files = re.findall(r'File "([^"]+)"', err)
+    own = program / target.replace(":", ".py:").partition(":")[0]
+    assert case == "an error of ours" or str(own) in files
+    assert set(files) <= {str(own)}
+    assert err.count("\n") <= 12
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(program, capsys):
@@ -246,10 +370,22 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(pr
     assert "tuning" not in err
 
 
-def test_wrong_usage_is_status_2(capsys):
-    status, _, err = run(capsys, "tune")
-    assert status == 2
-    assert "MODULE:FUNCTION" in err
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tune"], "MODULE:FUNCTION"),
+        (["explain"], "MODULE:FUNCTION"),
+        (["explain", "program:step", "--missed"], "give one of"),
+        (["tun"], "No such command 'tun'"),
+        (["cache", "prune"], "--older-than, --not-for-this-jax or --unreadable"),
+        (["cache", "prune", "--older-than", "3 days"], "'3 days' is no length of time such as 90m, 12h, 30d or 8w"),
+        (["cache", "show"], "PREFIX"),
+    ],
+)
+def test_wrong_usage_is_status_2(capsys, arguments, says):
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert says in err
 
 
 def test_show_lists_what_was_saved_with_its_speed_up(program, capsys):
@@ -263,15 +399,15 @@ def test_show_lists_what_was_saved_with_its_speed_up(program, capsys):
 
 
 def test_show_says_what_the_arguments_of_a_call_were(program, capsys):
-    run(capsys, "tune", "program:step", "--cache", "saved")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     _, out, _ = run(capsys, "show", "--cache", "saved")
     assert "arguments" in out
     assert "f32[128,128] x2" in out
 
 
 def test_show_log_prints_the_fate_of_every_candidate_of_the_last_search(program, capsys):
-    run(capsys, "tune", "program:step", "--cache", "saved")
-    run(capsys, "tune", "program:step", "--cache", "saved", "--force")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved", "--force")
     status, out, _ = run(capsys, "show", "--cache", "saved", "--log", "product.bwd")
     assert status == 0
     assert out.count("product.bwd@v0") == 1
@@ -285,12 +421,14 @@ def test_show_log_prints_the_fate_of_every_candidate_of_the_last_search(program,
 
 
 def test_show_log_of_what_was_not_searched_for_is_an_error(program, capsys):
-    run(capsys, "tune", "program:step", "--cache", "saved")
+    run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     status, out, err = run(capsys, "show", "--cache", "saved", "--log", "nothing")
     assert (status, out) == (1, "")
     assert "'nothing'" in err
 
 
-def test_show_of_an_empty_folder_says_so(tmp_path, capsys):
-    _, out, _ = run(capsys, "show", "--cache", str(tmp_path / "empty"))
+def test_show_of_an_empty_folder_says_so_and_is_a_failure(tmp_path, capsys):
+    status, out, _ = run(capsys, "show", "--cache", str(tmp_path))
+    assert status == 1
     assert "Nothing is saved" in out
+    assert run(capsys, "show", "--json", "--cache", str(tmp_path))[:2] == (1, "[]\n")

@@ -234,7 +234,7 @@ def test_where_nothing_is_left_the_heuristic_is_the_only_candidate(options):
 
 def test_the_reference_is_called_without_tunable_arguments():
     wrong = made(lambda x, *, rows=1: x * (1 if rows == 1 else 2), name="w", reference=lambda x: x, space=[{"rows": 2}])
-    with pytest.warns(match="all 1 candidates beside the heuristic were rejected; the first, {'rows': 2}, wrong"):
+    with pytest.warns(match="the only candidate beside the heuristic was rejected; it is {'rows': 2}, wrong"):
         assert autotune(wrong, X) == {"rows": 1}
 
 
@@ -286,6 +286,15 @@ def test_an_unknown_argument_is_refused():
 
 
 # --- declarations ---
+
+
+@pytest.mark.parametrize("written", ["@tune", "@tune()"])
+def test_a_decorator_without_a_space_says_how_to_write_it(written):
+    def bare(x, *, rows=1):
+        return x
+
+    with pytest.raises(KernelError, match=r'write @tune\(space=\{"rows": \[8, 16\]\}\)'):
+        tune(bare) if written == "@tune" else tune()(bare)
 
 
 @pytest.mark.parametrize(

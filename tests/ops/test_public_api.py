@@ -83,6 +83,7 @@ DOCUMENTED = [
     "label",
     "labels_to_configs",
     "missed",
+    "nameable",
     "on_event",
     "overlay_cache",
     "pmap_with_config",

@@ -7,23 +7,27 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from ejkernel.cli import report
 from ejkernel.cli.finding import Source, find
-from ejkernel.cli.tune import bars
+from ejkernel.cli.tune import bars, messages
+from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.bundles import compile_bundle
 from ejkernel.ops.execution.compiling import default_width
 from ejkernel.ops.execution.targets import Target
+from ejkernel.ops.utils.tables import counted
 
 
 def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path, processes: int | None) -> None:
     """Compile the candidates of a program's calls for `device`, in `processes`, and write them to `output`."""
-    console = Console(stderr=True, emoji=False)
+    console = messages()
     aim = Target.named(device)
+    source = Source.of(target, imports, platform=aim.platform)
     with aim.entered():
-        found = find(Source(target=target, imports=imports, platform=aim.platform))
+        found = find(source)
     console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
+    if not found.calls:
+        raise TuningError(found.empty)
     started = time.monotonic()
     processes = _processes(aim) if processes is None else processes
     with bars(console, len(found.calls), "compiling") as step:
@@ -31,11 +35,11 @@ def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path
     click.echo(report.bundle(bundled))
     candidates = [candidate for call in bundled for candidate in call.candidates]
     compiled = sum(candidate.program is not None for candidate in candidates)
-    modules = imports or (target.partition(":")[0],)
+    modules = source.imports or ((source.program.module,) if source.program is not None else ())
     measure = " ".join(["ejkernel tune --from", str(output), *(f"--import {module}" for module in modules)])
     console.print(
-        f"{compiled} of {len(candidates)} candidates compiled in {time.monotonic() - started:.1f} s, written to "
-        f"{output}; measure them where the device is: {measure}",
+        f"{compiled} of {counted(len(candidates), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "
+        f"written to {output}; measure them where the device is: {measure}",
         soft_wrap=True,
     )
 

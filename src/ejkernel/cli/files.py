@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls to tune that come from files: a program's text, an exported program, notes of missed calls, a bundle.
 
-What a file says is data: it names kernels and functions of modules that the user named, and imports nothing.
+What a file says is data: it names kernels that are there, and what may be named with them, and imports nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel import compat
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.rebuild import rebuild
@@ -21,9 +21,12 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, Of
 from ejkernel.ops.execution.bundles import BundledCall, read_bundle
 from ejkernel.ops.execution.texts import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.payloads import text_of_bytecode
+from ejkernel.ops.utils.tables import counted
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file
 _BYTECODE: Final = b"ML\xefR"
+_PROGRAM: Final = re.compile(r"^[ \t]*(HloModule\b|(builtin\.)?module\b[^\n]*\{|#\w+ = loc\()", re.M)  # how one begins
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class Found:
         name: Where they were found.
         calls: The calls.
         counts: What became of everything that was there, for the end of the report; `""` if there is nothing to say.
+        empty: Why it is a failure if there are no calls; `""` if it is none.
         notes: The notes that they come from, if they do.
         compiled: Their candidates, where they are compiled already.
         device: The device that they would be tuned on.
@@ -42,6 +46,7 @@ class Found:
     name: str
     calls: tuple[Invocation[Any, Any], ...]
     counts: str = ""
+    empty: str = ""
     notes: MissedNotes | None = None
     compiled: Mapping[ConfigKey, BundledCall] = dataclasses.field(default_factory=dict)
     device: str = ""
@@ -53,20 +58,21 @@ class Found:
                 self.notes.remove(inv.key)
 
 
-def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
+def calls_in_file(path: Path) -> Found:
     """Return the calls that a program's text names, StableHLO or HLO, or that of an exported program.
 
     Every label that names no call that can be tuned here is accounted for in a warning.
 
     Args:
         path: The file; an exported program is what `Exported.serialize()` of `jax.export` returns.
-        modules: The modules that the user named.
 
     Raises:
         ArgumentError: the file cannot be read, or holds something else.
     """
-    program = calls_in_text(_program_text(path), modules=modules)
+    text = _program_text(path)
+    program = calls_in_text(text)
     if not program.labels:
+        _check_program(path, text)
         _warn(f"no kernel call is named in {path}; was the program lowered with EJKERNEL_OPS_STAMP=none?")
     if program.bare:
         _warn(
@@ -76,18 +82,17 @@ def calls_in_file(path: Path, modules: Sequence[str]) -> Found:
     for reason in program.why_refused():
         _warn(f"{reason}{_hint(reason)}")
     counts = (
-        f"{path}: {program.labels} labels, {len(program.calls)} of them calls that can be tuned here, "
+        f"{path}: {counted(program.labels, 'label')}, {_usable(len(program.calls))}, "
         f"{len(program.bare)} without a description, {len(program.refused)} of no use here"
     )
-    return Found(name=str(path), calls=program.calls, counts=counts)
+    return Found(name=str(path), calls=program.calls, counts=counts, empty=_empty(path))
 
 
-def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
+def calls_in_bundle(folder: Path) -> Found:
     """Return the calls of a bundle, with their compiled candidates.
 
     Args:
         folder: The bundle.
-        modules: The modules that the user named.
 
     Raises:
         ConfigError: it is no bundle, not for this device and this JAX, or of kernels whose module was not named.
@@ -102,23 +107,24 @@ def calls_in_bundle(folder: Path, modules: Sequence[str]) -> Found:
         raise ConfigError(f"{error}{hint}") from error
     for call in bundled:
         try:
-            inv = rebuild(call.description, modules=modules)
+            inv = rebuild(call.description)
         except DescriptionError as error:
             refused += 1
-            _warn(f"{call.description.get('op')}: {error}{_hint(str(error))}")
+            description: Any = call.description
+            op = description.get("op") if isinstance(description, dict) else "a call"
+            _warn(f"{op}: {error}{_hint(str(error))}")
             continue
         calls.append(inv)
         compiled[inv.key] = call
-    counts = f"{folder}: {len(calls) + refused} calls, {refused} of no use here"
-    return Found(name=str(folder), calls=tuple(calls), counts=counts, compiled=compiled)
+    counts = f"{folder}: {counted(len(calls) + refused, 'call')}, {refused} of no use here"
+    return Found(name=str(folder), calls=tuple(calls), counts=counts, empty=_empty(folder), compiled=compiled)
 
 
-def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
+def missed_calls(cache_dir: Path) -> Found:
     """Return the calls that were noted as missed on this device.
 
     Args:
         cache_dir: The folder of the persistent cache, which the notes are beside.
-        modules: The modules that the user named.
     """
     notes, device = MissedNotes(cache_dir), device_fingerprint()
     calls, refused, elsewhere = [], 0, 0
@@ -128,20 +134,19 @@ def missed_calls(cache_dir: Path, modules: Sequence[str]) -> Found:
             elsewhere += 1
             continue
         try:
-            calls.append(rebuild(note.call, modules=modules, key=key.call, op=key.op))
+            calls.append(rebuild(note.call, key=key.call, op=key.op))
         except DescriptionError as error:
             refused += 1
             _warn(f"{key.op}:{key.call} (of {note.kernel}): {error}{_hint(str(error))}")
     counts = (
-        f"{notes.folder}: {len(calls) + refused + elsewhere} notes, {len(calls)} of them calls that can be tuned here, "
+        f"{notes.folder}: {counted(len(calls) + refused + elsewhere, 'note')}, {_usable(len(calls))}, "
         f"{refused} of no use here, {elsewhere} of other devices"
     )
-    return Found(name=str(notes.folder), calls=tuple(calls), counts=counts, notes=notes)
+    empty = _empty(notes.folder) if refused else ""  # without notes all that was missed is tuned
+    return Found(name=str(notes.folder), calls=tuple(calls), counts=counts, empty=empty, notes=notes)
 
 
 def _program_text(path: Path) -> str:
-    if path.suffix == ".py":
-        raise ArgumentError(f"{path} is a Python file; give MODULE:FUNCTION, such as {path.stem}:program.")
     try:
         size = path.stat().st_size
         if size > _LARGEST:
@@ -154,16 +159,37 @@ def _program_text(path: Path) -> str:
     if b"\0" not in data:
         return data.decode("utf-8", "replace")  # labels are ASCII, whatever else is there
     try:
-        return compat.exported_text(data)
+        return text_of_bytecode(data)
     except ValueError as error:
         raise ArgumentError(
-            f"{path} is neither a program's text nor one that this process can read: {error}. If its arguments have "
-            "types of its own, name the module that registers them with --import."
+            f"{path} is neither a program's text nor one that this process can read: {error}."
         ) from error
 
 
+def _check_program(path: Path, text: str) -> None:
+    """Raise unless a text that names no call is that of a program.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not _PROGRAM.search(text):
+        what = "is empty" if not text.strip() else "is no text of a lowered program: no `module` of StableHLO or HLO"
+        raise ArgumentError(
+            f"{path} {what}. Write what jax.jit(f).lower(...).as_text() returns, of a program that is lowered with "
+            "EJKERNEL_OPS_STAMP=json."
+        )
+
+
+def _usable(count: int) -> str:
+    return f"{count} of them {'a call' if count == 1 else 'calls'} that can be tuned here"
+
+
+def _empty(place: Path) -> str:
+    return f"{place} holds no call that can be tuned here; the warnings above say why."
+
+
 def _hint(reason: str) -> str:
-    signs = ("name the module", "modules that were named", "import its module")
+    signs = ("name the module", "import its module")
     return " (--import MODULE)" if any(sign in reason for sign in signs) else ""
 
 

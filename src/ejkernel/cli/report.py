@@ -4,72 +4,70 @@
 from __future__ import annotations
 
 import collections
-import io
 import json
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-from rich.console import Console
-from rich.table import Table
+import click
 
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.execution.bundles import BundledCall
 from ejkernel.ops.execution.outcome import MEASURED, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.execution.roofline import roofline
+from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.serialize import to_data
-from ejkernel.ops.utils.signature import is_array
-from ejkernel.ops.utils.tables import compact, text_table
+from ejkernel.ops.utils.tables import arguments, compact, counted, text_table
 
-_PIPE_WIDTH = 400  # wide enough that nothing is cut where no person looks
+
+def width() -> int | None:
+    """Return how wide a table may be: as the terminal is, or, where the output goes elsewhere, as wide as it is."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *optional: str) -> str:
+    """Return rows under a header, so that they fit; columns named in `optional` may be left out, in this order."""
+    return text_table(header, rows, width=width(), optional=optional)
+
+
+def echo_json(data: Any) -> None:
+    """Print data as JSON."""
+    click.echo(printable_json(json.dumps(data, indent=2, sort_keys=True)))
 
 
 def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> str:
     """Say how many calls a program has."""
     forward = sum(inv.direction == "fwd" for inv in calls)
-    return f"{target}: {len(calls)} distinct calls, {forward} forward and {len(calls) - forward} derived, on {device}"
+    calls_found = counted(len(calls), "distinct call")
+    return f"{target}: {calls_found}, {forward} forward and {len(calls) - forward} derived, on {device}"
 
 
 def signature(inv: Invocation[Any, Any]) -> str:
-    """Return the call's arrays in short, such as `bf16[4,1024,8,64] x3`."""
-    shapes = [_short(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs))) if is_array(leaf)]
-    parts = []
-    for shape in dict.fromkeys(shapes):
-        count = shapes.count(shape)
-        parts.append(shape if count == 1 else f"{shape} x{count}")
-    batch = f" vmap{list(inv.batch_sizes)}" if inv.batch_sizes else ""
-    return ", ".join(parts) + batch
+    """Return the call's arguments in short, such as `bf16[4,1024,8,64] x3, causal=True`."""
+    return arguments(inv.description)
 
 
-def _short(leaf: Any) -> str:
-    name = str(leaf.dtype).replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
-    return f"{name}[{','.join(map(str, leaf.shape))}]"
-
-
-def calls_as_text(calls: Sequence[Invocation[Any, Any]]) -> str:
-    """List calls with their keys."""
+def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> str:
+    """List calls with their keys, and whether they are tuned already: `yes`, `no` or `in part`."""
     if not calls:
         return "Nothing to tune."
-    table = Table("operation", "arguments", "key")
-    for inv in calls:
-        table.add_row(inv.op_id_v, signature(inv), inv.call_key)
-    return render(table)
+    rows = [(inv.op_id_v, signature(inv), inv.call_key, how) for inv, how in zip(calls, tuned, strict=True)]
+    return table(("operation", "arguments", "key", "tuned"), rows)
 
 
-def calls_as_json(calls: Sequence[Invocation[Any, Any]]) -> str:
+def calls_as_data(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> list[dict[str, Any]]:
     """List calls with all that is known of them."""
-    return json.dumps([{"key": inv.call_key, **inv.description} for inv in calls], indent=2, sort_keys=True)
+    return [{"key": inv.call_key, "tuned": how, **inv.description} for inv, how in zip(calls, tuned, strict=True)]
 
 
-def table(result: AutotuningResult, *, verbose: bool = False) -> str:
+def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
     """Return the searches of a result as a table of before and after."""
     if not result.searches:
         return "Nothing to tune."
-    rows = Table("operation", "arguments", "before", "after", "speed-up", "configuration", "candidates")
-    for tuned in result.searches:
-        rows.add_row(
+    rows = [
+        (
             tuned.inv.op_id,
             signature(tuned.inv),
             _microseconds(tuned.heuristic.measurement),
@@ -78,21 +76,23 @@ def table(result: AutotuningResult, *, verbose: bool = False) -> str:
             compact(tuned.config),
             _fates(tuned),
         )
-    text = render(rows)
+        for tuned in result.searches
+    ]
+    header = ("operation", "arguments", "before", "after", "speed-up", "configuration", "candidates")
+    text = table(header, rows, "candidates", "arguments")
     return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
 
 
 def bundle(calls: Sequence[BundledCall]) -> str:
     """Return how the candidates of a bundle fared, and why some did not."""
-    rows = Table("operation", "candidates")
-    lines = []
+    rows, lines = [], []
     for call in calls:
-        operation = str(call.description["op"])
+        operation = printable(call.description["op"])
         fates = collections.Counter(compiled.outcome.status for compiled in call.candidates)
-        rows.add_row(operation, ", ".join(f"{count} {status}" for status, count in fates.most_common()))
+        rows.append((operation, ", ".join(f"{count} {status}" for status, count in fates.most_common())))
         reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
         lines += [f"{operation}: {count} x {reason}" for reason, count in reasons.most_common()]
-    return "\n".join([render(rows), *lines])
+    return "\n".join([table(("operation", "candidates"), rows), *lines])
 
 
 def candidates(tuned: AutotuneData) -> str:
@@ -112,9 +112,9 @@ def candidates(tuned: AutotuneData) -> str:
             )
         )
     header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
-    title = f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}"
-    kept = f"\nthe heuristic stays: {tuned.why}" if tuned.why else ""
-    return f"{title}{kept}{_achieved(tuned)}\n{text_table(header, rows)}"
+    title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}")
+    kept = f"\nthe heuristic stays: {printable(tuned.why)}" if tuned.why else ""
+    return f"{title}{kept}{_achieved(tuned)}\n{table(header, rows, 'compiled in', 'spread')}"
 
 
 def _achieved(tuned: AutotuneData) -> str:
@@ -145,7 +145,7 @@ def _microseconds(measurement: Any) -> str:
     return f"{microseconds:.1f} us" if microseconds < 1e4 else f"{microseconds / 1e3:.1f} ms"
 
 
-def result_as_json(result: AutotuningResult) -> str:
+def result_as_data(result: AutotuningResult) -> dict[str, Any]:
     """Return a result with what was measured."""
     entries = [
         {
@@ -156,12 +156,4 @@ def result_as_json(result: AutotuningResult) -> str:
         }
         for tuned in result.searches
     ]
-    return json.dumps({"device": result.device, "entries": entries}, indent=2, sort_keys=True)
-
-
-def render(renderable: Any) -> str:
-    """Return what rich would print, without colours, as text that a pipe can take."""
-    width = Console().width if sys.stdout.isatty() else _PIPE_WIDTH
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(renderable)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined,no-any-return]
+    return {"device": result.device, "entries": entries}

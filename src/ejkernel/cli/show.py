@@ -1,48 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel show`: what a cache folder holds."""
+"""`ejkernel show`, and `ejkernel cache list` and `show`: what a cache folder holds."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
-from ejkernel.cli.report import render
-from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.cli import report
+from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.store import MeasurementStore, StoredSearch
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.tables import arguments, compact
 
 
-def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> None:
-    """Run `ejkernel show`."""
+def opened(cache: Path | None) -> PersistentCache:
+    """Return the cache of a folder.
+
+    Raises:
+        ConfigError: the folder was named and is not there, or is none.
+    """
     store = PersistentCache(cache)
+    if store.path is None:
+        raise ConfigError("there is no home folder that a cache could be in; choose one with --cache.")
+    if store.path.exists() and not store.path.is_dir():
+        raise ConfigError(f"{store.path} is no folder; choose one with --cache, or with EJKERNEL_CACHE_DIR.")
+    if cache is not None and not store.path.exists():
+        raise ConfigError(f"there is no folder {store.path}; `ejkernel cache path` prints the usual one.")
+    return store
+
+
+def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> int:
+    """Run `ejkernel show`; return 1 if nothing is saved."""
+    store = opened(cache)
     if log is not None:
         _show_searches(store, log, as_json)
-        return
+        return 0
     entries = [entry for _, entry in store.entries()]
     if as_json:
-        click.echo(json.dumps([_as_data(entry) for entry in entries], indent=2, sort_keys=True))
-        return
-    if not entries:
+        report.echo_json([_as_data(entry) for entry in entries])
+    elif entries:
+        header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
+        click.echo(report.table(header, map(_cells, entries), "measured", "device", "arguments"))
+    else:
         click.echo(f"Nothing is saved in {store.path}.")
-        return
-    rows = Table("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
-    for entry in entries:
-        key = tuple(entry.key) if isinstance(entry.key, tuple) and len(entry.key) == 3 else ("", "", str(entry.key))
-        measured = entry.measured or {}
-        speedup = measured.get("speedup")
-        rows.add_row(
-            *key,
-            arguments(entry.call),
-            compact(entry.config),
-            f"{speedup:.2f}x" if isinstance(speedup, float) else "-",
-            str(entry.provenance.get("time", "-"))[:16].replace("T", " "),
-        )
-    click.echo(render(rows))
+    return 0 if entries else 1
+
+
+def run_show_entries(cache: Path | None, prefix: str, as_json: bool) -> None:
+    """Run `ejkernel cache show`."""
+    store = opened(cache)
+    entries = [entry for _, entry in store.entries() if _begins(entry.key, prefix)]
+    if not entries:
+        raise ConfigError(f"nothing is saved in {store.path} whose call or operation begins with {prefix!r}.")
+    if as_json:
+        report.echo_json([_as_data(entry) for entry in entries])
+    else:
+        click.echo("\n\n".join(map(_in_full, entries)))
+
+
+def _begins(key: Any, prefix: str) -> bool:
+    return isinstance(key, ConfigKey) and (key.call.startswith(prefix) or key.op.startswith(prefix))
+
+
+def _cells(entry: StoredEntry) -> tuple[str, ...]:
+    key = entry.key if isinstance(entry.key, ConfigKey) else ("", "", str(entry.key))
+    return (*key, arguments(entry.call), compact(entry.config), _speedup(entry), _time(entry))
+
+
+def _in_full(entry: StoredEntry) -> str:
+    device, op, call = entry.key
+    measured, versions = dict(entry.measured or {}), dict(entry.provenance)
+    lines = [
+        ("arguments", arguments(entry.call)),
+        ("configuration", compact(entry.config)),
+        ("type", entry.config_type),
+        ("device", device),
+        ("speed-up", _speedup(entry)),
+        *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
+        *((name, str(measured[name])) for name in ("candidates", "seconds", "checked") if name in measured),
+        ("measured", _time(entry)),
+        ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
+        ("file", str(entry.path or "in memory")),
+    ]
+    return "\n".join([printable(f"{op}  {call}"), *(f"  {name:<14}{printable(text)}" for name, text in lines if text)])
+
+
+def _median(times: Any) -> str:
+    return f"{times['median_us']} us" if isinstance(times, dict) and "median_us" in times else "-"
+
+
+def _speedup(entry: StoredEntry) -> str:
+    speedup = (entry.measured or {}).get("speedup")
+    return f"{speedup:.2f}x" if isinstance(speedup, float) else "-"
+
+
+def _time(entry: StoredEntry) -> str:
+    return printable(entry.provenance.get("time", "-"))[:16].replace("T", " ")
 
 
 def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
@@ -54,9 +111,9 @@ def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
     if not found:
         raise ConfigError(f"no search is stored in {cache.path} whose call or operation begins with {prefix!r}.")
     if as_json:
-        click.echo(json.dumps([_search_as_data(search) for search in found.values()], indent=2, sort_keys=True))
+        report.echo_json([_search_as_data(search) for search in found.values()])
     else:
-        click.echo("\n\n".join(search.summary() for search in found.values()))
+        click.echo("\n\n".join(search.summary(width=report.width()) for search in found.values()))
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
@@ -80,7 +137,7 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
     }
 
 
-def _as_data(entry: Any) -> dict[str, Any]:
+def _as_data(entry: StoredEntry) -> dict[str, Any]:
     return {
         "key": entry.key,
         "config_type": entry.config_type,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import click
 from rich.console import Console
@@ -20,11 +20,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.finding import Source, find, find_sendable, look_here
+from ejkernel.cli.finding import Source, find, find_sendable
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.events import Event, SearchFinished, WorkerRestarted, on_event
@@ -32,6 +33,7 @@ from ejkernel.ops.execution.offline import tune_invocations
 from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.execution.targets import Target
+from ejkernel.ops.utils.tables import counted
 
 _MORE = 2.0  # times what a search took before it ran out of time, from which on another one is worth it
 
@@ -55,6 +57,11 @@ class TuneOptions:
     compile_processes: int | None = None
 
 
+def messages(file: IO[str] | None = None) -> Console:
+    """Return where messages go: stderr, with colours where that is a terminal and `NO_COLOR` is not set."""
+    return Console(file=file, stderr=file is None, emoji=False, markup=False)
+
+
 def run_tune(options: TuneOptions) -> None:
     """Run `ejkernel tune`. The device is a worker process's: a candidate may take that with it, not the command."""
     if options.in_process:
@@ -62,25 +69,47 @@ def run_tune(options: TuneOptions) -> None:
         return
     from ejkernel.ops.execution.workers import worker_session
 
-    look_here()
     with worker_session():
         _run(options)
 
 
 def _run(options: TuneOptions) -> None:
-    console = Console(stderr=True, emoji=False)
+    console = messages()
     store = PersistentCache(options.cache)
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
         found = _find(options, store)
-    calls = found.calls
-    console.print(report.found(found.name, calls, found.device), soft_wrap=True)
+    console.print(report.found(found.name, found.calls, found.device), soft_wrap=True)
     if options.dry_run:
-        click.echo(report.calls_as_json(calls) if options.as_json else report.calls_as_text(calls))
-        _print_counts(found, console)
-        return
+        _list(options, found, ConfigSelectorChain(ConfigCache(), store))
+    else:
+        _check_devices(options, found.device)
+        _tune_found(options, found, store, console)
+    if found.empty and not found.calls:
+        raise TuningError(found.empty)
+
+
+def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, Any]) -> None:
+    tuned = ["yes" if _known(chain, inv, options.budget) else _partly(chain, inv) for inv in found.calls]
+    if options.as_json:
+        report.echo_json(report.calls_as_data(found.calls, tuned))
+    else:
+        click.echo(report.calls_as_text(found.calls, tuned))
+    _print_counts(found, messages())
+
+
+def _check_devices(options: TuneOptions, device: str) -> None:
+    if options.devices > 1 and device.startswith("cpu:"):
+        raise ConfigError(
+            f"--devices {options.devices} is for GPUs, each of which has a worker process, and the device here is "
+            f"{device}: on a CPU, searches side by side would disturb each other's times."
+        )
+
+
+def _tune_found(options: TuneOptions, found: Found, store: PersistentCache, console: Console) -> None:
+    calls = found.calls
     policy = AutotunePolicy(
         budget_s=options.budget,
         isolate=not options.in_process,
@@ -90,15 +119,20 @@ def _run(options: TuneOptions) -> None:
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
     todo = list(calls) if options.force else [inv for inv in calls if not _known(chain, inv, options.budget)]
     if len(todo) < len(calls):
-        console.print(f"{len(calls) - len(todo)} of them were tuned before; --force tunes them again.")
+        before = len(calls) - len(todo)
+        verb, them = ("was", "it") if before == 1 else ("were", "them")
+        console.print(f"{before} of them {verb} tuned before; --force tunes {them} again.")
     started = time.monotonic()
     result = _tune(chain, todo, found, console, verbose=options.verbose)
     seconds = time.monotonic() - started
-    if options.as_json or result.searches or not todo:
-        click.echo(report.result_as_json(result) if options.as_json else report.table(result, verbose=options.verbose))
+    if options.as_json:
+        report.echo_json(report.result_as_data(result))
+    elif result.searches or not todo:
+        click.echo(report.searches(result, verbose=options.verbose))
     if todo:
         console.print(
-            f"{len(result)} of {len(todo)} calls tuned in {seconds:.1f} s, saved in {store.path}", soft_wrap=True
+            f"{len(result)} of {counted(len(todo), 'call')} tuned in {seconds:.1f} s, saved in {store.path}",
+            soft_wrap=True,
         )
     found.settle(lambda inv: _known(chain, inv, options.budget))
     _print_counts(found, console)
@@ -109,12 +143,8 @@ def _run(options: TuneOptions) -> None:
 def _find(options: TuneOptions, store: PersistentCache) -> Found:
     if options.missed and store.path is None:
         raise ArgumentError("there is no home folder that notes could be in; choose a folder with --cache.")
-    source = Source(
-        target=options.target,
-        imports=options.imports,
-        missed=store.path if options.missed else None,
-        bundle=options.bundle,
-    )
+    missed = store.path if options.missed else None
+    source = Source.of(options.target, options.imports, missed=missed, bundle=options.bundle)
     if options.in_process:
         return find(source)
     from ejkernel.ops.execution.workers import Doing, shared_worker
@@ -138,16 +168,27 @@ def _print_counts(found: Found, console: Console) -> None:
         console.print(found.counts, soft_wrap=True, highlight=False)
 
 
+def _partly(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> str:
+    """Return how a call is tuned that would be tuned again: its last search may have been stopped, or out of time."""
+    store, kernel = chain.persistent, inv.kernel
+    known = store is not None and kernel is not None and store.get(inv.key, cfg_type=kernel.config_type) is not None
+    return "in part" if known else "no"
+
+
 def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budget: float | None) -> bool:
     """Return whether the call was tuned to the end, or for about as long as it may be now."""
     store, kernel = chain.persistent, inv.kernel
-    if kernel is None or store is None or store.get(inv.key, cfg_type=kernel.config_type) is None:
+    if kernel is None or store is None:
+        return False
+    note_config_types(inv, kernel)
+    if store.get(inv.key, cfg_type=kernel.config_type) is None:
         return False
     entry = store.load(inv.key)
     measured = {} if entry is None else dict(entry.measured or {})
     if entry is None or measured.get("interrupted"):
         return False
-    spent = float(measured.get("seconds") or 0.0)
+    seconds = measured.get("seconds")
+    spent = seconds if isinstance(seconds, float) else 0.0  # an entry says whatever its file says
     return not measured.get("skipped") or (budget is not None and budget < _MORE * spent)
 
 
@@ -178,7 +219,7 @@ def _tune(
     except KeyboardInterrupt:
         if done:
             result = AutotuningResult(found.device, (), tuple(done))
-            click.echo(report.table(result, verbose=verbose), err=True)
+            click.echo(report.searches(result, verbose=verbose), err=True)
         raise
 
 
@@ -201,7 +242,12 @@ def _saying_that_it_stops(console: Console) -> Iterator[None]:
 @contextlib.contextmanager
 def bars(console: Console, count: int, doing: str) -> Iterator[Callable[[Invocation[Any, Any], int, int], None]]:
     """Show one bar over all candidates of all calls; on a pipe, a line a call."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(doing, total=max(count, 1), note="")
         shares: dict[Any, float] = {}  # several calls may be under way
@@ -209,7 +255,9 @@ def bars(console: Console, count: int, doing: str) -> Iterator[Callable[[Invocat
         def step(inv: Invocation[Any, Any], done: int, total: int) -> None:
             if not console.is_terminal and inv.key not in shares:
                 number = len(shares) + 1
-                console.print(f"{doing} {inv.op_id} ({number} of {count}), {total} candidates", highlight=False)
+                console.print(
+                    f"{doing} {inv.op_id} ({number} of {count}), {counted(total, 'candidate')}", highlight=False
+                )
             shares[inv.key] = done / max(total, 1)
             progress.update(task, completed=sum(shares.values()), note=f"{inv.op_id}: {done} of {total}")
 

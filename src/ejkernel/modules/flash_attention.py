@@ -24,7 +24,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError, ConfigError, UnsupportedError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-from ejkernel.ops.utils.fingerprint import platform_kind
+from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind, platform_kind
 from ejkernel.ops.utils.signature import is_known
 
 from . import _attention_arguments as arguments
@@ -260,6 +260,21 @@ def flash_attention(
         implementation=implementation,
         cfg=cfg,
     )
+
+
+def implementations() -> dict[str, str]:
+    """Return why each implementation does not run plain attention on this process's device; `""` if it does."""
+    shape = (1, 256, 8, 64)
+    call = AttentionCall(
+        query=shape,
+        key=shape,
+        value=shape,
+        dtype="bfloat16",
+        rules=Rules(scale=1.0),
+        platform=device_kind(),
+        device_fingerprint=device_fingerprint(),
+    )
+    return {name: load(name).unsupported_reason(call) or "" for name in IMPLEMENTATIONS}
 
 
 def _canonical_options(

@@ -163,6 +163,11 @@ def rms_norm(
     return _rms_norm(x, weight, eps=eps, implementation=implementation, cfg=cfg)
 
 
+def implementations() -> dict[str, str]:
+    """Return why each implementation does not run on this process's device; `""` if it does."""
+    return dict.fromkeys(IMPLEMENTATIONS, "")
+
+
 def _rows_and_dim(inv: _Invocation) -> tuple[int, int]:
     *rows, dim = inv.args[0].shape
     return math.prod(rows) * math.prod(inv.batch_sizes), dim

@@ -74,6 +74,7 @@ from ejkernel.ops.utils.meta import extract_labels_from_hlo_text as extract_labe
 from ejkernel.ops.utils.meta import find_labels_in_lowered as find_labels_in_lowered
 from ejkernel.ops.utils.meta import label as label
 from ejkernel.ops.utils.meta import labels_to_configs as labels_to_configs
+from ejkernel.ops.utils.nameable import nameable as nameable
 from ejkernel.ops.utils.serialize import from_json as from_json
 from ejkernel.ops.utils.serialize import stable_json as stable_json
 from ejkernel.ops.utils.serialize import to_json as to_json

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+from ejkernel.ops.utils.printable import printable_lines
+
 
 class EjkernelError(Exception):
     """Root: `except EjkernelError` catches all that this library raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())  # messages quote files and other people's exceptions
 
 
 class ConfigError(EjkernelError, ValueError):
@@ -60,7 +65,7 @@ class NoConfigError(EjkernelError, LookupError):
         self.op_id, self.tried, self.call = op_id, tried, call
 
     def __str__(self) -> str:
-        return (
+        return printable_lines(
             f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}; tried "
             f"{', '.join(self.tried)}. Pass cfg=..., tune the call (`ejkernel tune`), give the kernel a heuristic_cfg, "
             "or allow that with AutotunePolicy(heuristic=True), or without EJKERNEL_ON_MISS=error."
@@ -69,6 +74,9 @@ class NoConfigError(EjkernelError, LookupError):
 
 class EjkernelWarning(UserWarning):
     """Root of the warnings of this library."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class CacheWarning(EjkernelWarning):

@@ -31,8 +31,8 @@ _SCALARS = (bool, int, float, str)
 
 
 def tune(
-    *,
-    space: Space,
+    *function: Callable[..., Any],
+    space: Space | None = None,
     constraints: Constraints = (),
     reference: Callable[..., Any] | None = None,
     heuristic: Callable[[Invocation[Any, Any]], Mapping[str, Any]] | None = None,
@@ -73,6 +73,13 @@ def tune(
     Raises:
         KernelError: the function lacks a tunable argument, or takes it in a way in which it cannot be tuned.
     """
+
+    if function or space is None:
+        named = getattr(function[0], "__name__", repr(function[0])) if function else "tune()"
+        raise KernelError(
+            f"{named}: tune needs to know what the tunable arguments may be, and takes that by keyword; write "
+            '@tune(space={"rows": [8, 16]}), with the names of your arguments.'
+        )
 
     def decorate(function: Callable[..., Out]) -> TunedFunction[Out]:
         if not callable(function):

@@ -11,6 +11,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from tests.ops.sealing import with_digest
 
 from ejkernel.ops import (
     AutotunePolicy,
@@ -28,6 +29,7 @@ from ejkernel.ops import (
     policy_override,
     set_default_executor,
 )
+from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.missed import MissedNotes
 
 X = jnp.ones((8, 4))
@@ -179,6 +181,17 @@ def test_what_is_tuned_later_in_the_process_loses_its_note(store):
     assert list(MissedNotes(store.path).entries()) == []
 
 
+def test_a_file_of_the_folder_is_read_by_itself(notes):
+    notes.put(Invocation(kernel=TIMES, args=(X,)), "heuristic")
+    (file,) = notes.files()
+    assert [notes.read(file)] == list(notes.entries())
+    file.write_text("{")
+    with pytest.raises(UnusableError, match="not valid JSON"):
+        notes.read(file)
+    file.unlink()
+    assert notes.read(file) is None
+
+
 def test_a_note_is_removed(notes):
     inv = Invocation(kernel=TIMES, args=(X,))
     notes.put(inv, "heuristic")
@@ -198,14 +211,21 @@ def test_a_folder_that_cannot_be_written_is_one_warning(store):
         run(TIMES, X[:2])
 
 
+def changed(**fields):
+    return lambda text: with_digest(json.loads(text) | fields)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda text: text[:-5], "not valid JSON"),
-        (lambda text: text.replace('"schema": 1', '"schema": 2'), "schema 2, not 1"),
-        (lambda text: text.replace('"times@v0"', '"other@v0"'), "another key"),
-        (lambda text: text.replace('"processes": 1', '"processes": "many"'), "expected int"),
-        (lambda text: json.dumps(json.loads(text) | {"run": "me"}), "no such field"),
+        (changed(schema=3), "schema 3, not 2"),
+        (changed(schema=1), "schema 1, not 2"),
+        (changed(key={"device": "cpu", "op": "other@v0", "call": "0"}), "another key"),
+        (changed(processes="many"), "expected int"),
+        (changed(processes=10**4000), "it counts int"),
+        (changed(run="me"), "no such field"),
+        (lambda text: text.replace('"processes": 1', '"processes": 2'), "it is not what was written"),
         (lambda text: text + " " * (1 << 20), "more than"),
     ],
 )

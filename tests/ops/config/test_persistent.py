@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import enum
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,12 +22,14 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops.sealing import change_object
 
 from ejkernel.ops.config import _files, persistent
 from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.ops.utils.sealed import sealed_object
 
 KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
 OTHER = KEY._replace(call="fedcba9876543210")
@@ -56,8 +60,7 @@ def only_file(cache):
 
 
 def edit(file, **changes):
-    data = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**data, **changes}), encoding="utf-8")
+    change_object(file, lambda data: data.update(changes))
 
 
 # --- put, get and their kin ---
@@ -228,13 +231,13 @@ keys = st.text() | st.integers() | st.builds(ConfigKey, st.text(), st.text(), st
 
 @given(st.lists(st.tuples(keys, configs), max_size=5))
 def test_the_cache_behaves_as_a_dict(pairs):
-    expected = {persistent.stable_json(key): config for key, config in pairs}
+    expected = {_files.identity(key): config for key, config in pairs}
     with tempfile.TemporaryDirectory() as folder:
         cache = PersistentCache(Path(folder) / "inside", shipped=False)
         for key, config in pairs:
             cache.put(key, config)
-        assert all(expected[persistent.stable_json(key)] == cache.get(key) for key, _ in pairs)
-        assert set(expected) == {persistent.stable_json(key) for key in cache.keys()}  # noqa: SIM118 - it is no dict
+        assert all(expected[_files.identity(key)] == cache.get(key) for key, _ in pairs)
+        assert set(expected) == {_files.identity(key) for key in cache.keys()}  # noqa: SIM118 - it is no dict
         assert len(expected) == len(files(folder))
         assert [file for file in files(folder) if len(file.relative_to(folder).parts) != 4] == []
 
@@ -357,21 +360,27 @@ def _truncate(file):
 
 
 def _drop(name):
-    def change(file):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        del data[name]
-        file.write_text(json.dumps(data), encoding="utf-8")
-
-    return change
+    return lambda file: change_object(file, lambda data: data.pop(name))
 
 
 def _edit(**changes):
     return lambda file: edit(file, **changes)
 
 
-def _to_folder(file):
-    file.unlink()
-    file.mkdir()
+def _instead(make):
+    def change(file):
+        file.unlink()
+        make(file)
+
+    return change
+
+
+def _socket(file):
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(file.parent):  # a path of one may have 100 characters
+        bound.bind(file.name)
+
+
+_to_folder = _instead(Path.mkdir)
 
 
 DAMAGE = {
@@ -384,15 +393,35 @@ DAMAGE = {
     "nothing known": (_write("{}"), "not an entry of this cache"),
     "deep": (_write("[" * 100_000), "not valid JSON"),
     "nan": (_edit(config={"a": float("nan")}), r"\$\.config\.a: float must be finite"),
-    "future schema": (_edit(schema=2, new_field=1), "a newer ejkernel: schema 2, not 1"),
-    "old schema": (_edit(schema=0), "an older ejkernel: schema 0"),
+    "future schema": (_edit(schema=3, new_field=1), "a newer ejkernel: schema 3, not 2"),
+    "old schema": (_edit(schema=1), "an older ejkernel: schema 1"),
+    "the form without digests": (_write('{"schema": 1, "key": {}}'), "an older ejkernel: schema 1"),
+    "no digest": (_write('{"schema": 2}'), "it is not what was written"),
+    "a byte order mark": (lambda file: file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes()), "not valid JSON"),
+    "something after it": (lambda file: file.write_bytes(file.read_bytes() + b"{}"), "not valid JSON"),
+    "a space after it": (lambda file: file.write_bytes(file.read_bytes() + b" "), "it is not what was written"),
+    "a key twice": (_write(sealed_object('{\n  "schema": 2,\n  "schema": 2\n}')), "an object has the key"),
+    "a number of 5,000 digits": (_write(sealed_object(f'{{"schema": {"1" * 5000}\n}}')), "not valid JSON"),
+    "half a character": (_write(sealed_object('{"schema": 2, "config": "\\ud800"\n}')), "must be valid Unicode"),
+    "an infinity": (_write(sealed_object('{"schema": 2, "config": 1e999\n}')), "must be finite"),
+    "levels": (_write(sealed_object('{"schema": 2, "config": ' + "[" * 99 + "]" * 99 + "\n}")), "nested deeper than"),
+    "20,000 keys, and one twice": (
+        _write(sealed_object("{" + "".join(f'"{n}": 1,' for n in range(20_000)) + '"19999": 2\n}')),
+        "the key str '19999' twice",
+    ),
+    "20,000 wrong fields": (_edit(**{f"field{n}": 1 for n in range(20_000)}), "and more"),
+    "too large": (_write(b" " * ((4 << 20) + 1)), "more than 4194304 bytes"),
     "schema of a wrong type": (_edit(schema=True), "not an entry of this cache"),
     "unknown field": (_edit(extra=1), r"\$\.extra: "),
     "missing field": (_drop("config"), r"\$\.config: missing"),
     "measured is a list": (_edit(measured=[1]), r"\$\.measured: "),
     "wrong key": (_edit(key=OTHER._asdict()), "it holds another key: ConfigKey"),
     "odd key": (_edit(key=[1, {"a": 2}]), "it holds another key"),
-    "a folder": (_to_folder, "it cannot be read"),
+    "a folder": (_to_folder, "it is no regular file"),
+    "a pipe": (_instead(os.mkfifo), "it is no regular file"),
+    "a socket": (_instead(_socket), "it cannot be read"),
+    "a device": (_instead(lambda file: file.symlink_to("/dev/zero")), "it is no regular file"),
+    "a link to itself": (_instead(lambda file: file.symlink_to(file)), "it cannot be read"),
 }
 
 
@@ -426,6 +455,16 @@ def test_a_configuration_that_does_not_decode_is_a_warned_miss(cache, config, ar
     edit(only_file(cache), config=config)
     with pytest.warns(CacheWarning, match=r"cannot be decoded: \$"):
         assert cache.get(KEY, *arguments) is None
+
+
+def test_a_file_of_the_folder_is_read_by_itself(cache):
+    cache.put(KEY, CFG)
+    file = only_file(cache)
+    assert persistent.read_entry(file) == cache.load(KEY)
+    assert persistent.read_entry(file.with_name("gone")) is None
+    file.rename(file.with_name("another.json"))
+    with pytest.raises(_files.UnusableError, match="it holds another key"):
+        persistent.read_entry(file.with_name("another.json"))
 
 
 def test_a_repaired_entry_is_read_again(cache):
@@ -473,14 +512,12 @@ def test_no_content_of_a_file_is_an_exception(content):
         ".",
     ],
 )
-def test_a_type_that_is_not_a_loaded_record_is_a_warned_miss(cache, name):
+def test_a_type_that_may_not_be_named_is_a_warned_miss(cache, name):
     cache.put(KEY, CFG)
     cache.load(KEY)  # what decoding itself needs is imported when it is first used
     edit(only_file(cache), config_type=name)
     before = set(sys.modules)
-    with pytest.warns(
-        CacheWarning, match="no dataclass or named tuple of a loaded module; import its module first, or pass cfg_type="
-    ):
+    with pytest.warns(CacheWarning, match=r"is no dataclass or named tuple that files may name here; .*pass cfg_type="):
         assert cache.get(KEY) is None
     assert before == set(sys.modules)
     assert cache.get(KEY, FwdParams) == CFG

@@ -329,7 +329,7 @@ def test_consulting_says_that_a_heuristic_is_remembered(inv, kernel):
 def test_consulting_says_how_many_overlays_were_asked(inv, kernel):
     with overlay_cache({}), overlay_cache({inv.key._replace(call="0" * 16): 1}):
         notes = {consulted.tier: consulted.note for consulted in ConfigSelectorChain().consult(inv, kernel)}
-    assert notes["overlay"] == "not among the entries of 2 overlay(s)"
+    assert notes["overlay"] == "not among the entries of 2 overlays"
 
 
 # --- calls without a key ---

@@ -15,7 +15,7 @@ from tests.ops.sample_kernels import Plain, WithResiduals, WithRule
 
 from ejkernel import ops
 from ejkernel.modules import flash_attention, rms_norm
-from ejkernel.ops import DescriptionError, Invocation, Kernel, recording, tune
+from ejkernel.ops import DescriptionError, Invocation, Kernel, nameable, recording, tune
 from ejkernel.ops.core.rebuild import rebuild
 
 KERNELS = [Plain("rebuilt.plain"), WithRule("rebuilt.with_rule"), WithResiduals("rebuilt.residuals")]
@@ -37,6 +37,7 @@ class Anything(Kernel[int, jax.Array]):
 ANYTHING = Anything("anything")
 
 
+@nameable
 def doubled(x):
     return 2 * x
 
@@ -156,7 +157,7 @@ def test_of_kernels_of_one_name_one_that_makes_such_a_call_is_taken(length, vary
     assert types_of(got.representative) == types_of(got)
 
 
-def test_a_function_that_is_a_kernel_is_rebuilt_with_functions_of_its_module():
+def test_a_function_that_is_a_kernel_is_rebuilt_with_functions_that_may_be_named():
     (inv,) = calls(lambda x: tuned(x, activation=doubled), X)
     got = rebuild(data_of(inv))
     assert (got.key, got.node) == (inv.key, inv.node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import pytest
 from tests.ops import faulty_kernels
 from tests.ops.execution.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
+from tests.ops.sealing import change_object
 
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.space import ConfigSpace
@@ -197,34 +198,35 @@ def test_what_was_written_is_what_is_read(twice, tmp_path):
 
 
 def edited(folder, change):
-    path = folder / "bundle" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
+    change_object(folder / "bundle" / "manifest.json", change)
     return folder / "bundle"
 
 
-def set_file(name):
-    def change(manifest):
-        manifest["calls"][0]["candidates"][0]["file"] = name
-
-    return change
+def first_row(**fields):
+    return lambda manifest: manifest["calls"][0]["candidates"][0].update(fields)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema=2, colour="red"), "was made by another version of ejkernel; make it anew"),
-        (lambda m: m.pop("calls"), "is no bundle: .*calls"),
-        (lambda m: m.update(colour="red"), "is no bundle: .*colour"),
+        (lambda m: m.update(schema=3, colour="red"), "written by a newer ejkernel: schema 3, not 2; make it anew"),
+        (lambda m: m.update(schema=1), "written by an older ejkernel: schema 1, not 2; make it anew"),
+        (lambda m: m.pop("calls"), "is no bundle .*calls"),
+        (lambda m: m.update(colour="red"), "is no bundle .*colour"),
         (lambda m: m.update(target="gpu:abacus"), "was made for gpu:abacus with JAX .*; this is cpu:.* with JAX"),
         (lambda m: m.update(jax="0.1.2"), r"with JAX 0\.1\.2 and"),
         (lambda m: m.update(jaxlib="0.1.3"), r"and jaxlib 0\.1\.3; this is"),
-        (set_file("../secret.bin"), r"names a file outside of it: '\.\./secret\.bin'"),
-        (set_file("/etc/passwd"), "names a file outside of it"),
-        (set_file(".."), "names a file outside of it"),
-        (set_file(""), "names a file outside of it"),
-        (set_file("manifest.json"), "names a file outside of it"),
+        (first_row(file="../secret.bin"), r"names a file outside of it: '\.\./secret\.bin'"),
+        (first_row(file="/etc/passwd"), "names a file outside of it"),
+        (first_row(file=".."), "names a file outside of it"),
+        (first_row(file=""), "names a file outside of it"),
+        (first_row(file="manifest.json"), "names a file outside of it"),
+        (first_row(sha256=None), "without its file or its digest"),
+        (first_row(file=None), "without its file or its digest"),
+        (first_row(file=None, sha256=None), "without its file or its digest"),
+        (first_row(inputs=10**12), "takes int 1000000000000 arrays"),
+        (first_row(outputs=-1), "returns int -1"),
+        (lambda m: m["calls"][0].update(description=None), "is no bundle .*description"),
     ],
 )
 def test_a_manifest_that_is_not_for_us_is_a_clear_error(twice, tmp_path, change, message):
@@ -240,6 +242,14 @@ def test_what_is_no_manifest_is_no_bundle(tmp_path, content):
         read_bundle(tmp_path)
 
 
+def test_a_manifest_that_was_changed_is_no_bundle(twice, tmp_path):
+    bundle(twice, tmp_path)
+    path = tmp_path / "bundle" / "manifest.json"
+    path.write_text(path.read_text().replace("000-0001.bin", "000-0002.bin"))
+    with pytest.raises(ConfigError, match="it is not what was written: its digest is another's"):
+        read_bundle(tmp_path / "bundle")
+
+
 def test_a_folder_without_a_manifest_is_no_bundle(tmp_path):
     with pytest.raises(ConfigError, match="is no bundle"):
         read_bundle(tmp_path)
@@ -248,27 +258,59 @@ def test_a_folder_without_a_manifest_is_no_bundle(tmp_path):
 def test_configurations_whose_type_is_not_there_say_what_to_import(tmp_path):
     call = bundle(faulty_kernels.failing_on_device, tmp_path, jax.ShapeDtypeStruct((4, 4), jnp.float32))
 
-    def rename(manifest):
-        manifest["calls"][0]["candidates"][0]["config_type"] = "my_kernels.Tile"
-
     assert call.configs[0] == faulty_kernels.HEURISTIC
     with pytest.raises(
         ConfigError, match=r"needs the module of 'my_kernels\.Tile'; import it first \(--import MODULE\)"
     ):
-        read_bundle(edited(tmp_path, rename))
+        read_bundle(edited(tmp_path, first_row(config_type="my_kernels.Tile")))
 
 
 def test_a_configuration_that_does_not_fit_its_type_is_a_clear_error(tmp_path):
     bundle(faulty_kernels.failing_on_device, tmp_path, jax.ShapeDtypeStruct((4, 4), jnp.float32))
-
-    def spoil(manifest):
-        manifest["calls"][0]["candidates"][0]["config"] = {"colour": "red"}
-
     with pytest.raises(ConfigError, match=r"has a configuration that does not fit its type: .*colour"):
-        read_bundle(edited(tmp_path, spoil))
+        read_bundle(edited(tmp_path, first_row(config={"colour": "red"})))
+
+
+def swap(one, other):
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def flip(one, _):
+    raw = bytearray(one.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    one.write_bytes(raw)
+
+
+def to_pipe(one, _):
+    one.unlink()
+    os.mkfifo(one)
 
 
 # --- measuring one ---
+
+
+@pytest.mark.parametrize("damage", [swap, flip, to_pipe, lambda one, _: one.unlink()])
+def test_a_program_that_is_not_the_one_of_its_row_is_compiled_here(twice, tmp_path, damage):
+    programs = dict(bundle(twice, tmp_path).programs)
+    damage(programs[4].file, programs[1].file)
+    twice.traced.clear()
+    with pytest.warns(TuningWarning, match=r"a candidate is compiled here: its program .*\.bin"):
+        (call,) = read_bundle(tmp_path / "bundle")
+    data = tune(twice, call)
+    assert data.config == 3
+    assert fates(data.outcomes)[4] == "wrong"
+    assert set(twice.traced) == ({4, 5, 1} if damage is swap else {4, 5})
+
+
+def test_a_damaged_reference_is_compiled_here(twice, tmp_path):
+    flip(bundle(twice, tmp_path).reference.file, None)
+    twice.traced.clear()
+    with pytest.warns(TuningWarning, match="is not the one that was written for it"):
+        (call,) = read_bundle(tmp_path / "bundle")
+    assert tune(twice, call).config == 3
+    assert "reference" in twice.traced
 
 
 def test_nothing_is_traced_or_compiled_again_but_what_was_left(twice, tmp_path):

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from tests.ops.sample_kernels import Times
+from tests.ops.sealing import with_digest
 
 from ejkernel.ops import (
     AutotuningResult,
@@ -199,22 +200,40 @@ def test_what_is_written_is_read(cfg):
 
 def test_the_text_names_the_schema_and_the_type():
     data = json.loads(result_of(entry(1, Tile(8))).dumps())
-    assert data["schema"] == 1
+    assert data["schema"] == 2
+    assert list(data)[-1] == "sha256"
     assert data["entries"] == [
         {"op": "matmul@v0", "call": f"{1:016x}", "config_type": f"{__name__}.Tile", "config": {"rows": 8}}
     ]
 
 
 def edited(result, **changes):
-    return json.dumps({**json.loads(result.dumps()), **changes})
+    return with_digest({**json.loads(result.dumps()), **changes})
 
 
-def test_another_schema_is_an_error():
-    with pytest.raises(ConfigError, match="schema must be 1, got 2; the text is of another version"):
-        AutotuningResult.loads(edited(result_of(), schema=2))
+def edited_text(result, old, new):
+    return with_digest(json.loads(result.dumps().replace(old, new)))
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 1}'])
+@pytest.mark.parametrize(("schema", "age"), [(1, "an older"), (3, "a newer")])
+def test_another_schema_is_an_error(schema, age):
+    with pytest.raises(SerializationError, match=f"it was written by {age} ejkernel: schema {schema}, not 2"):
+        AutotuningResult.loads(edited(result_of(), schema=schema))
+
+
+def test_space_around_the_text_does_not_matter():
+    result = result_of(entry(1, Tile(8)))
+    assert AutotuningResult.loads(result.dumps() + " \n\n") == result
+
+
+def test_a_text_that_was_changed_anywhere_is_an_error():
+    text = result_of(entry(1, Tile(8))).dumps()
+    for index, character in enumerate(text):
+        with pytest.raises(SerializationError):
+            AutotuningResult.loads(text[:index] + chr(ord(character) ^ 1) + text[index + 1 :])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 1}', '{"schema": 2}', "\ud800", b"{}", None])
 def test_a_text_that_is_no_result_is_an_error(text):
     with pytest.raises(SerializationError):
         AutotuningResult.loads(text)
@@ -227,7 +246,7 @@ def test_an_unknown_field_is_an_error():
 
 @pytest.mark.parametrize("name", ["os.system", "nowhere.Tile", "builtins.dict", "subprocess.Popen", "json"])
 def test_a_type_that_is_no_loaded_record_is_never_imported_or_called(name):
-    text = result_of(entry(1, Tile(8))).dumps().replace(f"{__name__}.Tile", name)
+    text = edited_text(result_of(entry(1, Tile(8))), f"{__name__}.Tile", name)
     if name == "json":  # plain data
         assert AutotuningResult.loads(text).entries[0].cfg == {"rows": 8}
     else:
@@ -236,7 +255,7 @@ def test_a_type_that_is_no_loaded_record_is_never_imported_or_called(name):
 
 
 def test_values_that_do_not_fit_their_type_are_an_error():
-    text = result_of(entry(1, Tile(8))).dumps().replace("8\n", '"eight"\n')
+    text = edited_text(result_of(entry(1, Tile(8))), '"rows": 8', '"rows": "eight"')
     with pytest.raises(SerializationError, match="rows"):
         AutotuningResult.loads(text)
 

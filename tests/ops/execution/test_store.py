@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ops.sealing import lines_with_digest
 
 from ejkernel.ops import (
     CacheWarning,
@@ -25,8 +26,10 @@ from ejkernel.ops import (
     Kernel,
     PersistentCache,
 )
+from ejkernel.ops.config._files import UnusableError, read_file
+from ejkernel.ops.execution import store as store_module
 from ejkernel.ops.execution._nearness import dimensions_of, distance
-from ejkernel.ops.execution._searchlog import SCHEMA, dump, load
+from ejkernel.ops.execution._searchlog import SCHEMA, dump, lines_of, load
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, AutotuneData, Outcome
 from ejkernel.ops.execution.searching import ModelSearch, Random, default_strategy
@@ -92,6 +95,10 @@ def searched(inv, times, winner=0):
     return AutotuneData(inv=inv, config=outcomes[winner].config, outcomes=outcomes, seconds=1.5)
 
 
+def loaded(text):
+    return load(lines_of(text.encode()))
+
+
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "configs"
@@ -149,7 +156,7 @@ def test_a_search_comes_back_as_it_was(store):
 def test_times_keep_five_digits(times):
     inv = call()
     text = dump(searched(inv, {Tile(rows): us for rows, us in times.items()}), {})
-    found = seconds_of(load(text))
+    found = seconds_of(loaded(text))
     assert found.keys() == times.keys()
     assert all(us is None if times[n] is None else us == pytest.approx(times[n], rel=6e-5) for n, us in found.items())
 
@@ -161,32 +168,33 @@ def seconds_of(search):
 def test_an_outcome_is_a_short_line_and_fields_are_named_once(store, folder):
     store.save(searched(call(), {Tile(1): 2.0, Tile(2): 1.0}))
     (file,) = folder.rglob("*.jsonl")
-    first, *lines = file.read_text().splitlines()
+    first, *lines, last = file.read_text().splitlines()
     assert json.loads(first)["fields"] == ["rows", "order"]
+    assert list(json.loads(last)) == ["sha256"]
     assert lines[0] == '[[1,"row"],"measured",[2.0],"cupti",null,null,"",null]'
 
 
 def test_a_log_without_the_newest_column_is_read():
     search = searched(call(), {Tile(1): 2.0})
-    first, *lines = dump(search, {}).splitlines()
+    first, *lines, _ = dump(search, {}).splitlines()
     header = json.loads(first)
     header["columns"].remove("spilled")
     older = "".join(json.dumps(line) + "\n" for line in (header, *(json.loads(line)[:-1] for line in lines)))
-    assert load(older).outcomes == load(dump(search, {})).outcomes
+    assert loaded(lines_with_digest(older)).outcomes == loaded(dump(search, {})).outcomes
 
 
 def test_a_long_reason_is_cut():
     outcomes = (measured(Tile(1), [1.0]), Outcome(config=Tile(2), status=FAILED, reason="x" * 10_000))
     text = dump(AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=0.0), {})
     assert len(text) < 2_500
-    assert load(text).outcomes[1].reason.endswith("x...")
+    assert loaded(text).outcomes[1].reason.endswith("x...")
 
 
 def test_configurations_with_different_fields_are_written_whole():
     inv = Invocation(op_id="any", args=(), device=HERE)
     search = AutotuneData(inv=inv, config=None, outcomes=(), seconds=0.0)
     outcomes = (measured({"a": 1}, [1.0]), measured({"b": [2]}, [2.0]))
-    found = load(dump(dataclasses.replace(search, config=outcomes[0].config, outcomes=outcomes), {}))
+    found = loaded(dump(dataclasses.replace(search, config=outcomes[0].config, outcomes=outcomes), {}))
     assert [o.config for o in found.outcomes] == [{"a": 1}, {"b": [2]}]
 
 
@@ -199,6 +207,16 @@ def test_a_search_lies_beside_the_entry_and_is_no_entry(store, cache, folder):
     assert log.parent == entry.parent
     assert log.name.startswith(entry.name.removesuffix(".json") + ".")
     assert cache.keys() == [inv.key]
+
+
+def test_a_file_of_the_folder_is_read_by_itself(store, folder):
+    store.save(searched(call(), {Tile(1): 2.0}))
+    (file,) = folder.rglob("*.jsonl")
+    assert [store_module.read_search(file)] == list(store.searches())
+    assert store_module.read_search(file.with_name("gone")) is None
+    file.rename(file.with_name("another.jsonl"))
+    with pytest.raises(UnusableError, match="it holds another key"):
+        store_module.read_search(file.with_name("another.jsonl"))
 
 
 def test_no_search_replaces_another(store):
@@ -214,6 +232,50 @@ def test_of_each_call_the_newest_searches_stay(store):
     found = [round(seconds_of(search)[1]) for search in store.searches() if search.key == call().key]
     assert found == list(range(KEPT + 2, 2, -1))
     assert len(list(store.searches())) == KEPT + 1
+
+
+def test_a_search_that_is_written_when_the_clock_went_back_is_the_newest(cache, store):
+    for us in range(1, KEPT + 1):
+        store.save(searched(call(), {Tile(1): float(us)}))
+    cache.clock.time -= datetime.timedelta(days=400)
+    for us in (100.0, 200.0):
+        store.save(searched(call(), {Tile(1): us}))
+        assert seconds_of(next(store.searches()))[1] == pytest.approx(us)
+    found = list(store.searches())
+    assert [round(seconds_of(search)[1]) for search in found] == [200, 100, *range(KEPT, 2, -1)]
+    assert found[0].provenance["time"] < "2026"
+
+
+@pytest.mark.parametrize("stamp", ["99991231T235959Z", "99999999T999999Z"], ids=["the last second", "no time"])
+def test_a_search_survives_files_that_seem_to_be_newer_than_all(store, folder, stamp):
+    store.save(searched(call(), {Tile(1): 1.0}))
+    (file,) = folder.rglob("*.jsonl")
+    stem = file.name.split(".")[0]
+    for number in range(KEPT):
+        file.with_name(f"{stem}.{stamp}-{number:012x}.jsonl").write_text("")
+    store.save(searched(call(), {Tile(1): 2.0}))
+    with pytest.warns(CacheWarning):
+        assert [round(seconds_of(search)[1]) for search in store.searches()] == [2]
+    assert len(list(folder.rglob("*.jsonl"))) == KEPT
+
+
+def test_another_operation_s_logs_are_not_read(store, monkeypatch):
+    for kernel in (DOUBLE, Double("other"), Double("doubles")):
+        store.save(searched(call(kernel=kernel), {Tile(1): 1.0}))
+    read = []
+    monkeypatch.setattr(store_module, "read_file", lambda place, _: read.append(place) or read_file(place, 1 << 20))
+    assert len(store.records(call())) == 1
+    (only,) = read
+    assert "/double-v0/" in only
+    assert len(list(store.searches("other@v0"))) == 1
+    assert len(read) == 2
+
+
+def test_a_search_that_is_larger_than_what_is_read_is_not_stored(store, folder, monkeypatch):
+    monkeypatch.setattr(store_module, "_LARGEST", 100)
+    with pytest.warns(CacheWarning, match=r"the search of double@v0 is not stored: it takes more than 100 bytes"):
+        store.save(searched(call(), {Tile(1): 1.0}))
+    assert not folder.exists()
 
 
 def save_one(folder, us):
@@ -251,30 +313,49 @@ def edited(change):
 
     def edit(text):
         first, rest = text.split("\n", 1)
-        return json.dumps(json.loads(first) | change) + "\n" + rest
+        return lines_with_digest(json.dumps(json.loads(first) | change) + "\n" + rest)
 
     return edit
+
+
+def replaced(old, new):
+    return lambda text: lines_with_digest(text.replace(old, new))
+
+
+def of_the_form_without_digests(text):
+    return text.replace(f'"schema":{SCHEMA}', '"schema":1').partition('{"sha256"')[0]
 
 
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (lambda text: "not JSON", "line 1"),
-        (lambda text: "", "line 1"),
+        (lambda text: "not JSON", "not valid JSON"),
+        (lambda text: "", "not valid JSON"),
         (lambda text: "[1, 2]\n", "not the log of a search"),
+        (of_the_form_without_digests, "an older ejkernel: schema 1"),
+        (lambda text: text.replace("[2.0]", "[2.5]"), "it is not what was written"),
         (edited({"schema": SCHEMA + 1}), "newer ejkernel"),
         (edited({"surprise": 1}), "surprise"),
         (edited({"columns": ["config"]}), "columns"),
+        (edited({"columns": ["config", "status", *["reason"] * 6]}), "columns"),
+        (edited({"fields": ["rows", "rows"]}), "a field twice"),
+        (edited({"outcomes": 10**9}), "should have 1000000001"),
         (edited({"winner": 5}), "winner"),
         (edited({"key": "odd"}), "key"),
         (edited({"key": {"device": HERE, "op": "double@v0", "call": "other"}}), "holds another key"),
-        (lambda text: text[: text.rindex('"')], "ends after"),
-        (lambda text: text + "[]\n", "ends after"),
-        (lambda text: text.replace("[2.0]", "[-2.0]"), "line 2: samples must be positive"),
-        (lambda text: text.replace("[2.0]", "[NaN]"), "line 2"),
-        (lambda text: text.replace('"measured"', "1"), "line 2"),
-        (lambda text: text.replace('[1,"row"]', "[1]"), "line 2"),
-        (lambda text: text.replace(',"",null]', ",null]"), "line 2"),
+        (lambda text: text[: text.rindex('"')], "it is not what was written"),
+        (lambda text: text + "[]\n", "it is not what was written"),
+        (lambda text: lines_with_digest(text + "[]\n"), "it has 3 lines, and should have 2"),
+        (replaced("[2.0]", "[-2.0]"), "line 2: samples must be between"),
+        (replaced("[2.0]", "[0.0]"), "line 2: samples must be between"),
+        (replaced("[2.0]", "[5e-324]"), "line 2: samples must be between"),
+        (replaced("[2.0]", "[1e300]"), "line 2: samples must be between"),
+        (replaced("[2.0]", f"[{10**4000}]"), "line 2: "),
+        (replaced("[2.0]", "[null]"), "line 2"),
+        (replaced("[2.0]", "[NaN]"), "line 2"),
+        (replaced('"measured"', "1"), "line 2"),
+        (replaced('[1,"row"]', "[1]"), "line 2"),
+        (replaced(',"",null]', ",null]"), "line 2"),
     ],
 )
 def test_a_log_that_cannot_be_used_is_a_warned_skip(store, folder, edit, reason):

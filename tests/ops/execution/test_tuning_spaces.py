@@ -200,7 +200,7 @@ def test_the_time_of_earlier_attempts_counts(races):
 
 
 def test_a_search_that_nobody_waits_for_ends_at_once(races):
-    with pytest.raises(TuningError, match="none of 1 candidates could be measured"):
+    with pytest.raises(TuningError, match="none of 1 candidate could be measured"):
         go_on([], abandoned=lambda: True)
     assert races == []
 

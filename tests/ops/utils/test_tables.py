@@ -6,9 +6,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ejkernel.ops import Invocation
-from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
+from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
 
 
 def array(*shape, dtype=jnp.bfloat16):
@@ -46,6 +48,13 @@ def test_a_configuration_shows_what_is_set():
     assert compact(7) == "7"
 
 
+def test_however_much_there_is_a_line_has_its_end():
+    many = {f"name{n}": n for n in range(10_000)}
+    for text in (compact(many), arguments({"kwargs": many}), arguments({"args": [{"array": ["f", [*many.values()]]}]})):
+        assert len(text) == 1000
+        assert text.endswith("...")
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(1.26e-6, "1.3 us"), (9.9e-3, "9900.0 us"), (0.5, "500.0 ms")])
 def test_a_time_has_a_unit(seconds, text):
     assert duration(seconds) == text
@@ -53,3 +62,59 @@ def test_a_time_has_a_unit(seconds, text):
 
 def test_columns_are_as_wide_as_their_widest_cell():
     assert text_table(("a", "long"), [("wide", "b"), ("", "")]) == "a     long\nwide  b\n"
+
+
+ROWS = [("flash_attention.bwd@v0", "f32[4,512,4,64] x3, causal=True", "yes"), ("rms_norm@v0", "f32[2,8]", "no")]
+HEADER = ("operation", "arguments", "tuned")
+
+
+def widest(text):
+    return max(map(len, text.splitlines()))
+
+
+def test_a_table_that_fits_is_the_same_at_every_width():
+    whole = text_table(HEADER, ROWS)
+    assert widest(whole) == 62
+    assert text_table(HEADER, ROWS, width=62, optional=["tuned"]) == whole
+
+
+def test_a_table_is_wrapped_between_words_the_widest_column_first():
+    assert text_table(HEADER, ROWS, width=50).splitlines() == [
+        "operation               arguments            tuned",
+        "flash_attention.bwd@v0  f32[4,512,4,64] x3,  yes",
+        "                        causal=True",
+        "rms_norm@v0             f32[2,8]             no",
+    ]
+
+
+def test_a_column_that_may_be_left_out_is_where_words_do_not_fit():
+    text = text_table(HEADER, ROWS, width=44, optional=["arguments", "tuned"])
+    assert text.splitlines()[0].split() == ["operation", "tuned"]
+    assert "flash_attention.bwd@v0" in text
+
+
+def test_rows_are_paragraphs_where_nothing_else_fits():
+    assert text_table(HEADER, ROWS[:1], width=40, optional=[]).splitlines() == [
+        "operation  flash_attention.bwd@v0",
+        "arguments  f32[4,512,4,64] x3,",
+        "           causal=True",
+        "tuned      yes",
+    ]
+
+
+@given(
+    st.lists(
+        st.tuples(*[st.lists(st.text("ab=[]", min_size=1, max_size=20), max_size=6).map(" ".join)] * 3), max_size=4
+    ),
+    st.integers(40, 130),
+)
+def test_no_line_is_wider_and_no_word_is_cut(rows, width):
+    text = text_table(HEADER, rows, width=width)
+    assert widest(text or " ") <= width
+    for word in " ".join(cell for row in rows for cell in row).split():
+        assert word in text.split()
+
+
+def test_one_is_singular():
+    assert [counted(n, "call") for n in (0, 1, 2)] == ["0 calls", "1 call", "2 calls"]
+    assert counted(2, "entry", "entries") == "2 entries"

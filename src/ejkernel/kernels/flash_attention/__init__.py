@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 import jax
 
+from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 from .common import AttentionCall, Operands, Rules
@@ -41,5 +42,11 @@ class Implementation(Protocol):
 
 
 def load(name: str) -> Implementation:
-    """Return the implementation of that name."""
+    """Return the implementation of that name.
+
+    Raises:
+        ArgumentError: there is none; a call that was read from a file may ask for any.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ArgumentError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {name!r}.")
     return cast(Implementation, importlib.import_module(f"{__name__}.{name}"))

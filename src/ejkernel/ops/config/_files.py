@@ -1,56 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a key's files are kept, and how they are read and replaced; what was measured with what."""
+"""Where a key's files are kept, and how they are read; what was measured with what."""
 
 from __future__ import annotations
 
 import datetime
 import functools
 import hashlib
+import json
 import os
 import platform
 import re
-import secrets
+import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import CacheWarning
+from ejkernel.ops.errors import CacheWarning, EjkernelError
 from ejkernel.ops.utils.serialize import stable_json
 
 ENTRY: Final = ".json"  # how the name of an entry ends; whatever else lies beside it ends otherwise
 _SLUG_LENGTH: Final = 48
 _NO_SLUG: Final = "_"
+_NOT_IN_PATHS: Final = re.compile(r"[^a-z0-9._-]+")
+_READ: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
 
+_quoted: Final = json.encoder.encode_basestring_ascii
 _warned: set[str] = set()  # files this process has warned of already
 
 
-class UnusableError(Exception):
+class UnusableError(EjkernelError):
     """An entry cannot be used, for the reason in the message."""
+
+
+class Place(NamedTuple):
+    """Something in a folder."""
+
+    name: str
+    where: Traversable | str
 
 
 def location(key: Any) -> tuple[str, str, str]:
     """Return folder, folder and file name of a key: readable, and unique through the digest of the whole key."""
-    text = stable_json(key)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    text = identity(key)
     device, op, call = key if isinstance(key, ConfigKey) else ("", "", text)
-    return slug(device), slug(op), f"{slug(call)}-{digest}{ENTRY}"
+    return slug(device), slug(op), file_name(call, text)
+
+
+def file_name(call: str, text: str) -> str:
+    """Return the name of the file of the key whose `identity` is `text`."""
+    return f"{slug(call)}-{hashlib.sha256(text.encode()).hexdigest()[:8]}{ENTRY}"
+
+
+def identity(key: Any) -> str:
+    """Return the canonical JSON of a key, as `stable_json` does, but sooner where the key is a usual one."""
+    if isinstance(key, ConfigKey) and all(type(part) is str and part.isascii() for part in key):
+        device, op, call = map(_quoted, key)
+        return f'{{"call":{call},"device":{device},"op":{op}}}'
+    return stable_json(key)
 
 
 def slug(text: str) -> str:
     """Return a text as a part of a path: lower case, short, and without what a file system minds."""
-    return re.sub(r"[^a-z0-9._-]+", "-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG
+    return _NOT_IN_PATHS.sub("-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG
 
 
 def restored_key(data: Any) -> Any:
     """Return the key that was stored as `data`."""
     if (
         isinstance(data, dict)
-        and set(data) == set(ConfigKey._fields)
+        and data.keys() == set(ConfigKey._fields)
         and all(isinstance(v, str) for v in data.values())
     ):
         return ConfigKey(**data)
@@ -61,73 +84,74 @@ def _frozen(data: Any) -> Any:
     return tuple(_frozen(item) for item in data) if isinstance(data, list) else data
 
 
-def write_file(file: Path, text: str) -> None:
-    """Write a file beside its place and rename it into it, so that readers see the old text or the new one, whole."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # not tempfile: its files are for their owner alone, and a folder may be shared by a group
-    beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with beside.open("x", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-        os.replace(beside, file)  # atomic on one file system
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+# --- reading ---
 
 
-def files(folder: Traversable, suffix: str, prefix: str = "") -> Iterator[Traversable]:
-    """Yield the files whose names end with `suffix`, of operations whose folders' names begin with `prefix`."""
+def files(folder: Path, suffix: str) -> Iterator[Path]:
+    """Yield the files of a cache's folder whose names end with `suffix`, sorted."""
+    return (Path(str(place.where)) for place in places(folder, suffix))
+
+
+def places(folder: Traversable, suffix: str, is_wanted: Callable[[str], bool] | None = None) -> Iterator[Place]:
+    """Yield where such files are, sooner than `files`; `is_wanted` is asked about operations' folders, by name."""
     for device in listed(folder):
-        for op in (op for op in listed(device) if op.name.startswith(prefix)):
-            yield from (file for file in listed(op) if file.name.endswith(suffix) and not file.name.startswith("."))
+        for op in listed(device.where):
+            if is_wanted is None or is_wanted(op.name):
+                yield from (f for f in listed(op.where) if f.name.endswith(suffix) and not f.name.startswith("."))
 
 
-def listed(folder: Traversable) -> list[Traversable]:
+def listed(folder: Traversable | str) -> list[Place]:
     """Return what is in a folder, sorted by name; nothing if there is none, or if it cannot be read, with a warning."""
     try:
-        return sorted(folder.iterdir(), key=lambda item: item.name) if folder.is_dir() else []
-    except FileNotFoundError:  # removed since
+        if isinstance(folder, (str, Path)):  # in text: of 100,000 paths the objects would take most of the time
+            begin = f"{folder}{os.sep}"
+            return [Place(name, begin + name) for name in sorted(os.listdir(folder))]
+        found = folder.iterdir() if folder.is_dir() else ()
+        return sorted((Place(item.name, item) for item in found), key=lambda place: place.name)
+    except (FileNotFoundError, NotADirectoryError):  # removed since, or a file of somebody's
         return []
     except OSError as error:
         warn_of(str(folder), error)
         return []
 
 
-def read_text(file: Traversable) -> str | None:
-    """Return what a file holds, or `None` if there is no file.
+def read_file(file: Traversable | str, largest: int) -> bytes | None:
+    """Return what a file holds, or `None` if there is no file; whatever else is there, this does not wait for it.
 
     Raises:
-        UnusableError: it cannot be read, or is not text.
+        UnusableError: it cannot be read, is no regular file, or has more than `largest` bytes.
     """
     try:
-        raw = file.read_bytes()
+        raw = _read_path(file, largest) if isinstance(file, (str, Path)) else _read_other(file, largest)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UnusableError(f"it cannot be read: {error}") from error
+    if len(raw) > largest:
+        raise UnusableError(f"it has more than {largest} bytes")
+    return raw
+
+
+def _read_path(path: str | Path, largest: int) -> bytes:
+    descriptor = os.open(path, _READ)  # a pipe would be waited for otherwise
     try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UnusableError(f"it is not UTF-8: {error}") from error
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnusableError("it cannot be read: it is no regular file")
+        raw = os.read(descriptor, min(status.st_size, largest) + 1)
+        while len(raw) <= largest and len(raw) != status.st_size:  # a file system that is read piece by piece, or grew
+            chunk = os.read(descriptor, largest + 1 - len(raw))
+            if not chunk:
+                break
+            raw += chunk
+        return raw
+    finally:
+        os.close(descriptor)
 
 
-def check_schema(data: Any, schema: int, what: str) -> None:
-    """Raise unless stored data are of this layout.
-
-    Args:
-        data: What the file holds.
-        schema: The layout that is read.
-        what: What the file ought to be, in words.
-
-    Raises:
-        UnusableError: they are of another, or no such thing.
-    """
-    found = data.get("schema") if isinstance(data, dict) else None
-    if type(found) is not int:
-        raise UnusableError(f"it is not {what}")
-    if found != schema:
-        age = "a newer" if found > schema else "an older"
-        raise UnusableError(f"it was written by {age} ejkernel: schema {found}, not {schema}")
+def _read_other(file: Traversable, largest: int) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(largest + 1)
 
 
 def warn_of(place: str, reason: Exception) -> None:

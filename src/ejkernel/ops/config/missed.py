@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import location, write_file
+from ejkernel.ops.config._files import ENTRY, UnusableError, files, location, read_file
+from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, SerializationError
-from ejkernel.ops.utils.serialize import from_json, to_json
+from ejkernel.ops.utils.sealed import read_object, sealed_json
+from ejkernel.ops.utils.serialize import describe, from_plain
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 FOLDER: Final = "missed"
 _LARGEST: Final = 1 << 20  # bytes of a note that is read; real ones have hundreds
+_MOST: Final = 1 << 31  # processes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,8 @@ class MissedNotes:
             kernel=f"{kernel.__module__}.{getattr(kernel, '__qualname__', type(kernel).__qualname__)}",
         )
         try:
-            write_file(file, to_json(note) + "\n")
+            # a note that the end of the machine takes is made again by the next run
+            write_file(file, sealed_json(note), durable=False)
         except (OSError, SerializationError) as error:
             self._write_failed = True
             text = f"missed calls cannot be noted in {self.folder} ({error}); set EJKERNEL_CACHE_DIR."
@@ -103,10 +107,33 @@ class MissedNotes:
 
     def entries(self) -> Iterator[Note]:
         """Yield every note that can be read, sorted by device, operation and call."""
-        for file in sorted(self.folder.glob("*/*/*.json")):
+        for file in self.files():
             note = self._read(file)
             if note is not None:
                 yield note
+
+    def files(self) -> list[Path]:
+        """Return the files of all notes, sorted by device, operation and call."""
+        return list(files(self.folder, ENTRY))
+
+    def read(self, file: Path) -> Note | None:
+        """Return the note of a file, or `None` if it is gone.
+
+        Raises:
+            UnusableError: it cannot be used.
+        """
+        raw = read_file(file, _LARGEST)
+        if raw is None:
+            return None
+        try:
+            note = from_plain(read_object(raw, SCHEMA, "a note of a missed call"), Note)
+        except SerializationError as error:
+            raise UnusableError(str(error)) from error
+        if set(note.key) != set(ConfigKey._fields) or self._file(note.config_key) != file:
+            raise UnusableError(f"it holds another key: {describe(note.key)}")
+        if not 0 < note.processes < _MOST:
+            raise UnusableError(f"it counts {describe(note.processes)} processes")
+        return note
 
     def remove(self, key: ConfigKey) -> None:
         """Remove the note of a call, if there is one."""
@@ -127,24 +154,10 @@ class MissedNotes:
     def _read(self, file: Path) -> Note | None:
         """Return the note of a file, or `None` if there is no file, or none that can be used."""
         try:
-            return self._parsed(file)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, UnicodeDecodeError, SerializationError) as error:
+            return self.read(file)
+        except UnusableError as error:
             warnings.warn(f"ignoring the note {file}: {error}", CacheWarning, stacklevel=3)
             return None
-
-    def _parsed(self, file: Path) -> Note:
-        with file.open("rb") as stream:
-            raw = stream.read(_LARGEST + 1)
-        if len(raw) > _LARGEST:
-            raise SerializationError(f"it has more than {_LARGEST} bytes.")
-        note = from_json(raw.decode(), Note)
-        if note.schema != SCHEMA:
-            raise SerializationError(f"it was written by another ejkernel: schema {note.schema}, not {SCHEMA}.")
-        if set(note.key) != set(ConfigKey._fields) or self._file(note.config_key) != file:
-            raise SerializationError(f"it holds another key: {note.key!r}.")
-        return note
 
 
 def _now() -> datetime.datetime:

@@ -18,24 +18,27 @@ from ejkernel import settings
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
-    check_schema,
-    files,
+    file_name,
     forget_warning,
+    identity,
     location,
     now,
+    places,
     provenance,
-    read_text,
+    read_file,
     restored_key,
     slug,
     warn_of,
-    write_file,
 )
+from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
-from ejkernel.ops.utils.serialize import from_data, from_json, stable_json, to_data, to_json
+from ejkernel.ops.utils.sealed import read_object, sealed_json
+from ejkernel.ops.utils.serialize import describe, from_data, from_plain, to_data
 from ejkernel.ops.utils.typenames import decode_config, type_name
 
-SCHEMA: Final = 1  # raise when the layout of an entry changes; entries of another schema are a warned miss
+SCHEMA: Final = 2  # raise when the layout of an entry changes; entries of another schema are a warned miss
+_LARGEST: Final = 4 << 20  # bytes of an entry; real ones have a few thousand
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,9 @@ class _File:
     call: Any
     measured: dict[str, Any] | None
     provenance: dict[str, Any]
+
+
+_FIELDS: Final = {field.name for field in dataclasses.fields(_File)}
 
 
 class PersistentCache:
@@ -128,7 +134,7 @@ class PersistentCache:
             return "there is no home folder to put it in"
         try:
             probe = self._path / f".{secrets.token_hex(8)}"
-            write_file(probe, "")
+            write_file(probe, "", durable=False)
             probe.unlink()
         except OSError as error:
             return str(error)
@@ -152,7 +158,7 @@ class PersistentCache:
             measured: What was measured, kept for readers.
 
         Raises:
-            SerializationError: Something given has no JSON form.
+            SerializationError: Something given has no JSON form, or all of it is larger than what is read.
         """
         if len(key_and_cfg) not in (2, 4):
             raise TypeError(f"put() takes (key, cfg) or (device, op, call, cfg), got {len(key_and_cfg)} arguments.")
@@ -168,7 +174,10 @@ class PersistentCache:
             measured=None if measured is None else dict(to_data(measured)),
             provenance=provenance(key, self._clock()),
         )
-        self._store(key, to_json(entry) + "\n")
+        text = sealed_json(entry)
+        if len(text.encode()) > _LARGEST:
+            raise SerializationError(f"$: an entry must not be larger than {_LARGEST} bytes, got {len(text.encode())}.")
+        self._store(key, text)
 
     @overload
     def get(self, key: Any, cfg_type: Any = ..., /) -> Any: ...
@@ -183,8 +192,8 @@ class PersistentCache:
 
         Args:
             key_and_type: The key, whole or in its three parts; `cfg_type` may follow.
-            cfg_type: The type to decode as. `None` takes the type that the entry names, if it is a dataclass or
-                named tuple of a module that is already loaded.
+            cfg_type: The type to decode as. `None` takes the type that the entry names, if a kernel class of this
+                process names it too, if it is marked `nameable`, or if this process has stored one.
         """
         parts, cfg_type = _split_type(key_and_type, cfg_type)
         key = _key(parts)
@@ -200,7 +209,7 @@ class PersistentCache:
     def remove(self, *key: Any) -> bool:
         """Remove the entry of a key from the written folder, and say whether one was there; layers are not touched."""
         wanted = _key(key)
-        found = self._memory.pop(stable_json(wanted), None) is not None
+        found = self._memory.pop(identity(wanted), None) is not None
         if self._path is None:
             return found
         try:
@@ -228,39 +237,37 @@ class PersistentCache:
         With `operation`, the name of one without its version, other operations' files are not read.
         """
         seen = set()
-        for entry in self._all(operation):
-            identity = stable_json(entry.key)
-            if identity not in seen:
-                seen.add(identity)
+        for canonical, entry in self._all(operation):
+            if canonical not in seen:
+                seen.add(canonical)
                 yield entry.key, entry
 
-    def _all(self, operation: str | None = None) -> Iterator[StoredEntry]:
-        for text in list(self._memory.values()):
-            yield _parse(text, None)
+    def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
+        """Yield all entries, each with the canonical form of its key."""
+        for canonical, text in list(self._memory.items()):
+            yield canonical, _parse(text.encode(), None)
+        begin = "" if operation is None else slug(f"{operation}@v")
         for folder in self.folders():
-            for file in files(folder, ENTRY, "" if operation is None else slug(f"{operation}@v")):
+            for name, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
                 try:
-                    entry = _read(file)
-                    if entry is not None and location(entry.key)[-1] != file.name:
-                        raise UnusableError(f"it holds another key: {entry.key!r}")
+                    found = _found(name, place)
                 except UnusableError as error:
-                    warn_of(str(file), error)
+                    warn_of(str(place), error)
                 else:
-                    if entry is not None:
-                        yield entry
+                    yield from () if found is None else (found,)
 
     def _answers(
         self, key: Any, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
     ) -> Iterator[Any]:
         """Yield what `use` makes of the entry of each place that has a usable one; `problem` is told of the others."""
-        identity = stable_json(key)
-        for place, read in self._places(key, identity):
+        canonical = identity(key)
+        for place, read in self._places(key, canonical):
             try:
                 entry = read()
                 if entry is None:
                     continue
-                if stable_json(entry.key) != identity:
-                    raise UnusableError(f"it holds another key: {entry.key!r}")
+                if identity(entry.key) != canonical:
+                    raise UnusableError(f"it holds another key: {describe(entry.key)}")
                 answer = use(entry)
             except UnusableError as error:
                 if problem is None:
@@ -270,10 +277,10 @@ class PersistentCache:
             else:
                 yield answer
 
-    def _places(self, key: Any, identity: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
-        text = self._memory.get(identity)
+    def _places(self, key: Any, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
+        text = self._memory.get(canonical)
         if text is not None:
-            yield f"{identity} (in memory)", functools.partial(_parse, text, None)
+            yield f"{canonical} (in memory)", functools.partial(_parse, text.encode(), None)
         parts = location(key)
         for folder in self.folders():
             file = folder.joinpath(*parts)
@@ -288,17 +295,17 @@ class PersistentCache:
             yield resources.files("ejkernel") / "data" / "configs"
 
     def _store(self, key: Any, text: str) -> None:
-        identity = stable_json(key)
+        canonical = identity(key)
         try:
             if self._path is None:
                 raise OSError("no home folder is known")
             file = self._path.joinpath(*location(key))
             write_file(file, text)
         except OSError as error:
-            self._memory[identity] = text
+            self._memory[canonical] = text
             self.warn_not_writable(error)
         else:
-            self._memory.pop(identity, None)
+            self._memory.pop(canonical, None)
             forget_warning(file)
 
     def warn_not_writable(self, error: OSError) -> None:
@@ -346,29 +353,53 @@ def _expand(path: str | Path | None) -> Path | None:
 # --- files ---
 
 
-def _read(file: Traversable) -> StoredEntry | None:
-    """Return the entry of a file, or `None` if there is no file."""
-    text = read_text(file)
-    if text is None:
+def read_entry(file: Path) -> StoredEntry | None:
+    """Return the entry of a file that was found in a cache's folder, or `None` if it is gone.
+
+    Raises:
+        UnusableError: it cannot be used.
+    """
+    found = _found(file.name, file)
+    return None if found is None else found[1]
+
+
+def _found(name: str, place: Traversable | str) -> tuple[str, StoredEntry] | None:
+    """Return the canonical form of the key of an entry that lies in a folder under that name, and the entry."""
+    entry = _read(place)
+    if entry is None:
         return None
-    return _parse(text, file if isinstance(file, Path) else None)
+    canonical = identity(entry.key)
+    if file_name(entry.key.call if isinstance(entry.key, ConfigKey) else canonical, canonical) != name:
+        raise UnusableError(f"it holds another key: {describe(entry.key)}")
+    return canonical, entry
 
 
-def _parse(text: str, path: Path | None) -> StoredEntry:
+def _read(file: Traversable | str) -> StoredEntry | None:
+    """Return the entry of a file, or `None` if there is no file."""
+    raw = read_file(file, _LARGEST)
+    if raw is None:
+        return None
+    return _parse(raw, Path(file) if isinstance(file, (str, Path)) else None)
+
+
+def _parse(raw: bytes, path: Path | None) -> StoredEntry:
     try:
-        data = from_json(text, Any)
-        check_schema(data, SCHEMA, "an entry of this cache")
-        entry = from_data(data, _File)
+        data = read_object(raw, SCHEMA, "an entry of this cache")
+        if not _is_entry(data):
+            from_plain(data, _File)  # which says what is wrong
     except SerializationError as error:
         raise UnusableError(str(error)) from error
-    return StoredEntry(
-        key=restored_key(entry.key),
-        config=entry.config,
-        config_type=entry.config_type,
-        call=entry.call,
-        measured=entry.measured,
-        provenance=entry.provenance,
-        path=path,
+    del data["schema"]
+    return StoredEntry(path=path, **data | {"key": restored_key(data["key"])})
+
+
+def _is_entry(data: dict[str, Any]) -> bool:
+    """Return whether an object has the fields of an entry; to decode it takes longer than all the rest of reading."""
+    return (
+        data.keys() == _FIELDS
+        and type(data["config_type"]) is str
+        and type(data["provenance"]) is dict
+        and (data["measured"] is None or type(data["measured"]) is dict)
     )
 
 

@@ -17,6 +17,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, check_config, hook, living_kernels, overrides, same_code
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -33,7 +34,8 @@ from ejkernel.ops.errors import (
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.perobject import IdentitySet
-from ejkernel.ops.utils.tables import arguments
+from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.tables import arguments, counted
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,9 @@ class Consulted:
     tier: str
     resolution: Resolution[Any] | None
     note: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "note", printable(self.note))  # it tells of what files hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,7 +289,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 continue
             misfit = self._misfit(request, config, "the overlay's configuration")
             return misfit or request.answer(config, "overlay")
-        return f"not among the entries of {len(layers)} overlay(s)"
+        return f"not among the entries of {counted(len(layers), 'overlay')}"
 
     def _from_memory(self, request: _Request) -> Resolution[Any] | str:
         if request.key is None:
@@ -312,6 +317,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return "the chain has no persistent cache"
         if request.key is None:
             return request.no_key
+        note_config_types(request.inv, request.kernel)
         config = self.persistent.get(request.key, cfg_type=request.kernel.config_type)
         if config is None:
             return "no entry"

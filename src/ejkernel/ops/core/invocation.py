@@ -23,12 +23,12 @@ from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
+from ejkernel.ops.utils.payloads import key_of
 from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, describe_static, is_array
 
-# What JAX begins with; only what differs from it is in a key.
+# What JAX begins with; only what differs from it is in a description.
 DEFAULT_PRNG: Final = "threefry2x32"
 DEFAULT_PROMOTION: Final = "standard"
-_NOT_IN_KEY = ("op", "wiring")  # parts of a description: the first stands beside the key, the other says how, not what
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -193,6 +193,7 @@ class Invocation(Generic[Cfg, Out]):
         """
         args, kwargs = self._canonical
         optional = {
+            "defaults": self._defaults(),
             "kernel": None if self.kernel is None else _fields_of(self.kernel),
             "steps": self._steps(),
             "method": self.method,
@@ -214,6 +215,15 @@ class Invocation(Generic[Cfg, Out]):
         spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
         return spec.join([abstract(array) for array in arrays])
 
+    def _defaults(self) -> dict[str, Any] | None:
+        """Say how many of the last arguments, and which keywords, are what they would be if they were left out."""
+        if self.kernel is None:
+            return None
+        args, kwargs = self._canonical
+        kept, rest = without_defaults(self.kernel, args, kwargs)
+        spelled_out = {"args": len(args) - len(kept), "kwargs": sorted(kwargs.keys() - rest.keys())}
+        return spelled_out if any(spelled_out.values()) else None
+
     def _steps(self) -> list[list[Any]]:
         if self._node is not None:
             return [_step(*step) for step in self._node.steps()]
@@ -232,11 +242,7 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             UnstableKeyError: a static argument cannot be named stably.
         """
-        content = {name: value for name, value in self.description.items() if name not in _NOT_IN_KEY}
-        if self.kernel is not None:  # a default is the same value whether or not it is spelled out
-            content |= _described(*without_defaults(self.kernel, *self._canonical))
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+        return key_of(self.description)
 
     @property
     def key(self) -> ConfigKey:

@@ -78,12 +78,7 @@ class Kernel(Noted, Generic[Cfg, Out]):
     @property
     def config_type(self) -> type | None:
         """The configuration type that the class names, as in `Kernel[MyConfig, jax.Array]`, or `None`."""
-        for cls in type(self).__mro__:
-            for base in vars(cls).get("__orig_bases__", ()):
-                origin, args = typing.get_origin(base), typing.get_args(base)
-                if isinstance(origin, type) and issubclass(origin, Kernel) and args and isinstance(args[0], type):
-                    return args[0]
-        return None
+        return config_type_of(type(self))
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Run the operation through the default executor."""
@@ -209,6 +204,16 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.op_id_v!r})"
+
+
+def config_type_of(cls: type[Kernel[Any, Any]]) -> type | None:
+    """Return the configuration type that a kernel class, or one that it is based on, names; or `None`."""
+    for owner in cls.__mro__:
+        for base in vars(owner).get("__orig_bases__", ()):
+            origin, args = typing.get_origin(base), typing.get_args(base)
+            if isinstance(origin, type) and issubclass(origin, Kernel) and args and isinstance(args[0], type):
+                return args[0]
+    return None
 
 
 def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:

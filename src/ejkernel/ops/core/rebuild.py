@@ -12,6 +12,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.batched import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
 from ejkernel.ops.core.callspec import METHODS, take_apart
+from ejkernel.ops.core.declared import names_of
 from ejkernel.ops.core.derived import differentiate
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, living_kernels
@@ -22,10 +23,10 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_kind
 from ejkernel.ops.utils.serialize import describe as shown
 from ejkernel.ops.utils.signature import abstract
-from ejkernel.ops.utils.undescribe import MAX_RANK, Trust, undescribe
+from ejkernel.ops.utils.undescribe import MAX_RANK, check_size, undescribe
 
 _REQUIRED: Final = {"op", "args", "kwargs"}
-_OPTIONAL: Final = {"kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}
+_OPTIONAL: Final = {"defaults", "kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}
 _SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}
 _WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # of derivatives, of vmap
 _MAX_STEPS: Final = 16
@@ -33,19 +34,16 @@ _MAX_KERNELS: Final = 8  # of one name, that are tried
 _MAX_DERIVATIVES: Final = 4  # each doubles what is to be traced
 
 
-def rebuild(
-    description: Any, *, modules: Sequence[str] = (), key: str | None = None, op: str | None = None
-) -> Invocation[Any, Any]:
+def rebuild(description: Any, *, key: str | None = None, op: str | None = None) -> Invocation[Any, Any]:
     """Return the call, for this process's default device, that `Invocation.description` was made of.
 
     The kernel must be there already: the latest living one of the operation's name and version that makes such a call
-    of it. Functions and classes among the static arguments are looked up in the kernel's own package, below
-    `modules`, and among JAX's public functions; nothing is imported. The call that comes out has the key that its
+    of it. Functions and classes among the static arguments are those that the kernel declares, that were marked with
+    `nameable`, or JAX's functions of arrays; nothing is imported. The call that comes out has the key that its
     description has, or none comes out.
 
     Args:
         description: Plain data, as JSON gives it; it may come from anywhere.
-        modules: Modules and packages that names may be found in, beside the kernel's.
         key: The `call_key` that the call must have, if it is known.
         op: The versioned name that the operation must have, if it is known.
 
@@ -59,7 +57,7 @@ def rebuild(
     refused: DescriptionError | None = None
     for kernel in _kernels(data["op"], "".join(_SUFFIXES[step[0]] for step, _ in steps)):
         try:
-            return _rebuilt(kernel, data, steps, modules, key)
+            return _rebuilt(kernel, data, steps, key)
         except DescriptionError as error:  # one of the same name may do, such as one that puts calls in buckets
             refused = refused or error
     assert refused is not None  # there is one kernel at least
@@ -70,12 +68,11 @@ def _rebuilt(
     kernel: Kernel[Any, Any],
     data: dict[str, Any],
     steps: Sequence[tuple[list[Any], dict[str, Any]]],
-    modules: Sequence[str],
     key: str | None,
 ) -> Invocation[Any, Any]:
     try:
         with compat.numerics(_numerics(data)):
-            inv = _invocation(kernel, data, steps, modules).abstract()
+            inv = _invocation(kernel, data, steps).abstract()
             description, call_key = inv.description, inv.call_key
     except DescriptionError:
         raise
@@ -90,7 +87,8 @@ def _checked(data: Any) -> dict[str, Any]:
     if type(data) is not dict or not _REQUIRED <= set(data) <= _REQUIRED | _OPTIONAL:
         fields = ", ".join(sorted(data)) if type(data) is dict and all(type(name) is str for name in data) else data
         raise DescriptionError(f"it needs op, args and kwargs, and has {shown(fields)}")
-    types: dict[str, type] = {"op": str, "args": list, "kwargs": dict, "steps": list, "wiring": list, "x64": bool}
+    types: dict[str, type] = {"args": list, "kwargs": dict, "steps": list, "wiring": list, "x64": bool}
+    types |= {"defaults": dict, "kernel": dict}
     for name, value in data.items():
         if type(value) is not types.get(name, str):
             raise DescriptionError(f"its {name} is {shown(value)}")
@@ -135,12 +133,11 @@ def _kernels(op: str, suffix: str) -> list[Kernel[Any, Any]]:
 
 
 def _invocation(
-    kernel: Kernel[Any, Any], data: dict[str, Any], steps: Sequence[tuple[list[Any], dict[str, Any]]], modules: Any
+    kernel: Kernel[Any, Any], data: dict[str, Any], steps: Sequence[tuple[list[Any], dict[str, Any]]]
 ) -> Invocation[Any, Any]:
-    # asked of the kernel, not of its class: a function that is a kernel belongs to the function's module
-    trust = Trust((kernel.__module__.partition(".")[0], *modules))
-    args = undescribe(data["args"], trust)
-    kwargs = {name: undescribe(value, trust) for name, value in data["kwargs"].items()}
+    names = names_of(kernel)
+    args = undescribe(data["args"], names)
+    kwargs = {name: undescribe(value, names) for name, value in data["kwargs"].items()}
     spec, arrays = take_apart(kernel, args, kwargs, data.get("method"))
     building = _Building(Forward(spec), [abstract(array) for array in arrays])
     for step, more in steps:
@@ -242,7 +239,10 @@ def _is_axis(axis: Any, rank: int) -> bool:
 
 def _batched(types: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], size: int) -> list[Any]:
     """Return the types of arguments that have an axis more."""
-    return [
+    batched = [
         like if axis is None else jax.ShapeDtypeStruct((*like.shape[:axis], size, *like.shape[axis:]), like.dtype)
         for like, axis in zip(types, axes, strict=True)
     ]
+    for like in batched:
+        check_size(like.shape, like.dtype)
+    return batched

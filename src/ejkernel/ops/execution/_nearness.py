@@ -40,13 +40,13 @@ def _without_dimensions(data: Any, dimensions: list[int]) -> Any:
     if isinstance(data, list):
         if len(data) == 3 and data[0] == "vmap" and type(data[1]) is int:
             dimensions.append(data[1])
-            return [data[0], None, data[2]]
+            return [data[0], 0, data[2]]
         return [_without_dimensions(item, dimensions) for item in data]
     if not isinstance(data, dict):
         return data
     array = data.get("array")
     if isinstance(array, list) and len(array) == 2 and isinstance(array[1], list):
-        kept = [dim if type(dim) is not int else None for dim in array[1]]  # a symbolic dimension is a name
+        kept = [dim if type(dim) is not int else 0 for dim in array[1]]  # a symbolic dimension is a name
         dimensions.extend(dim for dim in array[1] if type(dim) is int)
         return data | {"array": [array[0], kept]}
     return {name: _without_dimensions(item, dimensions) for name, item in sorted(data.items())}

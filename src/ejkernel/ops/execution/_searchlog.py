@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A search as text: a line of JSON about the search, and then one short line for each outcome.
 
-The first line is an object (`_Header`); every further one an array, of the columns that the first names.
+The first line is an object (`_Header`); every further one an array, of the columns that the first names; the last has
+the digest of all that is before it. Fields and columns that have a default may be added: what lacks them is read.
 """
 
 from __future__ import annotations
@@ -9,26 +10,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import UnusableError, check_schema, restored_key
+from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution._modelling import Record
 from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.outcome import PRUNED, READY, SAME, SKIPPED, AutotuneData, Outcome, summary_of
-from ejkernel.ops.utils.serialize import from_data, from_json, to_data
+from ejkernel.ops.execution.outcome import PRUNED, READY, SAME, SKIPPED, AutotuneData, Outcome, shortened, summary_of
+from ejkernel.ops.utils.printable import printable, printable_json
+from ejkernel.ops.utils.sealed import check_schema, read_lines, sealed_lines
+from ejkernel.ops.utils.serialize import describe, from_data, from_plain, parse_json, to_data
 from ejkernel.ops.utils.tables import arguments
 from ejkernel.ops.utils.typenames import PLAIN, decode_config, type_name
 
 logger = logging.getLogger(__name__)
 
-SCHEMA: Final = 1  # raise when the layout changes; a search of another schema is a warned skip
+SCHEMA: Final = 2  # raise when the layout changes; a search of another schema is a warned skip
+_WHAT: Final = "the log of a search"
+_MOST: Final = 100_000  # outcomes of a search
+_TIMES_US: Final = (1e-6, 1e15)  # what a call may take: a picosecond, thirty years
 _UNTOLD: Final = (SAME, SKIPPED, READY, PRUNED)  # what says nothing about a configuration that was not measured
-_REASON: Final = 400  # characters of a reason that are kept: a compiler's message may have thousands
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class StoredSearch:
 
         Args:
             label: Where the times are from; device and key by default.
-            cfg_type: The configurations' type; `None` takes the type of that name among the modules that are loaded.
+            cfg_type: The configurations' type; `None` takes the type that the log names, if files may name it.
         """
         times: list[tuple[Any, float | None]] = []
         refused: list[ConfigError] = []
@@ -78,17 +82,17 @@ class StoredSearch:
                 times.append((config, None if outcome.measurement is None else outcome.measurement.median))
         if refused:
             text = "%d of %d configurations in the log of %s cannot be decoded, such as one: %s"
-            logger.info(text, len(refused), len(self.outcomes), self.path or self.key, refused[0])
+            logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
         return Record(label or f"{self.key.device} {self.key.call}", tuple(times))
 
     def _decoded(self, config: Any, cfg_type: Any) -> Any:
         return decode_config(config, self.config_type) if cfg_type is None else from_data(config, cfg_type)
 
-    def summary(self) -> str:
-        """Return the fate of every candidate as a table, the fastest first."""
-        where = f"{self.key.op}  {arguments(self.call)}\n{self.key.device}, call {self.key.call}, measured "
-        title = f"{where}{str(self.provenance.get('time', 'at an unknown time'))[:19].replace('T', ' ')}"
-        return summary_of(title, self.outcomes, self.outcomes[self.winner], self.seconds)
+    def summary(self, *, width: int | None = None) -> str:
+        """Return the fate of every candidate as a table, the fastest first, of at most `width` columns."""
+        time = str(self.provenance.get("time", "at an unknown time"))[:19].replace("T", " ")
+        title = f"{self.key.op}  {arguments(self.call)}", f"{self.key.device}, call {self.key.call}, measured {time}"
+        return summary_of(title, self.outcomes, self.outcomes[self.winner], self.seconds, width=width)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,7 @@ class _Row:
 
     config: Any
     status: str
-    samples_us: list[float]
+    samples_us: list  # type: ignore[type-arg]  # of numbers, which `_outcome` checks: there may be any number of them
     method: str | None
     compile_s: float | None
     peak_bytes: int | None
@@ -163,7 +167,8 @@ def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
         for config, outcome in zip(configs, data.outcomes, strict=True)
     )
     lines = [to_data(header), *([getattr(row, name) for name in _COLUMNS] for row in rows)]
-    return "".join(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
+    text = "".join(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
+    return sealed_lines(printable_json(text))
 
 
 def _row(config: Any, outcome: Outcome) -> _Row:
@@ -175,38 +180,49 @@ def _row(config: Any, outcome: Outcome) -> _Row:
         method=None if measured is None else measured.method,
         compile_s=None if compiled is None else round(compiled, 3),
         peak_bytes=outcome.peak_bytes,
-        reason=outcome.reason if len(outcome.reason) <= _REASON else outcome.reason[: _REASON - 3] + "...",
+        reason=shortened(outcome.reason),
         spilled=outcome.spilled,
     )
 
 
-def load_header(text: str) -> tuple[ConfigKey, Any]:
+def lines_of(raw: bytes) -> list[str]:
+    """Return the lines of a search as it is in its file.
+
+    Raises:
+        UnusableError: they are not what `dump` wrote, or not what this version can read.
+    """
+    try:
+        return read_lines(raw, SCHEMA, _WHAT)
+    except SerializationError as error:
+        raise UnusableError(str(error)) from error
+
+
+def load_header(lines: Sequence[str]) -> tuple[ConfigKey, Any]:
     """Return the key and the abstract call of a search, without reading its outcomes.
 
     Raises:
-        UnusableError: the text is not a search that this version can read.
+        UnusableError: the lines are no search that this version can read.
     """
-    header = _header(text.partition("\n")[0])
+    header = _header(lines[0])
     return header.key, header.call
 
 
-def load(text: str, path: Path | None = None) -> StoredSearch:
-    """Return the search that `dump` wrote.
+def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
+    """Return the search of which these are the lines.
 
     Raises:
-        UnusableError: the text is not a search that this version can read.
+        UnusableError: they are no search that this version can read.
     """
-    first, *lines = text.split("\n")  # not splitlines: a reason may hold what Unicode calls a line's end
-    header = _header(first)
-    if lines[-1:] != [""] or len(lines[:-1]) != header.outcomes:
-        raise UnusableError(f"it ends after {len(lines)} lines, and should have {header.outcomes + 1} whole ones")
-    if not 0 <= header.winner < header.outcomes:
+    header = _header(lines[0])
+    if len(lines) != header.outcomes + 1:
+        raise UnusableError(f"it has {len(lines)} lines, and should have {header.outcomes + 1}")
+    if not 0 <= header.winner < header.outcomes <= _MOST:
         raise UnusableError(f"its winner is outcome {header.winner} of {header.outcomes}")
     return StoredSearch(
         key=header.key,
         call=header.call,
         config_type=header.config_type,
-        outcomes=tuple(_outcome(line, number, header) for number, line in enumerate(lines[:-1], 2)),
+        outcomes=tuple(_outcome(line, number, header) for number, line in enumerate(lines[1:], 2)),
         winner=header.winner,
         seconds=header.seconds,
         provenance=header.provenance,
@@ -216,29 +232,32 @@ def load(text: str, path: Path | None = None) -> StoredSearch:
 
 def _header(line: str) -> _Header:
     try:
-        data = from_json(line, Any)
-        check_schema(data, SCHEMA, "the log of a search")
-        header = from_data(data, _Header)
+        data = parse_json(line)
+        check_schema(data, SCHEMA, _WHAT)
+        header = from_plain(data, _Header)
     except SerializationError as error:
         raise UnusableError(f"line 1: {error}") from error
-    key = restored_key(header.key)
+    key, columns, fields = restored_key(header.key), header.columns, header.fields or []
     if not isinstance(key, ConfigKey):
-        raise UnusableError(f"line 1: its key is none of a call: {header.key!r}")
-    if not set(header.columns) <= set(_COLUMNS) or not set(_NEEDED) <= set(header.columns):
-        raise UnusableError(f"line 1: its columns are {header.columns}; these are known: {_COLUMNS}")
+        raise UnusableError(f"line 1: its key is none of a call: {describe(header.key)}")
+    if not set(columns) <= set(_COLUMNS) or not set(_NEEDED) <= set(columns) or len(set(columns)) != len(columns):
+        raise UnusableError(f"line 1: its columns are {describe(columns)}; these are known: {_COLUMNS}")
+    if len(set(fields)) != len(fields):
+        raise UnusableError(f"line 1: its configurations have a field twice: {describe(fields)}")
     return dataclasses.replace(header, key=key)
 
 
 def _outcome(line: str, number: int, header: _Header) -> Outcome:
     fields = header.fields
     try:
-        values = from_json(line, list[Any])
-        row = from_data(dict(zip(header.columns, values, strict=True)), _Row)
-        config = row.config if fields is None else dict(zip(fields, from_data(row.config, list[Any]), strict=True))
+        row = from_plain(dict(zip(header.columns, from_plain(parse_json(line), list[Any]), strict=True)), _Row)
+        config = row.config if fields is None else dict(zip(fields, from_plain(row.config, list[Any]), strict=True))
     except (ValueError, TypeError) as error:  # of JSON or types, of columns too many or too few, of no list at all
         raise UnusableError(f"line {number}: {error}") from error
-    if not all(math.isfinite(sample) and sample > 0 for sample in row.samples_us):
-        raise UnusableError(f"line {number}: samples must be positive, got {row.samples_us}")
+    least, most = _TIMES_US
+    if not all(type(sample) in (int, float) and least <= sample <= most for sample in row.samples_us):
+        text = f"samples must be between {least} and {most}, got {describe(row.samples_us)}"
+        raise UnusableError(f"line {number}: {text}")
     samples = tuple(sample / 1e6 for sample in row.samples_us)
     return Outcome(
         config=config,

@@ -2,7 +2,8 @@
 """Candidates compiled on one machine and measured on another, which has the device.
 
 A bundle is a folder: `manifest.json` with the calls and the fate of each candidate, and one file of machine code for
-each program. The code runs as it is when the bundle is measured: a bundle is a program, not data. Measure your own.
+each program. The manifest ends with its own digest, and has that of each program. The code runs as it is when the
+bundle is measured: a bundle is a program, not data. Measure your own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.ops.config._files import version
+from ejkernel.ops.config._files import UnusableError, read_file, version
+from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
@@ -34,11 +36,15 @@ from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.task import LISTED, heuristic_of
 from ejkernel.ops.execution.threads import carried
 from ejkernel.ops.execution.workers import worker_session
-from ejkernel.ops.utils.serialize import from_data, from_json, to_data, to_json
+from ejkernel.ops.utils.sealed import digest_of, read_object, sealed_json
+from ejkernel.ops.utils.serialize import describe, from_plain, to_data
 from ejkernel.ops.utils.typenames import decode_config, type_name
 
-_SCHEMA = 1
+_SCHEMA = 2
 _MANIFEST = "manifest.json"
+_LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
+_LARGEST_PROGRAM = 1 << 30
+_MOST_ARRAYS = 1 << 16  # that a program takes or returns
 _FILE = re.compile(r"\d+-\d+\.bin")
 
 
@@ -48,6 +54,7 @@ class Program:
 
     Attributes:
         file: Where it is.
+        sha256: The digest of what is in the file.
         inputs: How many arrays it takes.
         outputs: How many it returns.
         mosaic: Whether it needs the runtime of Mosaic GPU.
@@ -55,15 +62,36 @@ class Program:
     """
 
     file: Path
+    sha256: str
     inputs: int
     outputs: int
     mosaic: bool = False
     spilled: int | None = None
 
     def load(self) -> Any:
-        """Return the program, ready to run on the default device."""
-        payload = self.file.read_bytes()
+        """Return the program, ready to run on the default device.
+
+        Raises:
+            CandidateError: the file is not there, or is not the one that was written for this configuration.
+        """
+        payload = self.payload()
         return load_program(payload, inputs=self.inputs, outputs=self.outputs, mosaic=self.mosaic)
+
+    def payload(self) -> bytes:
+        """Return the machine code.
+
+        Raises:
+            CandidateError: the file is not there, or is not the one that was written for this configuration.
+        """
+        try:
+            payload = read_file(self.file, _LARGEST_PROGRAM)
+        except UnusableError as error:
+            raise CandidateError(f"its program {self.file.name} cannot be used: {error}") from error
+        if payload is None:
+            raise CandidateError(f"its program {self.file.name} is not there")
+        if digest_of(payload) != self.sha256:
+            raise CandidateError(f"its program {self.file.name} is not the one that was written for it")
+        return payload
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +147,7 @@ class _Row:
     reason: str = ""
     compile_seconds: float | None = None
     file: str | None = None
+    sha256: str | None = None
     inputs: int = 0
     outputs: int = 0
     mosaic: bool = False
@@ -127,7 +156,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    description: Any
+    description: dict[str, Any]
     candidates: list[_Row]
     reference: _Row | None = None
 
@@ -194,7 +223,7 @@ def compile_bundle(
         manifest = _Manifest(
             schema=_SCHEMA, target=target.fingerprint, jax=jax.__version__, jaxlib=str(version("jaxlib")), calls=written
         )
-        (folder / _MANIFEST).write_text(to_json(manifest) + "\n", encoding="utf-8")
+        write_file(folder / _MANIFEST, sealed_json(manifest))
     except BaseException:
         for file in folder.iterdir():  # a part of a bundle is none, and in the way of the next attempt
             file.unlink()
@@ -303,6 +332,7 @@ def _row(fate: _Fate, folder: Path, name: str, first: dict[str, Any]) -> _Row:
         row,
         status=READY,
         file=name,
+        sha256=digest_of(made.payload),
         inputs=made.inputs,
         outputs=made.outputs,
         mosaic=made.mosaic,
@@ -314,18 +344,20 @@ def _row(fate: _Fate, folder: Path, name: str, first: dict[str, Any]) -> _Row:
 
 
 def read_bundle(folder: Path) -> list[BundledCall]:
-    """Return the calls of a bundle. The configurations' types must have been imported.
+    """Return the calls of a bundle. The modules of their kernels must have been imported.
+
+    A program whose file is damaged is a `TuningWarning`, and is left to be compiled where it runs.
 
     Raises:
         ConfigError: it is no bundle, or was made with other versions of JAX or for another device.
     """
     try:
-        data = from_json((folder / _MANIFEST).read_text(encoding="utf-8"), Any)
-        if isinstance(data, dict) and data.get("schema", _SCHEMA) != _SCHEMA:
-            raise ConfigError(f"the bundle {folder} was made by another version of ejkernel; make it anew.")
-        manifest = from_data(data, _Manifest)
-    except (OSError, UnicodeDecodeError, SerializationError) as error:
-        raise ConfigError(f"{folder} is no bundle: {error}") from error
+        raw = read_file(folder / _MANIFEST, _LARGEST)
+        if raw is None:
+            raise UnusableError(f"there is no {_MANIFEST}")
+        manifest = from_plain(read_object(raw, _SCHEMA, "the manifest of one"), _Manifest)
+    except (UnusableError, SerializationError) as error:
+        raise ConfigError(f"{folder} is no bundle that can be measured: {error}; make it anew.") from error
     here = device_and_versions()
     wanted = (manifest.target, manifest.jax, manifest.jaxlib)
     if wanted != here:
@@ -345,7 +377,7 @@ def _bundled(call: _Call, folder: Path) -> BundledCall:
     return BundledCall(
         description=call.description,
         candidates=tuple(_compiled(row, folder) for row in call.candidates),
-        reference=None if call.reference is None else _program(call.reference, folder),
+        reference=None if call.reference is None else _whole(_program(call.reference, folder))[0],
     )
 
 
@@ -357,23 +389,46 @@ def _compiled(row: _Row, folder: Path) -> Compiled:
     except ConfigError as error:
         name = row.config_type
         raise ConfigError(
-            f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE)."
+            f"the bundle {folder} needs the module of {name!r}; import it first (--import MODULE): {error}"
         ) from error
+    program, reason = _whole(_program(row, folder))
     outcome = Outcome(
         config=config,
-        status=row.status,
-        reason=row.reason,
+        status=LEFT if reason else row.status,
+        reason=reason or row.reason,
         compile_seconds=row.compile_seconds,
         spilled=row.spilled,
     )
-    return Compiled(outcome=outcome, program=_program(row, folder))
+    return Compiled(outcome=outcome, program=program)
+
+
+def _whole(program: Program | None) -> tuple[Program | None, str]:
+    """Return a program, or `None` and why it cannot be used, of which this warns."""
+    if program is None:
+        return None, ""
+    try:
+        program.payload()
+    except CandidateError as error:
+        warnings.warn(f"a candidate is compiled here: {error}", TuningWarning, stacklevel=2)
+        return None, str(error)
+    return program, ""
 
 
 def _program(row: _Row, folder: Path) -> Program | None:
-    if row.file is None:
+    if row.file is None or row.sha256 is None:
+        if row.status == READY or (row.file, row.sha256) != (None, None):
+            raise ConfigError(f"the bundle {folder} has a program without its file or its digest; make it anew.")
         return None
     if not _FILE.fullmatch(row.file):
         raise ConfigError(f"the bundle {folder} names a file outside of it: {row.file!r}.")
+    if not (0 <= row.inputs <= _MOST_ARRAYS and 0 <= row.outputs <= _MOST_ARRAYS):
+        counts = f"{describe(row.inputs)} arrays and returns {describe(row.outputs)}"
+        raise ConfigError(f"the bundle {folder} has a program that takes {counts}; make it anew.")
     return Program(
-        file=folder / row.file, inputs=row.inputs, outputs=row.outputs, mosaic=row.mosaic, spilled=row.spilled
+        file=folder / row.file,
+        sha256=row.sha256,
+        inputs=row.inputs,
+        outputs=row.outputs,
+        mosaic=row.mosaic,
+        spilled=row.spilled,
     )

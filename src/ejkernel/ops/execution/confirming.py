@@ -15,6 +15,7 @@ from ejkernel.ops.core.examples import random_array
 from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.execution.bench import Bench, Candidate
+from ejkernel.ops.utils.printable import printable_lines
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def _has_right_gradient(bench: Bench, candidate: Candidate, results: Sequence[An
         bench.watch.begin("running the reference's gradient", [], bench.limits.compile.first)
         truth = bench.truth_about(gradient, inputs)
     except Exception as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
-        logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, error)
+        logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, printable_lines(error))
         return False
     bench.watch.begin("confirming", [candidate.config], bench.limits.compile.first)
     try:
@@ -82,7 +83,7 @@ def _excuse(bench: Bench, gradient: Node, inputs: Sequence[Any], error: Exceptio
     """
     if _works(gradient, Choice(config=bench.baseline, platform=bench.inv.platform), inputs):
         raise CandidateError(f"gradient: {type(error).__name__}: {error}") from None
-    logger.info("%s: gradients are not checked, the kernel has none: %s", bench.inv.op_id, error)
+    logger.info("%s: gradients are not checked, the kernel has none: %s", bench.inv.op_id, printable_lines(error))
     return False
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
 from ejkernel.ops.execution.outcome import AutotuneData, Outcome
+from ejkernel.ops.utils.printable import printable_lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class WorkerRestarted(Event):
     """
 
     reason: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable_lines(self.reason))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.nearest import why_no_entry
 from ejkernel.ops.utils.meta import label
+from ejkernel.ops.utils.printable import printable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class Explanation:
         lines += [f"  {t.tier:<10} {t.resolution.config if t.resolution else '- ' + t.note}" for t in self.tiers]
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
         lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
 
 class Explanations(tuple[Explanation, ...]):

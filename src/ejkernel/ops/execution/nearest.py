@@ -95,9 +95,9 @@ def _apart(wanted: Any, stored: Any) -> float:
     if mine is None or theirs is None or len(mine[1]) != len(theirs[1]):
         return _OTHER
     sizes = [pair for pair in zip(mine[1], theirs[1], strict=True) if pair[0] != pair[1]]
-    known = all(isinstance(size, int) and size > 0 for pair in sizes for size in pair)
+    known = all(type(size) is int and size > 0 for pair in sizes for size in pair)
     return (_OTHER / 2 if mine[0] != theirs[0] else 0.0) + (
-        sum(1 + abs(math.log2(one / other)) for one, other in sizes) if known else _OTHER
+        sum(1 + abs(math.log2(one) - math.log2(other)) for one, other in sizes) if known else _OTHER
     )
 
 
@@ -107,7 +107,7 @@ def _array(data: Any) -> tuple[str, list[Any]] | None:
 
 
 def _told(found: list[Difference]) -> str:
-    parts = [f"{path} {_short(stored)} instead of {_short(wanted)}" for path, wanted, stored in found[:_SHOWN]]
+    parts = [f"{_cut(path)} {_short(stored)} instead of {_short(wanted)}" for path, wanted, stored in found[:_SHOWN]]
     more = len(found) - _SHOWN
     return ", ".join(parts) + (f", and {more} more" if more > 0 else "")
 
@@ -117,7 +117,7 @@ def _short(data: Any) -> str:
     array = _array(data)
     if array is not None:
         name = str(array[0]).replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
-        return f"{name}[{','.join(map(str, array[1]))}]{'' if 'weak' not in data else ' (weak)'}"
+        return _cut(f"{name}[{','.join(map(str, array[1]))}]") + ("" if "weak" not in data else " (weak)")
     if data is None:
         return "not given"
     if isinstance(data, dict) and len(data) == 1:
@@ -125,16 +125,19 @@ def _short(data: Any) -> str:
         if form == "float":
             return _float(value)
         if form in ("name", "dtype"):
-            return str(value)
-    text = json.dumps(data, ensure_ascii=False)
+            return _cut(str(value))
+    return _cut(json.dumps(data, ensure_ascii=False))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def _float(text: Any) -> str:
     try:
         return repr(float.fromhex(text))
-    except (TypeError, ValueError):  # an entry says whatever its file says
-        return str(text)
+    except (TypeError, ValueError, OverflowError):  # an entry says whatever its file says
+        return _cut(str(text))
 
 
 def _elsewhere(other: ConfigKey, key: ConfigKey) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.utils.printable import printable, printable_lines
 from ejkernel.ops.utils.serialize import to_data
-from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
+from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
 
 READY = "ready"
 MEASURED = "measured"
@@ -25,6 +26,8 @@ PRUNED = "pruned"
 REJECTED = (FAILED, WRONG, PRUNED, CRASHED)  # another attempt would come to the same
 
 _REASON = 100  # characters of a reason that a table shows
+_KEPT_REASON = 400  # characters of one that a file keeps: a compiler's message may have thousands
+_FAILURES = 100  # candidates whose failure the entry tells of; the search's log has all of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,9 @@ class Outcome:
     compile_seconds: float | None = None
     peak_bytes: int | None = None
     spilled: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable_lines(self.reason))  # a file's, or a candidate's exception's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,18 +106,18 @@ class AutotuneData:
         before, after = self.heuristic.measurement, self.winner.measurement
         return None if before is None or after is None else before.median / after.median
 
-    def summary(self) -> str:
-        """Return the fate of every candidate as a table for people, the fastest first."""
-        title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}\n{self.key.device}, call {self.key.call}"
-        return summary_of(title, self.outcomes, self.winner, self.seconds, self.why)
+    def summary(self, *, width: int | None = None) -> str:
+        """Return the fate of every candidate as a table for people, the fastest first, of at most `width` columns."""
+        title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}", f"{self.key.device}, call {self.key.call}"
+        return summary_of(title, self.outcomes, self.winner, self.seconds, self.why, width=width)
 
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
         failures = [
-            {"config": to_data(outcome.config), "status": outcome.status, "reason": outcome.reason}
+            {"config": to_data(outcome.config), "status": outcome.status, "reason": shortened(outcome.reason)}
             for outcome in self.outcomes
             if outcome.status in (FAILED, WRONG, CRASHED)
-        ]
+        ][:_FAILURES]
         return {
             "winner": _times(self.winner),
             "heuristic": _times(self.heuristic),
@@ -126,15 +132,29 @@ class AutotuneData:
         }
 
 
-def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds: float, why: str = "") -> str:
+def shortened(reason: str) -> str:
+    """Return a reason as files keep it."""
+    return reason if len(reason) <= _KEPT_REASON else reason[: _KEPT_REASON - 3] + "..."
+
+
+def summary_of(
+    title: Sequence[str],
+    outcomes: Sequence[Outcome],
+    winner: Outcome,
+    seconds: float,
+    why: str = "",
+    *,
+    width: int | None = None,
+) -> str:
     """Return a search as text: `title`, what came out, and a table of the outcomes, the fastest first.
 
     Args:
-        title: What was searched for.
+        title: What was searched for, line by line.
         outcomes: What became of each candidate; the heuristic is the first.
         winner: One of them.
         seconds: How long the search took.
         why: Why the heuristic stays, if it does.
+        width: How wide the table may be; `None`: as wide as it is.
     """
     heuristic = outcomes[0].measurement
     if winner is outcomes[0]:
@@ -145,8 +165,10 @@ def summary_of(title: str, outcomes: Sequence[Outcome], winner: Outcome, seconds
         found = f"{heuristic.median / winner.measurement.median:.2f}x the heuristic's speed"
     ranked = sorted(outcomes, key=lambda o: math.inf if o.measurement is None else o.measurement.median)
     rows = [_cells(outcome, outcome is outcomes[0], outcome is winner, heuristic) for outcome in ranked]
-    table = text_table(("", "configuration", "status", "median", "spread", "of heuristic", "reason"), rows)
-    return f"{title}\n{len(outcomes)} candidates in {seconds:.1f} s; {found}\n{table}"
+    header = ("", "configuration", "status", "median", "spread", "of heuristic", "reason")
+    table = text_table(header, rows, width=width, optional=("of heuristic", "spread"))
+    tried = counted(len(outcomes), "candidate")
+    return "\n".join((*map(printable, title), f"{tried} in {seconds:.1f} s; {printable(found)}", table))
 
 
 def _cells(outcome: Outcome, first: bool, won: bool, heuristic: Measurement | None) -> tuple[str, ...]:

@@ -12,13 +12,15 @@ from ejkernel.ops.config.cache import ConfigCache, Overlay, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution.outcome import AutotuneData
-from ejkernel.ops.utils.serialize import from_json, to_data, to_json
+from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.sealed import read_object, sealed_json
+from ejkernel.ops.utils.serialize import describe, from_plain, to_data
 from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
 from ejkernel.ops.utils.typenames import decode_config, type_name
 
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class AutotuningResult:
         """Return a table: of each call its configuration and, of those that were tuned here, what that brought."""
         tuned = {(search.key.op, search.key.call): search for search in self.searches}
         rows = [_cells(entry, tuned.get((entry.op_id_v, entry.call_key))) for entry in self.entries]
-        title = f"{len(rows)} configuration{'s' * (len(rows) != 1)} for {self.device}"
+        title = f"{len(rows)} configuration{'s' * (len(rows) != 1)} for {printable(self.device)}"
         header = ("operation", "call", "configuration", "arguments", "before", "after", "speed-up")
         return f"{title}\n{text_table(header, rows)}" if rows else title
 
@@ -117,24 +119,28 @@ class AutotuningResult:
             cache.put(ConfigKey(self.device, entry.op_id_v, entry.call_key), entry.cfg)
 
     def dumps(self) -> str:
-        """Return the result as JSON."""
+        """Return the result as JSON that ends with its digest."""
         entries = [
             {"op": e.op_id_v, "call": e.call_key, "config_type": type_name(e.cfg), "config": to_data(e.cfg)}
             for e in self.entries
         ]
-        return to_json({"schema": _SCHEMA, "device": self.device, "entries": entries})
+        return sealed_json({"schema": _SCHEMA, "device": self.device, "entries": entries}).rstrip()
 
     @classmethod
     def loads(cls, text: str) -> AutotuningResult:
-        """Return the result that `dumps` wrote. The configurations' types must have been imported.
+        """Return the result that `dumps` wrote.
+
+        The configurations' types must be there: kernel classes name them, `nameable` marks them, or this process has
+        stored configurations of them.
 
         Raises:
-            SerializationError: the text is not such a result.
-            ConfigError: a configuration's type is not known in this process.
+            SerializationError: the text is not such a result, is of another version, or was changed.
+            ConfigError: a configuration's type may not be named in this process.
         """
-        stored = from_json(text, _StoredResult)
-        if stored.schema != _SCHEMA:
-            raise ConfigError(f"schema must be {_SCHEMA}, got {stored.schema!r}; the text is of another version.")
+        if not isinstance(text, str):
+            raise SerializationError(f"text must be what dumps() returned, got {describe(text)}.")
+        raw = (text.rstrip() + "\n").encode("utf-8", "surrogatepass")  # what is no Unicode is no UTF-8 either
+        stored = from_plain(read_object(raw, _SCHEMA, "the text of an AutotuningResult"), _StoredResult)
         return cls(
             stored.device, tuple(Entry(e.op, e.call, decode_config(e.config, e.config_type)) for e in stored.entries)
         )

@@ -10,59 +10,66 @@ import hashlib
 import logging
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
-    files,
     listed,
     location,
+    places,
     provenance,
-    read_text,
+    read_file,
+    slug,
     warn_of,
-    write_file,
 )
+from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.execution._modelling import Record
 from ejkernel.ops.execution._nearness import dimensions_of, distance
 from ejkernel.ops.execution._searchlog import StoredSearch as StoredSearch
-from ejkernel.ops.execution._searchlog import dump, load, load_header
+from ejkernel.ops.execution._searchlog import dump, lines_of, load, load_header
 from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.searching import Strategy
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.serialize import stable_json, to_data
+from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.serialize import describe, stable_json, to_data
 
 logger = logging.getLogger(__name__)
 
 LOG: Final = ".jsonl"  # how the name of a search's file ends: no entry of the cache
 KEPT: Final = 8  # searches of one call that are kept, the newest: more would tell of drivers that nobody has any more
+_LARGEST: Final = 64 << 20  # bytes of a search; an outcome has hundreds
+_STAMP: Final = "%Y%m%dT%H%M%SZ"
+_NAME: Final = re.compile(rf"(.+)\.\d{{8}}T\d{{6}}Z-[0-9a-f]{{12}}{re.escape(LOG)}")
 RECORDS: Final = 4  # calls that a search starts from; each costs a measurement, and time to fit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Log:
-    """A log of which the first line was read: its key, its call, its name, the rest, and where it is."""
+    """A log of which the first line was understood: its key, its call, its name, all its lines, and where it is."""
 
     key: ConfigKey
     call: Any
     name: str
-    text: str
+    lines: list[str]
     path: Path | None
 
 
 class MeasurementStore:
     """The searches of a persistent cache: one file each, beside the entry that it led to.
 
-    A file is never changed; of each call the newest eight stay. A file that cannot be used is skipped with one
-    `CacheWarning`. Where the cache's folder cannot be written, searches stay in this object.
+    A file is never changed; of each call the newest eight stay, and the one that was written last is the newest,
+    whatever the clock says. A file that cannot be used is skipped with one `CacheWarning`. Where the cache's folder
+    cannot be written, searches stay in this object.
 
     Args:
         cache: Its folders are read, and its first one is written; a path stands for a cache in that folder alone.
@@ -85,20 +92,27 @@ class MeasurementStore:
             return
         now = self.cache.clock()
         text = dump(data, provenance(data.key, now))
-        name = _name(data.key, now, text)
+        if len(text.encode()) > _LARGEST:
+            message = f"the search of {data.key.op} is not stored: it takes more than {_LARGEST} bytes"
+            warnings.warn(message, CacheWarning, stacklevel=2)
+            return
         folder = self.cache.path
         try:
             if folder is None:
                 raise OSError("no home folder is known")
-            file = folder.joinpath(*location(data.key)[:2], name)
-            write_file(file, text)
+            beside = folder.joinpath(*location(data.key)[:2])
+            known = _known(data.key, (place.name for place in listed(beside)))
+            name = _name(data.key, now, text, known)
+            write_file(beside / name, text)
         except OSError as error:
+            known = _known(data.key, self._memory)
+            name = _name(data.key, now, text, known)
             self._memory[name] = text
-            for old in sorted(filter(_names_of(data.key).fullmatch, self._memory))[:-KEPT]:
+            for old in known[: 1 - KEPT]:
                 del self._memory[old]
             self.cache.warn_not_writable(error)
         else:
-            _prune(file.parent, data.key)
+            _remove(beside, known[: 1 - KEPT])
 
     def searches(self, op: str | None = None) -> Iterator[StoredSearch]:
         """Yield all searches, or those of one versioned operation; of a call the newest first."""
@@ -131,6 +145,8 @@ class MeasurementStore:
                 other = log.key.call != inv.key.call
                 rank = (2 * other + elsewhere, apart, f"{log.key.device} {log.key.call}")
                 by_key.setdefault(log.key, (rank, []))[1].append(log)
+        if inv.kernel is not None:
+            note_config_types(inv, inv.kernel)
         cfg_type = None if inv.kernel is None else inv.kernel.config_type
         found: list[Record] = []
         for (*_, label), logs in sorted(by_key.values(), key=lambda item: item[0]):
@@ -145,29 +161,49 @@ class MeasurementStore:
     def _logs(self, op: str | None) -> Iterator[_Log]:
         """Yield the logs, those of a key newest first; what cannot be used is warned of and left out."""
         seen = set()
-        for name, place, read in self._places():
+        for name, place, read in self._places(op):
             if name in seen:
                 continue
             seen.add(name)
             try:
-                text = read()
-                if text is None:
+                raw = read()
+                if raw is None:
                     continue
-                key, call = load_header(text)
-                if not _names_of(key).fullmatch(name):
-                    raise UnusableError(f"it holds another key: {key!r}")
+                log = _log(name, raw, Path(place) if isinstance(place, str) else None)
             except UnusableError as error:
-                warn_of(str(place), error)
+                warn_of(f"{name} (in memory)" if place is None else str(place), error)
             else:
-                if op is None or key.op == op:
-                    yield _Log(key, call, name, text, place if isinstance(place, Path) else None)
+                if op is None or log.key.op == op:
+                    yield log
 
-    def _places(self) -> Iterator[tuple[str, Any, Callable[[], str | None]]]:
+    def _places(self, op: str | None) -> Iterator[tuple[str, Any, Callable[[], bytes | None]]]:
+        """Yield what may be logs, by their names; those of another operation are not read, if `op` is given."""
         for name in sorted(self._memory, reverse=True):
-            yield name, f"{name} (in memory)", functools.partial(self._memory.get, name)
+            yield name, None, self._memory[name].encode
+        wanted = None if op is None else slug(op)
         for folder in self.cache.folders():
-            for file in sorted(files(folder, LOG), key=lambda file: file.name, reverse=True):
-                yield file.name, file, functools.partial(read_text, file)
+            found = places(folder, LOG, lambda name: wanted is None or name == wanted)
+            for name, place in sorted(found, key=lambda place: place.name, reverse=True):
+                yield name, place, functools.partial(read_file, place, _LARGEST)
+
+
+def read_search(file: Path) -> StoredSearch | None:
+    """Return the search of a file that was found in a cache's folder, or `None` if it is gone.
+
+    Raises:
+        UnusableError: it cannot be used.
+    """
+    raw = read_file(file, _LARGEST)
+    return None if raw is None else load(_log(file.name, raw, file).lines, file)
+
+
+def _log(name: str, raw: bytes, path: Path | None) -> _Log:
+    """Return the log of that name, of which this is the content."""
+    lines = lines_of(raw)
+    key, call = load_header(lines)
+    if not _is_of(key, name):
+        raise UnusableError(f"it holds another key: {describe(key)}")
+    return _Log(key, call, name, lines, path)
 
 
 def replay(
@@ -234,34 +270,56 @@ def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
 
 def _loaded(log: _Log) -> StoredSearch | None:
     try:
-        return load(log.text, log.path)
+        return load(log.lines, log.path)
     except UnusableError as error:
         warn_of(str(log.path or log.name), error)
         return None
 
 
-def _name(key: ConfigKey, time: datetime.datetime, text: str) -> str:
-    """Return the name of a search's file: the entry's, the time (names sort by age), and the content's digest."""
-    stamp = time.astimezone(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+def _name(key: ConfigKey, time: datetime.datetime, text: str, known: Sequence[str]) -> str:
+    """Return the name of a search's file: the entry's, the time (names sort by age), and the content's digest.
+
+    It sorts behind the `known` ones, which are older, whatever the clock said when they were written.
+    """
+    stem = _stem(key)
+    stamp = time.astimezone(datetime.UTC).strftime(_STAMP)
+    newest = known[-1][len(stem) + 1 :].partition("-")[0] if known else ""
+    if newest >= stamp:
+        stamp = _after(newest)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{location(key)[2].removesuffix(ENTRY)}.{stamp}-{digest}{LOG}"
+    return f"{stem}.{stamp}-{digest}{LOG}"
 
 
-def _names_of(key: ConfigKey) -> re.Pattern[str]:
-    """Return what the names of a key's searches look like."""
-    stem = re.escape(location(key)[2].removesuffix(ENTRY))
-    return re.compile(rf"{stem}\.\d{{8}}T\d{{6}}Z-[0-9a-f]{{12}}{re.escape(LOG)}")
+def _after(stamp: str) -> str:
+    """Return the time a second later; the same, where a file's name holds what is no time, or the last of all."""
+    try:
+        return (datetime.datetime.strptime(stamp, _STAMP) + datetime.timedelta(seconds=1)).strftime(_STAMP)
+    except (ValueError, OverflowError):
+        return stamp
 
 
-def _prune(folder: Traversable, key: ConfigKey) -> None:
-    """Remove all but the newest searches of a key."""
-    names = _names_of(key)
-    logs = [file for file in listed(folder) if isinstance(file, Path) and names.fullmatch(file.name)]
-    for file in logs[:-KEPT]:
+def _stem(key: ConfigKey) -> str:
+    return location(key)[2].removesuffix(ENTRY)
+
+
+def _is_of(key: ConfigKey, name: str) -> bool:
+    """Return whether a file of that name is one of a key's searches."""
+    match = _NAME.fullmatch(name)
+    return match is not None and match[1] == _stem(key)
+
+
+def _known(key: ConfigKey, names: Iterable[str]) -> list[str]:
+    """Return which of the names are those of a key's searches, the oldest first."""
+    begin = f"{_stem(key)}."
+    return sorted(name for name in names if name.startswith(begin) and _NAME.fullmatch(name))
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
         try:
-            file.unlink(missing_ok=True)  # another process may do the same
+            (folder / name).unlink(missing_ok=True)  # another process may do the same
         except OSError as error:
-            logger.info("an old search stays: %s", error)
+            logger.info("an old search stays: %s", printable(error))
 
 
 services.provide(store_of=MeasurementStore)

@@ -25,6 +25,7 @@ from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, REJECTED, SK
 from ejkernel.ops.execution.racing import RacePlan, Verdict, compare
 from ejkernel.ops.execution.roofline import suspiciously_fast
 from ejkernel.ops.execution.searching import Record, default_strategy
+from ejkernel.ops.utils.tables import counted
 
 logger = logging.getLogger(__name__)
 
@@ -430,4 +431,4 @@ def _release_losers(tried: Sequence[Candidate]) -> None:
 def _nobody_left(inv: Invocation[Any, Any], tried: Sequence[Candidate]) -> str:
     reasons = collections.Counter(candidate.reason for candidate in tried)
     listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    return f"{inv.op_id}: none of {len(tried)} candidates could be measured: {listed}"
+    return f"{inv.op_id}: none of {counted(len(tried), 'candidate')} could be measured: {listed}"

@@ -45,17 +45,15 @@ class ProgramCalls:
         return [f"{listed(labels)}: {reason}" for reason, labels in by_reason.items()]
 
 
-def calls_in_text(
-    text: str, *, modules: Sequence[str] = (), recorded: Mapping[str, Mapping[str, Any]] | None = None
-) -> ProgramCalls:
+def calls_in_text(text: str, *, recorded: Mapping[str, Mapping[str, Any]] | None = None) -> ProgramCalls:
     """Return the distinct calls that the labels of a lowered program's text name.
 
     A call that was recorded is taken as it is; another is rebuilt of what its label carries, if the program was
-    lowered with `EJKERNEL_OPS_STAMP=json`. Nothing in a text can import or choose code: see `rebuild`.
+    lowered with `EJKERNEL_OPS_STAMP=json`. Nothing in a text can import code, or choose any but what was registered:
+    see `rebuild`.
 
     Args:
         text: StableHLO or HLO; it may come from anywhere.
-        modules: Modules and packages in which static functions and classes may be found, beside the kernel's own.
         recorded: `get_invocations(device)`.
     """
     calls, bare, refused = [], [], {}
@@ -71,7 +69,7 @@ def calls_in_text(
             refused[label.text] = f"the text has more than {MAX_LABELS} calls"
         else:
             try:
-                calls.append(rebuild(label.data, modules=modules, key=label.key, op=label.op))
+                calls.append(rebuild(label.data, key=label.key, op=label.op))
             except DescriptionError as error:
                 refused[label.text] = str(error)
     return ProgramCalls(calls=tuple(calls), bare=tuple(bare), refused=refused)

@@ -151,8 +151,10 @@ def _report(data: AutotuneData) -> None:
     others = [outcome for outcome in data.outcomes[1:] if outcome.status != SAME]
     rejected = [outcome for outcome in others if outcome.status in (FAILED, WRONG, CRASHED)]
     if others and len(rejected) == len(others):
+        all_of_them = "the only candidate" if len(others) == 1 else f"all {len(others)} candidates"
+        verb, which = ("was", "it is") if len(others) == 1 else ("were", "the first,")
         text = (
-            f"{data.inv.op_id}: all {len(others)} candidates beside the heuristic were rejected; the first, "
+            f"{data.inv.op_id}: {all_of_them} beside the heuristic {verb} rejected; {which} "
             f"{rejected[0].config!r}, {rejected[0].status}: {rejected[0].reason}"
         )
         warnings.warn(text, TuningWarning, stacklevel=3)

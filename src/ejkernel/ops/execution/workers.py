@@ -29,7 +29,8 @@ from typing import Any
 from ejkernel import settings
 from ejkernel.ops.errors import DeviceLostError, TuningError
 from ejkernel.ops.execution.events import Event
-from ejkernel.ops.execution.interrupts import interrupts_held_back
+from ejkernel.ops.execution.interrupts import interrupts_blocked, interrupts_dropped, interrupts_held_back
+from ejkernel.ops.utils.printable import printable_lines
 
 _LOOK = 0.2  # seconds between two looks at whether a worker is alive
 _START = 120.0  # seconds in which a worker must have started
@@ -98,14 +99,15 @@ class Worker:
         self._pipe, other = context.Pipe()
         arguments = (other, self._pulse, dict(environ or {}), reports() is None)
         self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
-        self._process.start()
-        other.close()
         self._can_stop = False
         self._stop = stop or threading.Event()
         self._is_leaf = is_leaf
         self.is_busy = False  # true, too, once it has died at work, or nobody has waited for its answer
         self.doing = Doing()
-        atexit.register(self.kill)  # it is no daemon, for it may have processes of its own
+        with interrupts_blocked():
+            self._process.start()
+            other.close()
+            atexit.register(self.kill)  # it is no daemon, for it may have processes of its own
 
     @property
     def pid(self) -> int | None:
@@ -327,6 +329,7 @@ def _serve(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool) -> None:
         os.setsid()  # Ctrl-C is the parent's to handle
     else:
         os.setpgid(0, 0)  # a worker's own worker is ended with it, as part of its session, or alone, with its children
+    interrupts_dropped()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # results on stdout are the parent's to print
     settings.share_device(environ)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -369,7 +372,7 @@ def _unsendable(error: Exception) -> TuningError:
 
 def _sendable(error: BaseException) -> BaseException:
     """Return the error, or its text if it cannot be pickled."""
-    error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
+    error.add_note(printable_lines("in the worker:\n" + "".join(traceback.format_exception(error))))
     bare = error.with_traceback(None)
     try:
         pickle.loads(pickle.dumps(bare))  # noqa: S301 - our own

@@ -7,6 +7,7 @@ import collections.abc as abc
 import dataclasses
 import enum
 import functools
+import itertools
 import pathlib
 import types
 import typing
@@ -30,6 +31,7 @@ from ejkernel.ops.errors import SerializationError
 from ejkernel.ops.utils.serialize import child, describe, parse_dtype, stable_json
 
 _Hook = Callable[[Any, Any], Any]
+_TOLD = 8  # reasons that a message has; a file may have any number of wrong fields
 _SCALARS = (bool, int, float, str)
 _LISTS = (list, abc.MutableSequence)
 _TUPLES = (tuple, abc.Sequence)  # an abstract sequence becomes the hashable one
@@ -56,13 +58,14 @@ class _Leaf:
 
 
 def decode(data: Any, cls: Any) -> Any:
-    """Return plain data (see `serialize.plain`) as a `cls`, or raise `SerializationError` with every reason."""
+    """Return plain data (see `serialize.plain`) as a `cls`, or raise `SerializationError` with the first reasons."""
     try:
         return _converter().structure(data, cls)
     except _FAILURES as error:
-        leaves = list(_leaves(error, "$", cls))
+        leaves = list(itertools.islice(_leaves(error, "$", cls), _TOLD + 1))
         cause = next((leaf.cause for leaf in leaves if leaf.cause is not None), None)
-        raise SerializationError("; ".join(f"{leaf.path}: {leaf.message}" for leaf in leaves)) from cause
+        reasons = [f"{leaf.path}: {leaf.message}" for leaf in leaves[:_TOLD]]
+        raise SerializationError("; ".join([*reasons, *["and more"] * (len(leaves) > _TOLD)])) from cause
 
 
 @functools.cache

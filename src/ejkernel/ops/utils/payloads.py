@@ -2,20 +2,27 @@
 """What the labels in a program's text carry: with `EJKERNEL_OPS_STAMP=json`, the whole abstract call.
 
 The two forms of text write an attribute's value each in its own way: StableHLO as a string of MLIR, HLO as bare JSON.
+An exported program holds MLIR's bytecode, which keeps all strings of a program as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from typing import Any, Final
 
 from ejkernel.ops.utils.meta import LABEL_RE, label_positions
 
+# The first stands beside the key; the others say how a call came about, not what it is.
+_NOT_IN_KEY: Final = ("op", "wiring", "defaults")
 MAX_PAYLOAD: Final = 1 << 20  # characters of one payload; real ones have hundreds
+_MAX_FAILURES: Final = 1_000  # payloads that cannot be read, in one text; more are not tried
 
 _STABLEHLO = re.compile(rf'" = "([^"]{{0,{MAX_PAYLOAD}}})"')  # a quote inside is written \22
+_BYTECODE: Final = "ML\xefR"
+_DESCRIPTION: Final = '{"args":'  # how one begins: its keys are sorted
 _ESCAPE = re.compile(rb"\\(\\|[0-9A-Fa-f]{2})")
 
 
@@ -44,13 +51,75 @@ def labels_with_payloads(text: str) -> list[Label]:
     A label that appears several times is the first that can be read.
     """
     found: dict[str, Label] = {}
+    failures = 0
     for name, end in label_positions(text):
         known = found.get(name)
-        if known is None or known.data is None:
-            label = _label(name, text, end)
+        if known is None or (known.data is None and failures < _MAX_FAILURES):
+            label = _label(name, text, end if failures < _MAX_FAILURES else len(text))
+            failures += bool(label.problem)
             if known is None or label.data is not None or (label.problem and not known.problem):
                 found[name] = label
     return list(found.values())
+
+
+def key_of(description: dict[str, Any]) -> str:
+    """Return the key of the call that a description describes."""
+    content = {name: value for name, value in _without_defaults(description).items() if name not in _NOT_IN_KEY}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+
+def _without_defaults(description: dict[str, Any]) -> dict[str, Any]:
+    """Return a description without the arguments that it says are defaults: they may be spelled out or not."""
+    args, kwargs, spelled_out = (description.get(name) for name in ("args", "kwargs", "defaults"))
+    if not (isinstance(args, list) and isinstance(kwargs, dict) and isinstance(spelled_out, dict)):
+        return description
+    count, names = spelled_out.get("args"), spelled_out.get("kwargs")
+    if type(count) is not int or not 0 <= count <= len(args) or not isinstance(names, list):
+        return description
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    return description | {"args": args[: len(args) - count], "kwargs": rest}
+
+
+def text_of_bytecode(data: bytes) -> str:
+    """Return a text that has the labels of an exported program, with what they carry.
+
+    The program is not parsed: MLIR's own reader does not come back from some broken ones, and `jax.export` has the
+    functions that users registered for their pytree types read parts of the data.
+
+    Raises:
+        ValueError: the data hold no bytecode.
+    """
+    strings = data.decode("latin-1")
+    if _BYTECODE not in strings:
+        raise ValueError("it holds no MLIR bytecode")
+    carried = _descriptions(strings)
+    lines = {}
+    for name, end in label_positions(strings):
+        match = LABEL_RE.fullmatch(name)
+        if match is not None and strings.startswith("\0", end):
+            lines[name] = carried.get((match["op"], match["key"]), match["key"])
+    return "\n".join(f'"{name}" = "{_escaped(payload)}"' for name, payload in lines.items())
+
+
+def _descriptions(strings: str) -> dict[tuple[str, str], str]:
+    """Return the descriptions of calls among strings that end with NUL, by operation and key."""
+    found: dict[tuple[str, str], str] = {}
+    start, failures = strings.find(_DESCRIPTION), 0
+    while start >= 0 and failures < _MAX_FAILURES:
+        end = strings.find("\0", start, start + MAX_PAYLOAD)
+        try:
+            payload = strings[start : end if end >= 0 else start]
+            description = _object(payload, exact=True)
+            found.setdefault((str(description.get("op")), key_of(description)), payload)
+        except (ValueError, RecursionError):  # of another's making; its label is one that carries no description
+            failures, end = failures + 1, start + len(_DESCRIPTION)
+        start = strings.find(_DESCRIPTION, end)
+    return found
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', "\\22")
 
 
 def _label(name: str, text: str, end: int) -> Label:

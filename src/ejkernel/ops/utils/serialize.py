@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, Final, TypeVar, overload
 
 import jax.numpy as jnp
 import numpy as np
 from jax import dtypes as jax_dtypes  # also registers names such as "bfloat16" with NumPy
 
 from ejkernel.ops.errors import SerializationError
+from ejkernel.ops.utils.printable import printable_json
 
 _T = TypeVar("_T")
 _MAX_DEPTH = 64  # deeper is a cycle or an attack; Python's own limit must not be what ends it
 _DTYPE_NAME = re.compile(r"(bool|bfloat|complex|float|u?int)[0-9a-z_]*")
+_SHOWN = 60  # characters of a value or a key that a message shows
 _FLOAT0 = "float0"  # JAX's dtype of gradients of integers: a structured dtype that NumPy has no name for
 
 
@@ -50,14 +53,12 @@ def from_data(data: object, cls: Any) -> Any:
         SerializationError: A field is unknown or missing, a value has another type, or `cls` refused the values; the
             message starts with the path.
     """
-    from ejkernel.ops.utils import _decode  # on first use: cattrs takes longer to import than `ejkernel.ops` may
-
-    return _decode.decode(plain(data), cls)
+    return from_plain(plain(data), cls)
 
 
 def to_json(obj: Any) -> str:
-    """Return `obj` as JSON for people: indented, keys sorted. See `to_data` for what is accepted."""
-    return _dumps(to_data(obj), indent=2, ensure_ascii=False)
+    """Return `obj` as JSON for people: indented, keys sorted, all printable. See `to_data` for what is accepted."""
+    return printable_json(_dumps(to_data(obj), indent=2, ensure_ascii=False))
 
 
 @overload
@@ -66,13 +67,44 @@ def from_json(text: str, cls: type[_T]) -> _T: ...
 def from_json(text: str, cls: Any) -> Any: ...
 def from_json(text: str, cls: Any) -> Any:
     """Return the `cls` that `text` describes, as `from_data` does; repeated keys of an object are refused too."""
+    return from_plain(parse_json(text), cls)
+
+
+def parse_json(text: str) -> Any:
+    """Return the plain data that `text` describes.
+
+    Raises:
+        SerializationError: it is not one JSON value, an object has a key twice, or a value is one that `to_data` would
+            refuse, such as NaN or a lone surrogate.
+    """
     if not isinstance(text, str):
         raise SerializationError(f"text must be a str of JSON, got {describe(text)}.")
+    try:
+        data = _STRICT.decode(text)
+    except (ValueError, RecursionError):
+        data = _lenient(text)
+    # to look through all that was parsed takes longer than to parse it
+    return data if _HALF not in text and text.count("[") + text.count("{") <= _MAX_DEPTH else plain(data)
+
+
+def _lenient(text: str) -> Any:
+    """Return plain data that the strict parser refused, for the error that says where the fault is."""
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise SerializationError(f"$: not valid JSON ({error}).") from error
-    return from_data(data, cls)
+    return plain(data)
+
+
+@overload
+def from_plain(data: Any, cls: type[_T]) -> _T: ...
+@overload
+def from_plain(data: Any, cls: Any) -> Any: ...
+def from_plain(data: Any, cls: Any) -> Any:
+    """Return data that `parse_json` returned as a `cls`, as `from_data` does."""
+    from ejkernel.ops.utils import _decode  # on first use: cattrs takes longer to import than `ejkernel.ops` may
+
+    return _decode.decode(data, cls)
 
 
 def stable_json(obj: Any) -> str:
@@ -87,8 +119,10 @@ def plain(data: object) -> Any:
 
 def child(path: str, key: str | int) -> str:
     """Return the path of an item below `path`: `$.name`, `$["odd name"]` or `$[0]`."""
-    if isinstance(key, str) and key.isidentifier():
-        return f"{path}.{key}"
+    if isinstance(key, str):
+        key = key if len(key) <= _SHOWN else key[: _SHOWN - 3] + "..."
+        if key.isidentifier():
+            return f"{path}.{key}"
     return f"{path}[{json.dumps(key)}]"
 
 
@@ -97,7 +131,7 @@ def describe(value: object) -> str:
     if value is None:
         return "None"
     text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"{type(value).__name__} {text if len(text) <= _SHOWN else text[: _SHOWN - 3] + '...'}"
 
 
 def parse_dtype(name: str) -> np.dtype[Any] | None:
@@ -130,6 +164,14 @@ def _encode(value: Any, path: str, depth: int, *, objects: bool = True) -> Any:
     if not objects:
         raise SerializationError(f"{path}: {_type_name(value)} is not JSON data; encode it with to_data() first.")
     return _encode_object(value, path, depth)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _encode_object(value: Any, path: str, depth: int) -> Any:
@@ -185,11 +227,8 @@ def _finite(value: float, path: str) -> float:
 
 
 def _text(value: str, path: str) -> str:
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:  # two lone surrogates would be read back as one other character
-            raise SerializationError(f"{path}: str must be valid Unicode, got {describe(value)}.") from error
+    if not value.isascii() and not _is_unicode(value):  # two lone surrogates would be read back as another character
+        raise SerializationError(f"{path}: str must be valid Unicode, got {describe(value)}.")
     return value
 
 
@@ -232,10 +271,20 @@ def _type_name(value: object) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has the key {repeated!r} twice")
+        (repeated, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {describe(repeated)} twice")
     return out
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
+
+
+_STRICT: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_finite_float)
+_HALF: Final = "\\u"  # how half a character is written, and whole ones that are rare
 
 
 def _dumps(data: Any, **options: Any) -> str:

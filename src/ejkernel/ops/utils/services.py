@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -14,6 +14,7 @@ class _Services:
     default_tuner: Callable[[], Any] | None = None
     store_of: Callable[[Any], Any] | None = None
     is_measuring: Callable[[], bool] | None = None
+    config_types: Callable[[], Iterable[type]] | None = None
 
 
 _services = _Services()
@@ -43,12 +44,14 @@ def provide(
     default_tuner: Callable[[], Any] | None = None,
     store_of: Callable[[Any], Any] | None = None,
     is_measuring: Callable[[], bool] | None = None,
+    config_types: Callable[[], Iterable[type]] | None = None,
 ) -> None:
     """Register the functions that make or return the given services."""
     _services.default_executor = default_executor or _services.default_executor
     _services.default_tuner = default_tuner or _services.default_tuner
     _services.store_of = store_of or _services.store_of
     _services.is_measuring = is_measuring or _services.is_measuring
+    _services.config_types = config_types or _services.config_types
 
 
 def default_executor() -> Any:
@@ -73,3 +76,9 @@ def is_measuring() -> bool:
     """Return whether this thread is one that candidates are measured on."""
     assert _services.is_measuring is not None  # `import ejkernel.ops` provides it
     return _services.is_measuring()
+
+
+def config_types() -> Iterable[type]:
+    """Return the types that the kernel classes of this process name for their configurations."""
+    assert _services.config_types is not None  # `import ejkernel.ops` provides it
+    return _services.config_types()

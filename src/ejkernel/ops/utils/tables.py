@@ -3,25 +3,103 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import to_data
 
+_LONGEST = 1000  # characters of a call or a configuration: a file may hold any number of them
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
+_GAP = "  "
 
 
-def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows under a header, in columns two spaces apart."""
-    lines = [tuple(header), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+def text_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None, optional: Sequence[str] = ()
+) -> str:
+    """Return rows under a header, in columns two spaces apart; every cell is printable.
+
+    Where that is wider than `width`, cells are wrapped between their words, and if that does not do, columns are left
+    out. If that does not do either, each row is a paragraph, with a line for each column. No word is cut.
+
+    Args:
+        header: The columns' names.
+        rows: The cells.
+        width: How many characters a line may have; `None`: any number.
+        optional: Names of columns that may be left out, in this order.
+    """
+    columns = [list(map(printable, column)) for column in zip(header, *rows, strict=True)]
+    natural = [max(map(len, column)) for column in columns]
+    if width is None or _total(natural) <= width:
+        return _aligned(columns, natural)
+    kept = list(range(len(columns)))
+    for out in (None, *optional):
+        kept = [index for index in kept if header[index] != out]
+        widths = _wrapped([columns[index] for index in kept], width)
+        if widths is not None:
+            return _aligned([columns[index] for index in kept], widths)
+    return _paragraphs(header, list(zip(*(column[1:] for column in columns), strict=True)), width)
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _wrapped(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """Return the widths with which columns fit, the narrow ones as they are; `None` if their words do not fit."""
+    natural = [max(map(len, column)) for column in columns]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    widths = words
+    for level in range(max(natural, default=0) + 1):  # the widest of them give way first
+        wider = [min(most, max(least, level)) for most, least in zip(natural, words, strict=True)]
+        if _total(wider) > width:
+            break
+        widths = wider
+    return widths if _total(widths) <= width else None
+
+
+def _aligned(columns: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
+    cells = [
+        [[cell] if len(cell) <= size else textwrap.wrap(cell, size, break_on_hyphens=False) or [""] for cell in column]
+        for column, size in zip(columns, widths, strict=True)
+    ]
+    lines = (line for row in zip(*cells, strict=True) for line in itertools.zip_longest(*row, fillvalue=""))
+    padded = (_GAP.join(part.ljust(size) for part, size in zip(line, widths, strict=True)) for line in lines)
     return "\n".join(line.rstrip() for line in padded)
+
+
+def _paragraphs(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    indent = max(map(len, header)) + len(_GAP)
+    paragraphs = []
+    for row in rows:
+        lines = []
+        for name, cell in zip(header, row, strict=True):
+            parts = textwrap.wrap(cell, max(width - indent, 1), break_on_hyphens=False) if cell else []
+            lines += [f"{label:<{indent}}{part}" for label, part in zip(_labels(name), parts, strict=False)]
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs)
+
+
+def _labels(name: str) -> Iterator[str]:
+    yield name
+    yield from itertools.repeat("")
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return so many of something: `1 call`, `2 calls`."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def compact(config: Any) -> str:
     """Return a configuration in short, such as `block_q=64 warps=4`, without the fields that are not set."""
-    return _compact(to_data(config))
+    return _cut(_compact(to_data(config)))
+
+
+def _cut(text: str) -> str:
+    return printable(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
 
 
 def _compact(data: Any) -> str:
@@ -51,12 +129,13 @@ def arguments(call: Any) -> str:
         return ""
     positional, named = call.get("args"), call.get("kwargs")
     arrays = [*_arrays(positional), *_arrays(named)]
-    parts = [text if arrays.count(text) == 1 else f"{text} x{arrays.count(text)}" for text in dict.fromkeys(arrays)]
+    parts = [text if count == 1 else f"{text} x{count}" for text, count in collections.Counter(arrays).items()]
     statics = named.items() if isinstance(named, dict) else ()
     parts += [f"{name}={value}" for name, value in statics if isinstance(value, bool | int | str)]
     steps = call.get("steps")
-    batches = [step[1] for step in steps if step[:1] == ["vmap"]] if isinstance(steps, list) else []
-    return ", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])])
+    steps = steps if isinstance(steps, list) else []
+    batches = [s[1] for s in steps if isinstance(s, list) and len(s) > 1 and s[0] == "vmap"]
+    return _cut(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
 
 
 def _arrays(described: Any) -> Iterator[str]:

@@ -1,54 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of configuration types in files, and the way back - without importing what a file names."""
+"""Names of configuration types in files, and the way back - to types that this process itself has spoken of."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from typing import Any, Final, cast
+import weakref
+from typing import Any, Final
 
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils import services
+from ejkernel.ops.utils.nameable import marked, qualified, quoted
 from ejkernel.ops.utils.serialize import from_data
 
 PLAIN: Final = "json"  # the name for a configuration that is neither dataclass nor named tuple
 
+_noted: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+
 
 def type_name(config: Any) -> str:
-    """Return `module.Qualname` of a configuration's class, or `json` for plain data."""
+    """Return `module.Qualname` of a configuration's class, or `json` for plain data; files may name the class then."""
     cls = type(config)
-    return f"{cls.__module__}.{cls.__qualname__}" if _is_record(cls) else PLAIN
+    if not _is_record(cls):
+        return PLAIN
+    note_type(cls)
+    return _name_of(cls)
+
+
+def note_type(cls: type) -> None:
+    """Let files name a class, as long as it lives: this process made a configuration of it.
+
+    Not a class inside a function, of which there may be many of one name.
+    """
+    if "<" not in cls.__qualname__:
+        _noted[qualified(_name_of(cls))] = cls
 
 
 def decode_config(data: Any, name: str) -> Any:
     """Return the configuration that was stored as `data` under the type name `name`.
 
     Raises:
-        ConfigError: no loaded module has such a type.
+        ConfigError: files may name no such type here.
         SerializationError: the data do not fit the type.
     """
-    return data if name == PLAIN else from_data(data, loaded_type(name))
+    return data if name == PLAIN else from_data(data, known_type(name))
 
 
-def loaded_type(name: str) -> type:
-    """Return the class of that name among the modules that are loaded; a file never causes an import.
+def known_type(name: str) -> type:
+    """Return the dataclass or named tuple of that name, if files may name it; nothing is looked up in modules.
+
+    That is the case if a kernel class of this process names it as its configurations' type, if it was marked with
+    `nameable`, or if this process has stored a configuration of it.
 
     Raises:
-        ConfigError: there is no such dataclass or named tuple.
+        ConfigError: it may not be named, or there is no such type.
     """
-    parts = name.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:cut]))
-        for part in parts[cut:]:
-            # not getattr: a module's __getattr__ may import
-            found = vars(found).get(part) if hasattr(found, "__dict__") else None
-        if _is_record(found) and f"{found.__module__}.{found.__qualname__}" == name:
-            return cast(type, found)
+    wanted = qualified(name)
+    found: Any = marked(wanted)
+    if found is None:
+        found = next((cls for cls in services.config_types() if qualified(_name_of(cls)) == wanted), None)
+    if found is None:
+        found = _noted.get(wanted)
+    if isinstance(found, type) and _is_record(found):
+        return found
     raise ConfigError(
-        f"type {name!r} is no dataclass or named tuple of a loaded module; import its module first, or pass cfg_type=."
+        f"type {quoted(name)} is no dataclass or named tuple that files may name here; import its module, which "
+        "must name it as its kernel's configuration, Kernel[Config, ...], or mark it with @ejkernel.ops.nameable; or "
+        "pass cfg_type=."
     )
 
 
-def _is_record(cls: Any) -> bool:
-    return isinstance(cls, type) and (
-        dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
-    )
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_record(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))

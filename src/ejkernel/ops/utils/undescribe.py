@@ -1,84 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way back from `signature.describe`: plain data to the value that it describes, strictly, importing nothing.
+"""The way back from `signature.describe`: plain data to the value that it describes, strictly.
 
-What a description names is looked up among the modules that are loaded, and of those only where the user said that
-names may be found (`Trust`): a function that a kernel will call, and a class that will be constructed, must not be any
-function or class that happens to be there.
+What a description names is looked up in the tables of `nameable`, and in nothing else: a function that a kernel will
+call, and a class that will be constructed, must not be any function or class that happens to be there.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
 import math
-import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.errors import DescriptionError, UnstableKeyError
-from ejkernel.ops.utils import signature
+from ejkernel.ops.errors import DescriptionError
+from ejkernel.ops.utils.nameable import Names, quoted
 from ejkernel.ops.utils.serialize import describe as shown
 from ejkernel.ops.utils.serialize import parse_dtype
 
 MAX_VALUES: Final = 10_000  # in one description; calls have tens
 MAX_RANK: Final = 32
 _MAX_DEPTH: Final = 32
+_MAX_KEYS: Final = 1_000  # of one mapping or set, whose making takes quadratic time if all hashes are equal
 _MAX_BYTES: Final = 1 << 40  # of one array: no device holds more
-_JAX: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special")
-_READ_OR_WRITE_FILES: Final = {f"jax.numpy.{name}" for name in ("fromfile", "load", "save", "savez")}
 _PLAIN_TYPES: Final = {f"builtins.{kind.__name__}": kind for kind in (bool, int, float, complex)}
-_CONTAINERS: Final = ("collections.OrderedDict", "collections.defaultdict")
+_CONTAINERS: Final = {f"collections.{c.__name__}": c for c in (collections.OrderedDict, collections.defaultdict)}
 _KEY_IMPLEMENTATIONS: Final = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Trust:
-    """Where names in a description may be found: in these modules and below them, and in JAX's public functions."""
-
-    modules: tuple[str, ...] = ()
-
-    def covers(self, name: str) -> bool:
-        """Return whether the module, or what is named below it, may be used."""
-        return any(name == module or name.startswith(f"{module}.") for module in self.modules)
-
-    def find(self, name: str) -> Any:
-        """Return what has this name in a module that is loaded, and is defined there.
-
-        Raises:
-            DescriptionError: there is no such thing, or it may not be used.
-        """
-        if not self.covers(name):
-            raise DescriptionError(
-                f"{name!r} is in none of the modules that were named ({', '.join(self.modules) or 'none were'})"
-            )
-        found = _look_up(name)
-        if found is None:
-            raise DescriptionError(f"{name!r} is not there; is its module imported?")
-        return found
-
-
-def undescribe(data: Any, trust: Trust) -> Any:
+def undescribe(data: Any, names: Names) -> Any:
     """Return the value that `describe` made `data` of; arrays become `jax.ShapeDtypeStruct`.
 
     Some different values have one description, and one of them is returned: a `frozenset` for every set, a
     `numpy.dtype` for every way to name a dtype, a function itself for what wraps it.
 
+    No code runs but that of classes that may be named: of dataclasses, named tuples and pytree types when objects of
+    them are made, of hashes when these are keys.
+
+    Args:
+        data: Plain data, as JSON gives it; it may come from anywhere.
+        names: What it may name.
+
     Raises:
-        DescriptionError: it describes nothing, is too large, or names something that is not there or not trusted.
+        DescriptionError: it describes nothing, is too large, or names something that it may not name.
     """
-    return _Reader(trust).value(data, 0)
+    return _Reader(names).value(data, 0)
+
+
+def check_size(shape: Sequence[int], dtype: Any) -> None:
+    """Raise if no device holds such an array, or one that is no longer empty.
+
+    Raises:
+        DescriptionError: it is that large.
+    """
+    if math.prod(max(1, dim) for dim in shape) * max(1, dtype.itemsize) > _MAX_BYTES:
+        raise DescriptionError(f"an array of shape {shown(list(shape))} is larger than any device holds")
 
 
 class _Reader:
     """Reads one description; counts what it has read."""
 
-    def __init__(self, trust: Trust) -> None:
-        self._trust = trust
+    def __init__(self, names: Names) -> None:
+        self._names = names
         self._values = 0
 
     def value(self, data: Any, depth: int) -> Any:
@@ -107,8 +95,7 @@ class _Reader:
         dtype, shape = _dtype(parts[0]), parts[1]
         if type(shape) is not list or len(shape) > MAX_RANK or any(type(dim) is not int or dim < 0 for dim in shape):
             raise DescriptionError(f"a shape must be known sizes, at most {MAX_RANK}, got {shown(shape)}")
-        if math.prod(shape) * max(1, dtype.itemsize) > _MAX_BYTES:
-            raise DescriptionError(f"an array of shape {shape} is larger than any device holds")
+        check_size(shape, dtype)
         return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type="weak" in data)
 
     def namedtuple(self, data: Any, depth: int) -> Any:
@@ -117,20 +104,22 @@ class _Reader:
 
     def enumeration(self, data: Any, depth: int) -> Any:
         del depth
-        cls, name = _look_up(_text(data["enum"])), _text(data["name"])  # from anywhere: a member is only looked up
-        members = cls.__members__ if isinstance(cls, type) and issubclass(cls, enum.Enum) else {}
-        if name not in members:
-            raise DescriptionError(f"{data['enum']!r} is no enumeration of a loaded module with a member {name!r}")
-        return members[name]
+        cls = self._class(data["enum"], lambda c: issubclass(c, enum.Enum), "enumeration")
+        name = _text(data["name"])
+        if name not in cls.__members__:
+            raise DescriptionError(f"{cls.__qualname__} has no member {shown(name)}")
+        return cls.__members__[name]
 
     def mapping(self, data: Any, depth: int) -> Any:
-        if type(data["map"]) is not list:
-            raise DescriptionError(f"a list of pairs is needed, got {shown(data['map'])}")
+        if type(data["map"]) is not list or len(data["map"]) > _MAX_KEYS:
+            raise DescriptionError(f"a list of at most {_MAX_KEYS} pairs is needed, got {shown(data['map'])}")
         pairs = [self.items(pair, depth, 2) for pair in data["map"]]
         return _hashed(lambda: dict(pairs), pairs)
 
     def set(self, data: Any, depth: int) -> Any:
         found = self.items(data["set"], depth)
+        if len(found) > _MAX_KEYS:
+            raise DescriptionError(f"a set has at most {_MAX_KEYS} items, got {len(found)}")
         return _hashed(lambda: frozenset(found), found)
 
     def range(self, data: Any, depth: int) -> Any:
@@ -147,7 +136,7 @@ class _Reader:
 
     def node(self, data: Any, depth: int) -> Any:
         name = _text(data["node"])
-        cls = _look_up(name) if name in _CONTAINERS else self._class(name, lambda c: True, "pytree type")
+        cls = _CONTAINERS.get(name) or self._class(name, lambda c: True, "pytree type")
         children, aux = self.items(data["children"], depth), self.value(data["aux"], depth)
         return _made(cls, lambda: compat.pytree_node(cls, aux, children))
 
@@ -162,21 +151,22 @@ class _Reader:
     def named(self, data: Any, depth: int) -> Any:
         del depth
         name = _text(data["name"])
-        if name in _PLAIN_TYPES:
-            return _PLAIN_TYPES[name]
-        if name in _JAX or name.rpartition(".")[0] in _JAX:
-            found = _look_up(name) if name not in _READ_OR_WRITE_FILES else None
-        else:
-            found = self._trust.find(name)
-        if not _is_named(found, name):
-            raise DescriptionError(f"{name!r} is no function or module that may be used")
-        return found
+        return _PLAIN_TYPES.get(name) or self._find(name)
 
     def _class(self, name: Any, fits: Callable[[Any], bool], what: str) -> Any:
-        cls = self._trust.find(_text(name))
+        cls = self._find(_text(name))
         if not isinstance(cls, type) or not fits(cls):
-            raise DescriptionError(f"{name!r} is no {what}")
+            raise DescriptionError(f"{quoted(name)} is no {what}")
         return cls
+
+    def _find(self, name: str) -> Any:
+        found = self._names.find(name)
+        if found is None:
+            raise DescriptionError(
+                f"{quoted(name)} may not be named here: import its module, and have the kernel's run name it as an "
+                "annotation or a default, or mark it with @ejkernel.ops.nameable"
+            )
+        return found
 
 
 _Form = Callable[[_Reader, Any, int], Any]
@@ -203,30 +193,6 @@ _FORMS: Final[dict[frozenset[str], _Form]] = {
         "name": _Reader.named,
     }.items()
 }
-
-
-def _look_up(name: str) -> Any:
-    """Return what has this name among the loaded modules, or `None`; nothing is imported and no descriptor runs."""
-    parts = name.split(".")
-    for cut in range(len(parts), 0, -1):
-        module = ".".join(parts[:cut])
-        found: Any = sys.modules.get("__main__" if signature.main_is(module) else module)
-        for part in parts[cut:]:
-            # not getattr: a module's __getattr__ may import
-            found = vars(found).get(part) if hasattr(found, "__dict__") else None
-        if found is not None:
-            return found.__func__ if isinstance(found, staticmethod) else found
-    return None
-
-
-def _is_named(found: Any, name: str) -> bool:
-    """Return whether `found` is what `describe` calls `name`: defined there, rather than only imported there."""
-    if isinstance(found, types.ModuleType):
-        return found.__name__ == name
-    try:
-        return callable(found) and signature.name_of(found) == name
-    except UnstableKeyError:
-        return False
 
 
 def _made(cls: Any, make: Callable[[], Any]) -> Any:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.files`: what it costs to keep configurations and searches in files, and to find them again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import report
+from ejkernel.ops import Invocation, Kernel, PersistentCache
+from ejkernel.ops.config import _writing, persistent
+from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.execution.outcome import MEASURED, AutotuneData, Outcome
+from ejkernel.ops.execution.store import MeasurementStore
+
+BARS = {"entries_seconds": 5.0}
+CANDIDATES = 17  # of a search; as many as attention has
+_WRITE = _writing.write_file
+
+
+class Square(Kernel[dict[str, Any], jax.Array]):
+    """A kernel with a configuration of the usual size."""
+
+    def run(self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, cfg: dict[str, Any]) -> jax.Array:
+        """Return something of the right shape."""
+        return q * k * v
+
+
+def searched(number: int, kernel: Kernel[Any, Any]) -> AutotuneData:
+    """Return a search for a call whose shape depends on the number."""
+    x = jax.ShapeDtypeStruct((number + 1, 1024, 8, 64), np.float32)
+    inv = Invocation(kernel=kernel, args=(x, x, x), kwargs={"causal": True}, device="gpu:nvidia_h200")
+    outcomes = tuple(
+        Outcome(
+            config={"block_q": 64, "block_kv": 64 + index, "num_warps": 4, "num_stages": 2},
+            status=MEASURED,
+            measurement=Measurement(samples=tuple(1e-4 + index * 1e-6 + n * 1e-7 for n in range(15)), method="cupti"),
+            compile_seconds=1.25,
+        )
+        for index in range(CANDIDATES)
+    )
+    return AutotuneData(inv=inv, config=outcomes[-1].config, outcomes=outcomes, seconds=12.5)
+
+
+def put(cache: PersistentCache, data: AutotuneData) -> None:
+    """Store a search's winner, as a chain does."""
+    cache.put(data.key, data.config, call=data.inv.description, measured=data.summary_data())
+
+
+def seconds_each(function: Callable[[Any], object], items: Sequence[Any]) -> float:
+    """Return the median of the seconds that the function takes for an item."""
+    times = []
+    for item in items:
+        start = time.perf_counter()
+        function(item)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def not_durable(file: Path, text: str) -> None:
+    """Write a file, and leave it to the system when it is on the disk."""
+    _WRITE(file, text, durable=False)
+
+
+def entry_costs(folder: Path, count: int) -> dict[str, float]:
+    """Return what putting and getting an entry costs, in microseconds."""
+    found, searches = {}, [searched(number, Square("square")) for number in range(count)]
+    for name, write in (("put", _WRITE), ("put_without_fsync", not_durable)):
+        persistent.write_file = write
+        cache = PersistentCache(folder / name, shipped=False)
+        found[f"{name}_us"] = seconds_each(lambda data, cache=cache: put(cache, data), searches) * 1e6
+    persistent.write_file = _WRITE
+    found["get_us"] = seconds_each(lambda data: cache.get(data.key, dict[str, Any]), searches) * 1e6
+    found["miss_us"] = seconds_each(lambda data: cache.get(data.key._replace(call="none")), searches) * 1e6
+    return found
+
+
+def listing_seconds(folder: Path, count: int) -> dict[str, float]:
+    """Return the seconds that it takes to read all entries of a folder of so many, and those of one operation."""
+    persistent.write_file = not_durable
+    cache = PersistentCache(folder, shipped=False)
+    data = searched(0, Square("square"))
+    measured = data.summary_data()
+    for number in range(count):
+        key = data.key._replace(op=f"square{number % 100}@v0", call=f"{number:016x}")
+        cache.put(key, data.config, call=data.inv.description, measured=measured)
+    persistent.write_file = _WRITE
+    found = {}
+    for name, operation in (("entries", None), ("entries_of_one_operation", "square7")):
+        start = time.perf_counter()
+        read = sum(1 for _ in cache.entries(operation))
+        found[f"{name}_seconds"] = time.perf_counter() - start
+        assert read in (count, count // 100), read
+    return found
+
+
+def log_seconds(folder: Path, count: int) -> dict[str, float]:
+    """Return the seconds of finding a call's logs among as many of other operations, and among as many of its own."""
+    found = {}
+    for name, kernels in (
+        ("other_operations", [Square(f"square{n}") for n in range(40)]),
+        ("its_own", [Square("one")]),
+    ):
+        store = MeasurementStore(PersistentCache(folder / name, shipped=False))
+        for number in range(count):
+            store.save(searched(number // len(kernels), kernels[number % len(kernels)]))
+        wanted = searched(0, Square("one")) if name == "other_operations" else searched(1, kernels[0])
+        if name == "other_operations":
+            store.save(wanted)
+        start = time.perf_counter()
+        records = store.records(wanted.inv)
+        found[f"among_{count}_of_{name}_seconds"] = time.perf_counter() - start
+        assert records, name
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the figures; 0 if all bars are met, 1 if not."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.files", description=__doc__)
+    parser.add_argument("--entries", type=int, default=100_000, help="entries of the folder that is listed")
+    parser.add_argument("--logs", type=int, default=4_000, help="logs among which one call's are looked for")
+    parser.add_argument("--rounds", type=int, default=300, help="entries that are put and read one by one")
+    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures here too")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        figures = {
+            **entry_costs(folder / "costs", args.rounds),
+            **log_seconds(folder / "logs", args.logs),
+            **listing_seconds(folder / "entries", args.entries),
+        }
+    run = {
+        "environment": report.environment(),
+        "entries": args.entries,
+        "figures": {name: float(f"{value:.4g}") for name, value in figures.items()},
+    }
+    text = json.dumps(run, indent=1)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    met = figures["entries_seconds"] <= BARS["entries_seconds"] * args.entries / 100_000
+    print(f"bar: {'met' if met else 'NOT MET'}", file=sys.stderr)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the command takes to answer what needs no JAX, beside an interpreter that does nothing and `import jax`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+BAR_MS = 150.0
+_CLI = ("-m", "ejkernel")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "python -c pass": ("-c", "pass"),
+    "python -c 'import click'": ("-c", "import click"),
+    "python -c 'import jax'": ("-c", "import jax"),
+    **{
+        f"ejkernel {line}": (*_CLI, *line.split())
+        for line in ("--help", "--version", "tune --help", "cache --help", "cache path")
+    },
+}
+
+
+def seconds(rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds of each command's process, in turns: from its start to its end, and of the processor."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
+    with tempfile.TemporaryDirectory() as folder:
+        # Bytecode, as an installed package has it, whatever this environment says about writing it.
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": folder}
+        for turn in range(rounds + 1):
+            for name, arguments in COMMANDS.items():
+                start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+                subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=True)
+                wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+                if turn:  # the first brings files into memory, and writes the bytecode
+                    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                    found[name].append((wall, processor))
+    return found
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Return the result, ready for JSON."""
+    figures = {
+        name: {
+            "minimum_ms": round(min(wall for wall, _ in taken) * 1e3, 1),
+            "median_ms": round(statistics.median(wall for wall, _ in taken) * 1e3, 1),
+            "minimum_cpu_ms": round(min(cpu for _, cpu in taken) * 1e3, 1),
+        }
+        for name, taken in seconds(rounds).items()
+    }
+    return {"environment": report.environment(), "bar_ms": BAR_MS, "rounds": rounds, "commands": figures}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the figures; 0 if the bar is met, 1 if not."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=11, help="processes of each command")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="add the run to startup.json there")
+    args = parser.parse_args(argv)
+    run = measure(args.rounds)
+    for name, figures in run["commands"].items():
+        print(f"{name:30}" + "".join(f"{kind} {value:7.1f}  " for kind, value in figures.items()))
+    if args.out is not None:
+        kept = args.out / "startup.json"
+        found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+        found[run["environment"]["jax"]] = run  # one run for each version of JAX, the latest
+        kept.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
+    # the processor's time, which other processes of the machine add the least to
+    ours = [figures["minimum_cpu_ms"] for name, figures in run["commands"].items() if name.startswith("ejkernel")]
+    print(f"bar of {BAR_MS:.0f} ms: {'met' if max(ours) <= BAR_MS else 'NOT MET'}", file=sys.stderr)
+    return 0 if max(ours) <= BAR_MS else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel cache`, as it is typed. Nothing here imports JAX."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from pathlib import Path
+
+import click
+
+from ejkernel.cli.commands import FOLDER, as_json, read_cache
+
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+written_cache = click.option("--cache", type=FOLDER, help="Folder to change; EJKERNEL_CACHE_DIR by default.")
+dry_run = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+
+
+def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> datetime.timedelta | None:
+    """Return the length of time that is written."""
+    del ctx, param
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d{1,6})([mhdw])", value.strip())
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no length of time such as 90m, 12h, 30d or 8w.")
+    return datetime.timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+@click.group()
+def cache() -> None:
+    """See, check and tidy the folder of saved configurations."""
+
+
+@cache.command()
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def path(as_json: bool) -> int:
+    """Print the folder that configurations are saved in."""
+    from ejkernel import settings
+
+    try:
+        folder = settings.current().cache_dir
+    except RuntimeError as error:  # a container's user without a home
+        raise click.ClickException("there is no home folder to keep it in; set EJKERNEL_CACHE_DIR.") from error
+    click.echo(json.dumps({"path": str(folder), "exists": folder.is_dir()}) if as_json else str(folder))
+    return 0
+
+
+@cache.command("list")
+@read_cache
+@as_json
+def list_(cache: Path | None, as_json: bool) -> int:
+    """List the configurations that were saved, as `ejkernel show` does."""
+    from ejkernel.cli.show import run_show
+
+    return run_show(cache, as_json)
+
+
+@cache.command()
+@click.argument("prefix")
+@read_cache
+@as_json
+def show(prefix: str, cache: Path | None, as_json: bool) -> int:
+    """Print all that is saved of some calls.
+
+    PREFIX is how their key, or the name of their operation, begins.
+    """
+    from ejkernel.cli.show import run_show_entries
+
+    run_show_entries(cache, prefix, as_json)
+    return 0
+
+
+@cache.command()
+@read_cache
+@as_json
+def verify(cache: Path | None, as_json: bool) -> int:
+    """Read every file, and say which cannot be used and why.
+
+    The exit status is 1 if there is one.
+    """
+    from ejkernel.cli.folder import run_verify
+
+    return run_verify(cache, as_json=as_json)
+
+
+@cache.command()
+@written_cache
+@click.option("--older-than", callback=_age, metavar="AGE", help="Only what is older than this: 90m, 12h, 30d, 8w.")
+@click.option("--not-for-this-jax", is_flag=True, help="Only what was measured with another version of JAX.")
+@click.option("--unreadable", is_flag=True, help="Files that cannot be used, whatever their age.")
+@dry_run
+@as_json
+def prune(
+    cache: Path | None,
+    older_than: datetime.timedelta | None,
+    not_for_this_jax: bool,
+    unreadable: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Remove some of the saved configurations, searches and notes.
+
+    What is removed meets both --older-than and --not-for-this-jax, where both are given. Searches are what later ones
+    start from, and notes are what `tune --missed` tunes.
+    """
+    if older_than is None and not not_for_this_jax and not unreadable:
+        raise click.UsageError("say what to remove: --older-than, --not-for-this-jax or --unreadable.")
+    from ejkernel.cli.folder import Wanted, run_prune
+
+    wanted = Wanted(older_than=older_than, other_jax=not_for_this_jax, unreadable=unreadable)
+    run_prune(cache, wanted, dry_run=dry_run, as_json=as_json)
+    return 0
+
+
+@cache.command()
+@written_cache
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@dry_run
+@as_json
+def clear(cache: Path | None, yes: bool, dry_run: bool, as_json: bool) -> int:
+    """Remove all saved configurations, searches and notes.
+
+    Nothing else that is in the folder is touched.
+    """
+    from ejkernel.cli.folder import run_clear
+
+    return run_clear(cache, yes=yes, dry_run=dry_run, as_json=as_json)

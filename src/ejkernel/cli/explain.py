@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel explain`: why each call of a program has the configuration that it has."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ejkernel.cli import report
+from ejkernel.cli.finding import Source, find
+from ejkernel.cli.show import opened
+from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import TuningError
+from ejkernel.ops.execution.executor import default_executor
+from ejkernel.ops.execution.explain import Explanation, explain_call
+from ejkernel.ops.utils.meta import DEFAULT_PREFIX
+from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.serialize import to_data
+from ejkernel.ops.utils.tables import compact, counted
+
+_MEASURED = ("persistent", "autotune", "memory")
+
+
+def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: Path | None, as_json: bool) -> None:
+    """Run `ejkernel explain`."""
+    store = opened(cache)
+    source = Source.of(target, imports, missed=store.path if missed else None)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
+        found = find(source)
+        chooser = _chooser(store if cache is not None else None)
+        explained = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
+    click.echo(report.found(found.name, found.calls, found.device), err=True)
+    if as_json:
+        report.echo_json([_as_data(inv, why) for inv, why in zip(found.calls, explained, strict=True)])
+    elif explained:
+        click.echo("\n\n".join(_as_text(inv, why) for inv, why in zip(found.calls, explained, strict=True)))
+    if found.counts:
+        click.echo(found.counts, err=True)
+    if found.empty and not found.calls:
+        raise TuningError(found.empty)
+    _sum_up(explained, target or "--missed")
+
+
+def _chooser(store: PersistentCache | None) -> Any:
+    """Return who chooses for the program: a chain like the usual one, which has heard of the calls by now."""
+    usual = default_executor().chooser
+    if not isinstance(usual, ConfigSelectorChain):
+        return usual
+    chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
+        ConfigCache(), usual.persistent if store is None else store, policy=usual.policy
+    )
+    return chain
+
+
+def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
+    key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
+    rows = [(tier.tier, _answer(tier)) for tier in why.tiers]
+    answer = f"{compact(why.config)}, from {why.source}" if why.resolution else "no configuration"
+    title = printable(f"{why.op_id_v}  {report.signature(inv)}")
+    return f"{title}\n{printable(key)}\n{report.table(('tier', 'answer'), rows)}\n=> {answer}"
+
+
+def _answer(tier: Consulted) -> str:
+    return tier.note if tier.resolution is None else compact(tier.resolution.config)
+
+
+def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
+    return {
+        "op": why.op_id_v,
+        "arguments": report.signature(inv),
+        "key": None if why.key is None else why.key.call,
+        "device": None if why.key is None else why.key.device,
+        "source": why.source,
+        "config": None if why.resolution is None else to_data(why.config),
+        "label": why.label,
+        "tiers": [
+            {
+                "tier": tier.tier,
+                "note": tier.note,
+                "config": None if tier.resolution is None else to_data(tier.resolution.config),
+            }
+            for tier in why.tiers
+        ],
+    }
+
+
+def _sum_up(explained: Sequence[Explanation], where: str) -> None:
+    measured = sum(why.source in _MEASURED for why in explained)
+    rest = "" if measured == len(explained) else f"; `ejkernel tune {where}` measures the rest"
+    click.echo(f"{measured} of {counted(len(explained), 'call')} with a measured configuration{rest}", err=True)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are written whole: beside their place first, kept when the machine stops, and tidied up after a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Final
+
+from ejkernel.ops.utils.printable import printable
+
+logger = logging.getLogger(__name__)
+
+LEFT_OVER: Final = 3600.0  # seconds after which a file beside its place is nobody's: to write one takes milliseconds
+
+_BESIDE: Final = re.compile(r"\..*\.\d+-[0-9a-f]{8}\.tmp")
+_NO_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # what a file system says that has no such thing
+_NO_FOLDER_SYNC: Final = (*_NO_SYNC, errno.EACCES, errno.EPERM, errno.EISDIR)  # one may write where one may not read
+
+_tidied: set[str] = set()  # folders that this process has looked through for what others left
+
+
+def write_file(file: Path, text: str, *, durable: bool = True) -> None:
+    """Write a file beside its place and rename it into it, so that readers see the old text or the new one, whole.
+
+    The first time that this process writes into a folder, it removes what processes that ended half-way left there.
+
+    Args:
+        file: The file; folders are made.
+        text: What it is to hold.
+        durable: Whether to return only when it would survive the end of the machine, where the file system can do that.
+
+    Raises:
+        OSError: it cannot be written; what was there before is there still.
+    """
+    raw = text.encode()
+    try:
+        modified = _written(file, raw, durable)
+    except FileNotFoundError:
+        # the folder was removed; or this process stood still for so long that another one took its file for left over
+        modified = _written(file, raw, durable)
+    if (folder := str(file.parent)) not in _tidied:
+        _tidied.add(folder)
+        remove_left_over(file.parent, modified)
+
+
+def remove_left_over(folder: Path, now: float) -> int:
+    """Remove what processes left in a folder when they were ended while they wrote, and return how many files it was.
+
+    Args:
+        folder: The folder; not the ones below it.
+        now: The time, by the clock of the file system: that of a file that was written just now.
+    """
+    removed = 0
+    try:
+        names = [name for name in os.listdir(folder) if _BESIDE.fullmatch(name)]
+        for name in names:
+            file = folder / name
+            with contextlib.suppress(FileNotFoundError):  # another process does the same
+                if now - file.lstat().st_mtime > LEFT_OVER:
+                    file.unlink()
+                    removed += 1
+    except OSError as error:
+        logger.info("what others left in a folder stays there: %s", printable(error))
+    return removed
+
+
+def _written(file: Path, raw: bytes, durable: bool) -> float:
+    """Write a file, and return when it was written, by the clock of the file system."""
+    new = _made(file.parent)
+    # not tempfile: its files are for their owner alone, and a folder may be shared by a group
+    beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with beside.open("xb") as stream:
+            stream.write(raw)
+            stream.flush()
+            if durable:
+                _sync(stream.fileno(), _NO_SYNC)
+            modified = os.fstat(stream.fileno()).st_mtime
+        os.replace(beside, file)  # atomic on one file system
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    for folder in (file.parent, *new) if durable else ():
+        _sync_folder(folder)
+    return modified
+
+
+def _made(folder: Path) -> list[Path]:
+    """Make a folder, and return those in which a new name appeared for that."""
+    if folder.is_dir():
+        return []
+    new = [parent.parent for parent in (folder, *folder.parents) if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return new
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names in a folder kept; what file system has no such thing keeps them when it likes."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in _NO_FOLDER_SYNC:
+            return
+        raise
+    try:
+        _sync(descriptor, _NO_FOLDER_SYNC)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(descriptor: int, cannot: tuple[int, ...]) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in cannot:
+            raise

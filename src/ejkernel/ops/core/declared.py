@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel's own code declares, and so lets texts and files name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, config_type_of, hook, run_forms
+from ejkernel.ops.utils import services
+from ejkernel.ops.utils.nameable import Names
+from ejkernel.ops.utils.typenames import note_type
+
+logger = logging.getLogger(__name__)
+
+
+def names_of(kernel: Kernel[Any, Any]) -> Names:
+    """Return what the signatures of the kernel's `run`, in all its forms, and its configuration's type name."""
+    names = Names()
+    for form in ("run", *run_forms(kernel)):
+        names.add_function(getattr(kernel, form))
+    function = vars(kernel).get("__wrapped__")  # of a function that is a kernel
+    if function is not None:
+        names.add_function(function)
+    if kernel.config_type is not None:
+        names.add_annotation(kernel.config_type)
+    return names
+
+
+def note_config_types(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> None:
+    """Let files name the type of the configurations that the call's kernel makes, if its class names none."""
+    if kernel.config_type is not None:
+        return
+    try:
+        note_type(type(hook(kernel, "heuristic_cfg", inv.platform)(inv)))
+    except Exception as error:  # noqa: BLE001 - the heuristic has its own turn, where its errors are the caller's
+        logger.debug("%s: what type its configurations have is not known: %s", inv.op_id, error)
+
+
+def _config_types() -> Iterator[type]:
+    """Yield the types that the kernel classes of this process name for their configurations, the latest class first.
+
+    Those come last that only the annotations of a class's hooks name, for it takes longer to read these.
+    """
+    silent = []
+    for cls in reversed(list(_subclasses(Kernel))):
+        declared = config_type_of(cls)
+        if declared is None:
+            silent.append(cls)
+        else:
+            yield declared
+    for cls in silent:
+        names = Names()
+        names.add_annotation_of(vars(cls).get("run"), "cfg")
+        for name in ("heuristic_cfg", "config_space", "candidate_cfgs"):
+            names.add_annotation_of(vars(cls).get(name), "return")
+        yield from names.types()
+
+
+def _subclasses(cls: type[Any]) -> Iterator[Any]:
+    for found in cls.__subclasses__():
+        yield found
+        yield from _subclasses(found)
+
+
+services.provide(config_types=_config_types)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel cache`: what a folder holds, what of it cannot be used, and how to be rid of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.cli import main
+from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
+from ejkernel.ops.config.missed import MissedNotes
+
+NOW = datetime.datetime.now(datetime.UTC)
+OLD = NOW - datetime.timedelta(days=40)
+
+
+@tune(space={"rows": [1, 2]})
+def doubled(x, *, rows=1):
+    return x * 2 if rows else x
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with two entries, a search and a note, one entry older than the rest, and a stranger's file."""
+    where = tmp_path / "cache"
+    store = PersistentCache(where)
+    inv = Invocation(kernel=doubled, args=(jnp.ones(4),))
+    ConfigSelectorChain(persistent=store).search(inv, doubled)
+    PersistentCache(where, clock=lambda: OLD).put("gpu:some", "older@v0", "0123456789abcdef", {"rows": 3})
+    MissedNotes(where).put(Invocation(kernel=doubled, args=(jnp.ones(8),)), "heuristic")
+    stranger = where / "node_modules" / "left" / "package.json"
+    stranger.parent.mkdir(parents=True)
+    stranger.write_text("{}")
+    return where
+
+
+@pytest.fixture
+def clean(folder):
+    """The folder without the stranger's file."""
+    os.remove(folder / "node_modules" / "left" / "package.json")
+    return folder
+
+
+def run(capsys, *arguments, cache=None):
+    status = main(["cache", *arguments, *([] if cache is None else ["--cache", str(cache)])])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def written(folder):
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def damage(folder):
+    (path,) = folder.glob("*/older-v0/*.json")
+    path.write_text(path.read_text()[:-20])
+    return path
+
+
+def test_path_is_the_folder_of_the_environment(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "here"))
+    assert run(capsys, "path") == (0, f"{tmp_path / 'here'}\n", "")
+    assert json.loads(run(capsys, "path", "--json")[1]) == {"exists": False, "path": str(tmp_path / "here")}
+
+
+@pytest.mark.filterwarnings("default")
+def test_list_is_what_show_prints(folder, capsys):
+    status, out, _ = run(capsys, "list", cache=folder)
+    assert status == 0
+    assert "doubled@v0" in out
+    assert "older@v0" in out
+    main(["show", "--cache", str(folder)])
+    assert capsys.readouterr().out == out
+    assert len(json.loads(run(capsys, "list", "--json", cache=folder)[1])) == 2
+
+
+@pytest.mark.parametrize("prefix", ["older", "0123"])
+def test_show_prints_all_of_an_entry_by_its_operation_or_key(clean, capsys, prefix):
+    status, out, _ = run(capsys, "show", prefix, cache=clean)
+    assert status == 0
+    assert out.startswith("older@v0  0123456789abcdef\n")
+    assert "rows=3" in out
+    assert f"jax {jax.__version__}" in out
+    assert "doubled" not in out
+    (entry,) = json.loads(run(capsys, "show", prefix, "--json", cache=clean)[1])
+    assert entry["config"] == {"rows": 3}
+
+
+def test_show_of_what_is_not_there_is_an_error(clean, capsys):
+    status, out, err = run(capsys, "show", "nothing", cache=clean)
+    assert (status, out) == (1, "")
+    assert "begins with 'nothing'" in err
+
+
+def test_verify_reads_every_file(clean, capsys):
+    status, out, _ = run(capsys, "verify", cache=clean)
+    assert status == 0
+    assert out == f"{clean}: 2 entries, 1 search, 1 note; all can be used\n"
+
+
+@pytest.mark.parametrize("pattern", ["*/older-v0/*.json", "*/doubled-v0/*.jsonl", "missed/*/*/*.json"])
+def test_verify_says_which_file_cannot_be_used_and_why(clean, capsys, pattern):
+    (path,) = clean.glob(pattern)
+    path.write_bytes(b"\x1b[31m\xff")
+    status, out, _ = run(capsys, "verify", cache=clean)
+    assert status == 1
+    assert f"{path}: " in out
+    assert "UTF-8" in out or "utf-8" in out
+    assert "1 file cannot be used" in out
+    assert "\x1b" not in out
+    status, out, _ = run(capsys, "verify", "--json", cache=clean)
+    found = json.loads(out)
+    assert (status, [bad["file"] for bad in found["unusable"]]) == (1, [str(path)])
+
+
+def test_prune_removes_what_is_older(folder, capsys):
+    before = written(folder)
+    status, out, _ = run(capsys, "prune", "--older-than", "30d", "--dry-run", cache=folder)
+    assert (status, out) == (0, f"{folder}: 1 entry, 0 searches, 0 notes would be removed\n")
+    assert written(folder) == before
+    status, out, _ = run(capsys, "prune", "--older-than", "30d", "--json", cache=folder)
+    assert status == 0
+    assert [path for path in json.loads(out)["removed"] if "older-v0" in path]
+    assert len(written(folder)) == len(before) - 1
+    assert "0 entries" in run(capsys, "prune", "--older-than", "30d", cache=folder)[1]
+
+
+def test_prune_removes_what_another_jax_measured(clean, capsys, monkeypatch):
+    assert "0 entries, 0 searches, 0 notes" in run(capsys, "prune", "--not-for-this-jax", cache=clean)[1]
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    assert "2 entries, 1 search, 0 notes removed" in run(capsys, "prune", "--not-for-this-jax", cache=clean)[1]
+    assert len(written(clean)) == 1
+
+
+def test_prune_meets_all_that_is_asked(clean, capsys):
+    assert "0 entries" in run(capsys, "prune", "--older-than", "30d", "--not-for-this-jax", cache=clean)[1]
+
+
+def test_prune_removes_what_cannot_be_used_when_told_and_leaves_other_people_s_files(folder, capsys):
+    path = damage(folder)
+    assert "0 entries" in run(capsys, "prune", "--older-than", "1m", "--not-for-this-jax", cache=folder)[1]
+    assert path.exists()
+    assert "1 entry, 0 searches, 0 notes removed" in run(capsys, "prune", "--unreadable", cache=folder)[1]
+    assert not path.exists()
+    assert (folder / "node_modules" / "left" / "package.json").exists()
+
+
+def test_clear_removes_all_that_is_ours_and_nothing_else(folder, capsys):
+    damage(folder)
+    (folder / "cpu" / "op").mkdir(parents=True)
+    (folder / "cpu" / "op" / ".x.json.1-ab.tmp").write_text("")
+    status, out, _ = run(capsys, "clear", "--yes", cache=folder)
+    assert status == 0
+    assert "2 entries, 1 search, 1 note removed" in out
+    assert written(folder) == ["package.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["node_modules"]
+
+
+class _Terminal:
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("answer", "status", "left"), [(True, 0, 0), (False, 1, 4)])
+def test_clear_asks(clean, capsys, monkeypatch, answer, status, left):
+    asked = []
+    monkeypatch.setattr("sys.stdin", _Terminal())
+    monkeypatch.setattr("click.confirm", lambda text, **_: asked.append(text) or answer)
+    assert run(capsys, "clear", cache=clean)[0] == status
+    assert asked == [f"Remove 2 entries, 1 search, 1 note from {clean}?"]
+    assert len(written(clean)) == left
+
+
+def test_clear_does_not_wait_for_an_answer_where_nobody_is(clean, capsys):
+    status, _, err = run(capsys, "clear", cache=clean)
+    assert status == 2
+    assert "pass --yes" in err
+    assert len(written(clean)) == 4
+
+
+@pytest.mark.parametrize("command", [["show"], ["cache", "list"], ["cache", "verify"], ["cache", "clear", "--yes"]])
+def test_what_is_no_folder_is_said(tmp_path, capsys, monkeypatch, command):
+    (tmp_path / "file").write_text("")
+    assert main([*command, "--cache", str(tmp_path / "file")]) == 2
+    assert f"'{tmp_path / 'file'}' is a file" in capsys.readouterr().err
+    assert main([*command, "--cache", str(tmp_path / "absent")]) == 1
+    assert f"there is no folder {tmp_path / 'absent'}" in capsys.readouterr().err
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
+    assert main(command) == 1
+    assert "is no folder" in capsys.readouterr().err

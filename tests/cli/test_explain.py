@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel explain` and `ejkernel list`, and what tables look like on a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.cli import main, report
+from ejkernel.modules import flash_attention as flash
+from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+from ejkernel.ops import tune
+
+
+@tune(space={"rows_of_first": [1, 2], "rows_of_second": [1, 2]})
+def explained(x, *, rows_of_first=1, rows_of_second=1):
+    return x * 2
+
+
+def step():
+    print("a program may print")
+    return jax.value_and_grad(lambda x: explained(x).sum()), (jax.ShapeDtypeStruct((4, 4), jnp.float32),)
+
+
+def nothing():
+    return jnp.sin, (jnp.ones(3),)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a program; its forward is tuned."""
+    (tmp_path / "explained_program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    import explained_program as program
+
+    inv = Invocation(kernel=program.explained, args=(jnp.ones((4, 4)),))
+    ConfigSelectorChain(persistent=PersistentCache(tmp_path / "cache")).search(inv, program.explained)
+    yield tmp_path
+    del sys.modules["explained_program"]
+
+
+def run(capsys, *arguments):
+    status = main(arguments)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_explain_says_why_each_call_has_its_configuration(folder, capsys):
+    status, out, err = run(capsys, "explain", "explained_program:step", "--cache", "cache")
+    assert status == 0
+    forward, backward = out.split("\n\n")
+    assert forward.startswith("explained@v0  f32[4,4]\nkey ")
+    assert "override    no cfg= was given" in forward
+    assert forward.splitlines()[-1].endswith(", from persistent")
+    assert backward.startswith("explained.bwd@v0")
+    assert "persistent  no entry" in backward
+    assert backward.splitlines()[-1].endswith(", from forward")
+    assert "a program may print" in err
+    assert "1 of 2 calls with a measured configuration; `ejkernel tune explained_program:step` measures the rest" in err
+
+
+def test_explain_as_json_has_every_tier(folder, capsys):
+    status, out, _ = run(capsys, "explain", "./explained_program.py:step", "--cache", "cache", "--json")
+    forward, backward = json.loads(out)
+    assert status == 0
+    assert (forward["op"], forward["source"]) == ("explained@v0", "persistent")
+    assert set(forward["config"]) == {"rows_of_first", "rows_of_second"}
+    assert [tier["tier"] for tier in backward["tiers"]][-2:] == ["autotune", "forward"]
+
+
+def test_explain_measures_and_saves_nothing(folder, capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_NOTE_MISSES", "1")
+    monkeypatch.setenv("EJKERNEL_ON_MISS", "tune")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(folder / "fresh"))
+    status, out, _ = run(capsys, "explain", "explained_program:step")
+    assert status == 0
+    assert "autotune    would measure the candidates" in out
+    assert not (folder / "fresh").exists()
+
+
+def test_a_program_that_calls_no_kernel_is_a_failure(folder, capsys):
+    status, out, err = run(capsys, "explain", "explained_program:nothing", "--json", "--cache", "cache")
+    assert (status, out) == (1, "[]\n")
+    assert "the program of explained_program:nothing calls no kernel of ejkernel" in err
+
+
+def test_list_has_every_implementation_and_why_one_cannot_run_here(capsys):
+    status, out, err = run(capsys, "list")
+    rows = [line.split(None, 3) for line in out.splitlines()[1:]]
+    assert status == 0
+    assert {(row[0], row[1]) for row in rows} == {
+        ("flash_attention", "cudnn"),
+        ("flash_attention", "xla"),
+        ("rms_norm", "xla"),
+    }
+    assert err.startswith("On ")
+    listed = json.loads(run(capsys, "list", "--json")[1])["implementations"]
+    for entry in listed:
+        assert entry["runs_here"] == (entry["reason"] is None)
+        if entry["implementation"] == "xla":
+            assert entry["runs_here"]
+
+
+def test_an_implementation_that_cannot_run_here_has_a_reason(monkeypatch, capsys):
+    module = sys.modules["ejkernel.modules.flash_attention"]
+    monkeypatch.setattr(module, "device_kind", lambda: "cpu")
+    monkeypatch.setattr(module, "device_fingerprint", lambda: "cpu:some")
+    assert (
+        "flash_attention  cudnn           no         implementation='cudnn' needs an NVIDIA GPU"
+        in run(capsys, "list")[1]
+    )
+    assert callable(flash)
+
+
+def test_list_has_the_kernels_of_a_module_that_is_named(folder, capsys):
+    status, out, _ = run(capsys, "list", "--import", "explained_program")
+    assert status == 0
+    assert "explained@v0     run             yes" in out
+
+
+# --- tables and terminals ---
+
+
+@pytest.mark.parametrize("columns", [40, 80, 132])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show", "--cache", "cache"],
+        ["show", "--cache", "cache", "--log", "explained"],
+        ["explain", "explained_program:step", "--cache", "cache"],
+        ["tune", "--in-process", "explained_program:step", "--dry-run", "--cache", "cache"],
+        ["list"],
+    ],
+    ids=lambda command: command[0] if isinstance(command, list) else None,
+)
+def test_tables_fit_the_terminal_and_cut_nothing(folder, capsys, monkeypatch, command, columns):
+    whole = run(capsys, *command)[1].split()
+    monkeypatch.setattr(report, "width", lambda: columns)
+    status, out, _ = run(capsys, *command)
+    assert status == 0
+    tables = [line for line in out.splitlines() if not line.startswith(("=>", "cpu:")) and " in " not in line]
+    assert max(map(len, tables)) <= columns
+    assert "…" not in out
+    assert {word for word in out.split() if len(word) > 3} <= set(whole)
+
+
+def on_a_terminal(columns, code):
+    """Return what a Python program prints on a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, env=environment | {"TERM": "xterm"})
+    os.close(theirs)
+    printed = b""
+    try:
+        while data := os.read(ours, 4096):
+            printed += data
+    except OSError:  # the other end is closed
+        pass
+    finally:
+        os.close(ours)
+        process.wait()
+    return printed.decode()
+
+
+STYLES = """
+import os, sys
+from ejkernel.cli import report
+from ejkernel.cli.tune import messages
+print(report.width())
+messages(file=sys.stdout).print("1 call")
+os.environ["NO_COLOR"] = "1"
+messages(file=sys.stdout).print("2 calls")
+"""
+
+
+def test_a_terminal_s_own_width_counts_and_colours_can_be_switched_off():
+    width, coloured, plain = on_a_terminal(97, STYLES).splitlines()
+    assert width == "97"
+    assert "\x1b[1;36m1" in coloured
+    assert "36m" not in plain
+
+
+def test_what_goes_to_a_pipe_is_whole():
+    assert report.width() is None

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command answers without JAX, which takes most of a second to import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ejkernel.cli import main
+
+# In one process: whatever imports JAX, all that follow would see.
+PROBE = """
+import sys
+from ejkernel.cli import main
+for line in sys.stdin.read().splitlines():
+    arguments = line.split()
+    status = main(arguments)
+    assert "jax" not in sys.modules, arguments
+    assert "rich" not in sys.modules, arguments
+    print("status of", *arguments, "is", status)
+"""
+
+QUICK = {
+    "--help": 0,
+    "-h": 0,
+    "--version": 0,
+    "tune --help": 0,
+    "explain --help": 0,
+    "show --help": 0,
+    "list --help": 0,
+    "cache --help": 0,
+    "cache prune --help": 0,
+    "cache path": 0,
+    "cache path --json": 0,
+    "tune": 2,
+    "absent": 2,
+    "cache prune": 2,
+}
+
+
+def test_help_the_version_the_folder_and_wrong_usage_do_without_jax(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        input="\n".join(QUICK),
+        env=os.environ | {"EJKERNEL_CACHE_DIR": str(tmp_path / "some where")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for line, status in QUICK.items():
+        assert f"status of {line} is {status}\n" in done.stdout
+    assert f"\n{tmp_path / 'some where'}\n" in done.stdout
+
+
+def test_help_names_every_command_and_what_a_status_means(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.partition("Commands:\n")[2].splitlines()] == [
+        "tune",
+        "explain",
+        "show",
+        "list",
+        "cache",
+    ]
+    assert "1 if it failed or found nothing" in out
+
+
+@pytest.mark.parametrize("group", [[], ["cache"]], ids=["ejkernel", "ejkernel cache"])
+def test_what_a_command_does_is_said_whole_in_80_columns(capsys, monkeypatch, group):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*group, "--help"]) == 0
+    lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert all(line.endswith(".") and not line.endswith("..") for line in lines)
+
+
+@pytest.mark.parametrize("module", ["ejkernel", "ejkernel.cli"])
+def test_the_package_runs_as_the_command(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("ejkernel, version ")
+
+
+def test_a_variable_that_cannot_be_read_is_an_error_without_a_traceback(monkeypatch, capsys):
+    monkeypatch.setenv("EJKERNEL_ON_MISS", "perhaps")
+    assert main(["cache", "path"]) == 1
+    assert capsys.readouterr().err.startswith("ejkernel: error: EJKERNEL_ON_MISS must be one of")
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
+    command = f"{sys.executable} -m ejkernel cache path | true"
+    environment = os.environ | {"EJKERNEL_CACHE_DIR": str(tmp_path / ("long" * 20_000))}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are written whole: what is kept when processes and machines end, and what is tidied up after them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from ejkernel.ops.config import _writing
+from ejkernel.ops.config._writing import LEFT_OVER, remove_left_over, write_file
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import CacheWarning
+
+KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
+SYNC = _writing._sync  # of which the tests have another
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What is brought to the disk, and renamed, in this order."""
+    found = []
+    replace = os.replace
+
+    def fsync(descriptor):
+        found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def renamed(source, target):
+        found.append(("renamed", Path(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(_writing, "_sync", SYNC)
+    monkeypatch.setattr(_writing.os, "fsync", fsync)
+    monkeypatch.setattr(_writing.os, "replace", renamed)
+    return found
+
+
+def beside(file, pid=1, age=0.0, text="half"):
+    """What a process left that was ended while it wrote."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    left = file.with_name(f".{file.name}.{pid}-0123abcd.tmp")
+    left.write_text(text, encoding="utf-8")
+    now = file.parent.stat().st_mtime
+    os.utime(left, (now - age, now - age))
+    return left
+
+
+# --- what is on the disk ---
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_put_returns(steps, tmp_path):
+    file = tmp_path / "file.json"
+    write_file(file, "text")
+    written, *rest = steps
+    assert written.name.startswith(".file.json.")
+    assert rest == [("renamed", file), tmp_path]
+
+
+def test_the_names_of_new_folders_are_kept_too(steps, tmp_path):
+    file = tmp_path / "device" / "op" / "file.json"
+    write_file(file, "text")
+    assert set(steps[2:]) == {tmp_path, tmp_path / "device", tmp_path / "device" / "op"}
+
+
+def test_what_need_not_be_durable_waits_for_nothing(steps, tmp_path):
+    write_file(tmp_path / "file.json", "text", durable=False)
+    assert steps == [("renamed", tmp_path / "file.json")]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
+def test_a_file_system_that_cannot_do_that_does_what_it_can(monkeypatch, tmp_path, number):
+    monkeypatch.setattr(_writing, "_sync", SYNC)
+    monkeypatch.setattr(_writing.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(number, "cannot")))
+    write_file(tmp_path / "file.json", "text")
+    assert (tmp_path / "file.json").read_text() == "text"
+
+
+def test_a_folder_that_cannot_be_opened_is_written_all_the_same(monkeypatch, tmp_path):
+    open_file = os.open
+
+    def refused(path, flags, *mode):
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "no")
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(_writing.os, "open", refused)
+    write_file(tmp_path / "file.json", "text")
+    assert (tmp_path / "file.json").read_text() == "text"
+
+
+def test_a_disk_that_fails_is_a_warning_and_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(_writing, "_sync", SYNC)
+    monkeypatch.setattr(_writing.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken disk")))
+    cache = PersistentCache(tmp_path, shipped=False)
+    with pytest.warns(CacheWarning, match="broken disk"):
+        cache.put(KEY, 1)
+    assert cache.get(KEY) == 1
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+
+
+# --- what others left ---
+
+
+def test_what_was_left_long_ago_is_removed_by_the_first_write_into_its_folder(tmp_path):
+    file = tmp_path / "file.json"
+    old, new = beside(file, 1, age=LEFT_OVER + 60), beside(file, 2, age=LEFT_OVER - 60)
+    mine = tmp_path / ".mine.tmp"
+    mine.write_text("mine")
+    os.utime(mine, (0, 0))
+    write_file(file, "text")
+    assert set(tmp_path.iterdir()) == {file, new, mine}
+    os.utime(new, (0, 0))
+    write_file(file, "text")  # it was looked for already
+    assert new.exists()
+    assert old.exists() is False
+
+
+def test_the_clock_that_counts_is_the_file_system_s(tmp_path):
+    left = beside(tmp_path / "file.json", age=10.0)
+    assert remove_left_over(tmp_path, left.stat().st_mtime + LEFT_OVER - 1) == 0
+    assert remove_left_over(tmp_path, left.stat().st_mtime + LEFT_OVER + 1) == 1
+    assert remove_left_over(tmp_path / "none", 0.0) == 0
+
+
+def test_a_process_whose_file_was_taken_for_left_over_writes_it_again(monkeypatch, tmp_path):
+    replace, taken = os.replace, []
+
+    def take(source, target):
+        if not taken:
+            taken.append(source)
+            Path(source).unlink()
+        replace(source, target)
+
+    monkeypatch.setattr(_writing.os, "replace", take)
+    write_file(tmp_path / "file.json", "text")
+    assert (tmp_path / "file.json").read_text() == "text"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# --- processes that are killed ---
+
+KILLED = """
+import os, signal, sys, warnings
+from ejkernel.ops.config.persistent import PersistentCache
+
+cache = PersistentCache(sys.argv[1], shipped=False)
+warnings.simplefilter("ignore")  # JAX has no threads yet that a fork could lose
+for round in range(25):
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        for number in range(1000):
+            cache.put("gpu", "op@v0", f"call{number % 7}", {"round": round, "number": number, "padding": "x" * 999})
+            os.write(tell, b".")
+    os.close(tell)
+    count = 1 + round % 9
+    for _ in range(count):
+        assert os.read(told, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while os.read(told, 1):
+        count += 1
+    os.close(told)
+    for number in range(max(0, count - 7), count):
+        found = cache.get("gpu", "op@v0", f"call{number % 7}")
+        assert (found["round"], found["number"]) in ((round, number), (round, number + 7)), (round, number, found)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_what_was_put_is_there_however_the_process_ends(tmp_path):
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], check=False, capture_output=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert 1 <= len(PersistentCache(tmp_path, shipped=False).keys()) <= 7
+    for left in tmp_path.rglob(".*.tmp"):
+        os.utime(left, (0, 0))
+    PersistentCache(tmp_path, shipped=False).put("gpu", "op@v0", "call0", 1)
+    assert list(tmp_path.rglob(".*.tmp")) == []

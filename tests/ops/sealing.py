@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files whose content was changed and that are whole all the same: what is in them is up to their readers."""
+
+from __future__ import annotations
+
+import json
+
+from ejkernel.ops.utils.sealed import sealed_lines, sealed_object
+
+
+def with_digest(data):
+    """Return a JSON object as a whole text."""
+    return sealed_object(json.dumps({name: value for name, value in data.items() if name != "sha256"}, indent=2))
+
+
+def change_object(file, change):
+    """Have `change` change the object in a file."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    change(data)
+    file.write_text(with_digest(data), encoding="utf-8")
+
+
+def lines_with_digest(text):
+    """Return the text of a log with the right digest; the one that it has, if any, is left out."""
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith('{"sha256"')]
+    return sealed_lines("".join(lines))

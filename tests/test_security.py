@@ -1,0 +1,683 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SECURITY.md says, point by point: what texts, files and the environment can do, and what they cannot.
+
+`FIRED` is what ran and must not have. The module has everything that a crafted file could want to name: functions,
+dataclasses, pytree types, enumerations and named tuples that do something when they are made or asked.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import enum
+import functools
+import importlib.util
+import inspect
+import json
+import pickle
+import random
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import ejkernel
+from ejkernel.cli.files import calls_in_bundle, calls_in_file, missed_calls
+from ejkernel.cli.finding import names_modules
+from ejkernel.ops import (
+    AutotuningResult,
+    CacheWarning,
+    ConfigError,
+    ConfigKey,
+    ConfigSelectorChain,
+    DescriptionError,
+    Entry,
+    Invocation,
+    Kernel,
+    OfflineWarning,
+    PersistentCache,
+    nameable,
+)
+from ejkernel.ops.config import persistent
+from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.core.declared import names_of
+from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.execution import _searchlog, bundles, result
+from ejkernel.ops.execution.bundles import compile_bundle
+from ejkernel.ops.execution.store import MeasurementStore
+from ejkernel.ops.execution.targets import Target
+from ejkernel.ops.execution.texts import calls_in_text
+from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.utils.nameable import JAX_MODULES, Names
+from ejkernel.ops.utils.payloads import key_of, text_of_bytecode
+from ejkernel.ops.utils.signature import describe
+from ejkernel.ops.utils.typenames import decode_config
+from ejkernel.settings import Settings
+
+HERE = __name__
+SOURCE = Path(ejkernel.__file__).parent
+DOCUMENT = (Path(__file__).parents[1] / "SECURITY.md").read_text(encoding="utf-8")
+X = jax.ShapeDtypeStruct((4,), jnp.float32)
+FIRED: list[str] = []
+
+
+def test_the_document_names_tests_that_there_are():
+    """And every point about what cannot be done names one."""
+    named = set(re.findall(r"`(test_\w+)`", DOCUMENT))
+    assert named <= set(globals())
+    points = [point for point in re.findall(r"^- .*$", DOCUMENT, re.M) if "`test_" not in point]
+    assert len(points) == 2  # that a bundle is run when it is measured, and that what is recorded stays in memory
+
+
+@pytest.fixture(autouse=True)
+def nothing_fired():
+    FIRED.clear()
+    yield
+    assert FIRED == []
+
+
+# --- what a crafted file would like to run ---
+
+
+def fire(*args: Any, **kwargs: Any) -> Any:
+    FIRED.append("fire")
+
+
+@dataclasses.dataclass
+class Fires:
+    rows: int = 1
+
+    def __post_init__(self):
+        FIRED.append("__post_init__")
+
+    def __reduce__(self):
+        return fire, ()
+
+    def __set_state__(self, state):
+        FIRED.append("__set_state__")
+
+    @property
+    def trap(self):
+        return fire()
+
+    @dataclasses.dataclass
+    class Inside:
+        rows: int = 1
+
+        def __post_init__(self):
+            FIRED.append("Inside")
+
+
+class FiresPair(NamedTuple("FiresPair", [("rows", int)])):
+    def __new__(cls, *args):
+        FIRED.append("__new__")
+        return super().__new__(cls, *args)
+
+
+class FiringMeta(enum.EnumMeta):
+    def __getitem__(cls, name):
+        FIRED.append("__getitem__")
+
+    def __getattr__(cls, name):
+        FIRED.append("__getattr__")
+
+
+class FiresMember(enum.Enum, metaclass=FiringMeta):
+    ONE = 1
+
+    @classmethod
+    def _missing_(cls, value):
+        FIRED.append("_missing_")
+
+
+@jax.tree_util.register_pytree_node_class
+class FiresNode:
+    def tree_flatten(self):
+        return (), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        FIRED.append("tree_unflatten")
+
+    def __class_getitem__(cls, item):
+        FIRED.append("__class_getitem__")
+
+    @staticmethod
+    def run():
+        FIRED.append("run")
+
+
+class Described:
+    def __get__(self, instance, owner):
+        FIRED.append("__get__")
+
+
+class Holder:
+    trap = Described()
+
+
+lazy = types.ModuleType("lazy_by_getattr")
+lazy.__getattr__ = fire  # type: ignore[method-assign]
+FUNCTIONS = {"swish": fire}
+alias = fire
+
+
+# --- the kernel, and what its author registered ---
+
+
+class Mode(enum.Enum):
+    FAST = 1
+    SAFE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    level: Level = Level.LOW
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    scale: float = 1.0
+    nested: Nested | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rows: int = 1
+
+
+def by_default(x):
+    return x * 2
+
+
+@nameable
+def swish(x):
+    return x * jax.nn.sigmoid(x)
+
+
+class Takes(Kernel[Config, jax.Array]):
+    """Takes every static argument, and calls the first if that is a function."""
+
+    def run(
+        self,
+        x: jax.Array,
+        *statics: Any,
+        cfg: Config,
+        mode: Mode | Literal["none"] = "none",
+        options: Options | None = None,
+        function: Callable[[jax.Array], jax.Array] = by_default,
+        unknown: OnlyForTypeCheckers | None = None,  # noqa: F821
+        **more: Any,
+    ) -> jax.Array:
+        return statics[0](x) if statics and callable(statics[0]) else x * 2
+
+    def heuristic_cfg(self, inv):
+        return Config(1)
+
+    def config_space(self, inv):
+        return [Config(1), Config(2)]
+
+
+takes = Takes("takes")
+
+
+def called_with(*statics, **options):
+    """Return the description of a call with static arguments that are described already."""
+    return {"op": "takes@v0", "args": [{"array": ["float32", [4]]}, *statics], "kwargs": options}
+
+
+def label_of(description):
+    return f"ejkernel_ops#takes@v0:{key_of(description)}"
+
+
+# --- the corpus: every road to code that we know of ---
+
+NAMES = [
+    *("os.system", "posix.system", "builtins.eval", "builtins.exec", "builtins.open", "builtins.__import__"),
+    *("builtins.getattr", "builtins.type", "builtins.object", "builtins.print", "builtins.compile"),
+    *("subprocess.Popen", "subprocess.run", "pickle.loads", "marshal.loads", "ctypes.CDLL", "runpy.run_path"),
+    *("importlib.import_module", "functools.partial", "functools.reduce", "operator.attrgetter", "types.FunctionType"),
+    *("jax.numpy.load", "jax.numpy.save", "jax.numpy.savez", "jax.numpy.fromfile", "jax.numpy.frombuffer"),
+    *("jax.numpy.from_dlpack", "jax.numpy.set_printoptions", "jax.numpy.printoptions", "jax.lax.dce_sink"),
+    *("jax.debug.callback", "jax.debug.print", "jax.pure_callback", "jax.experimental.io_callback", "jax.jit"),
+    *("jax.config.update", "jax.export.deserialize", "jax.profiler.start_trace", "jax.lax.create_token", "jax"),
+    *("jax.nn.gelu.__globals__", "jax.nn.gelu.__wrapped__", "jax.numpy.__loader__", "jax.numpy.__builtins__.eval"),
+    *("jax.numpy.__dict__", "jax.numpy.linalg.__spec__.loader.exec_module", "jax.nn.initializers", "numpy.load"),
+    *(f"{HERE}.fire", f"{HERE}.alias", f"{HERE}.Fires", f"{HERE}.Fires.trap", f"{HERE}.Fires.__post_init__"),
+    *(f"{HERE}.Holder.trap", f"{HERE}.FiresMember.TWO", f"{HERE}.FiresNode.run", f"{HERE}.FUNCTIONS.swish"),
+    *(f"{HERE}.lazy.anything", "lazy_by_getattr.anything", "lazy_by_loader.anything", "antigravity.fly", "this.s"),
+    *(f"{HERE}.swish.__globals__", f"{HERE}.swish.__code__", f"{HERE}.os.system", f"{HERE}.takes.run"),
+    *(f"{HERE}.Options.__init__", f"{HERE}.Mode.FAST", f"{HERE}", "sys.modules", "__main__.fire", "swish"),
+    *("", ".", "..", "jax.numpy.", ".tanh", "jax..numpy", "jax.numpy.tanh\0", "jax.numpy.tanh ", "a." * 10_000),
+]
+TYPES = [
+    *(f"{HERE}.{name}" for name in ("Fires", "Fires.Inside", "FiresPair", "FiresNode", "FiresMember", "fire")),
+    *("lazy_by_getattr.Config", "lazy_by_loader.Config", "antigravity.Config", "pathlib.Path", "builtins.dict"),
+    *("subprocess.Popen", "functools.partial", "signal.Signals", "ejkernel.ops.config.policy.AutotunePolicy", "", "."),
+    *("ejkernel.ops.core.invocation.Invocation", "jax.tree_util.Partial", "dataclasses.Field", "json.", "Json"),
+]
+FOREIGN = [
+    *({word: ["os.system", ["true"]]} for word in ("__reduce__", "py/object", "py/reduce", "__class__", "code")),
+    *({word: "os.system"} for word in ("__set_state__", "__import__", "module", "call", "eval", "$ref")),
+    {"name": "jax.numpy.tanh", "call": True},
+    {"name": ["jax.numpy.tanh"]},
+    {"name": {"name": "jax.numpy.tanh"}},
+    {"enum": f"{HERE}.Mode", "name": "__class__"},
+    {"enum": f"{HERE}.Mode", "name": "mro"},
+    {"enum": {"name": f"{HERE}.Mode"}, "name": "FAST"},
+    {"dataclass": f"{HERE}.Options", "fields": {"scale": 1, "nested": None, "__post_init__": 1}},
+    {"dataclass": f"{HERE}.Mode", "fields": {}},
+    {"dtype": "O"},
+    {"dtype": "float32,(2,)O"},
+    {"node": "builtins.dict", "children": [], "aux": None},
+    {"partial": {"name": "jax.numpy.tanh"}, "args": [], "kwargs": [["__class__", 1]]},
+]
+
+
+def uses(cls):
+    """Yield every form in which a description may make an object of a class."""
+    yield {"name": cls}
+    yield {"enum": cls, "name": "ONE"}
+    yield {"dataclass": cls, "fields": {"rows": 1}}
+    yield {"namedtuple": cls, "items": [1]}
+    yield {"node": cls, "children": [], "aux": None}
+    yield {"node": "collections.defaultdict", "children": [1], "aux": [{"name": cls}, ["a"]]}
+
+
+def wrapped(data):
+    """Yield a description in every place where one may stand."""
+    yield data
+    yield [data]
+    yield {"list": [data]}
+    yield {"map": [["key", data]]}
+    yield {"map": [[data, "value"]]}
+    yield {"set": [data]}
+    yield {"slice": [data, None, None]}
+    yield {"spec": [data]}
+    yield {"partial": data, "args": [], "kwargs": {"map": []}}
+    yield {"partial": {"name": "jax.numpy.tanh"}, "args": [data], "kwargs": {"map": []}}
+    yield {"partial": {"name": "jax.numpy.tanh"}, "args": [], "kwargs": {"map": [["x", data]]}}
+    yield {"node": "collections.OrderedDict", "children": [data], "aux": [["a"]]}
+    yield {"dataclass": f"{HERE}.Options", "fields": {"scale": data, "nested": None}}
+
+
+HOSTILE = [
+    *({"name": name} for name in NAMES),
+    *({"partial": {"name": name}, "args": ["true"], "kwargs": {"map": []}} for name in NAMES),
+    *(use for cls in TYPES for use in uses(cls)),
+    *FOREIGN,
+]
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Modules that do something when they are asked for anything, and what is loaded."""
+    spec = importlib.util.find_spec("antigravity")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    waiting = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(waiting)
+    monkeypatch.setitem(sys.modules, "lazy_by_loader", waiting)
+    monkeypatch.setitem(sys.modules, "lazy_by_getattr", lazy)
+    decode_config({"rows": 1}, f"{HERE}.Config")  # what reading itself needs is imported when it is first used
+    names_of(takes).find("")
+    before = set(sys.modules)
+    yield
+    assert set(sys.modules) == before
+    assert object.__getattribute__(waiting, "__class__") is not types.ModuleType  # it was not loaded
+
+
+# --- program texts, exported programs, notes ---
+
+
+def test_a_description_names_what_was_registered_and_nothing_else(modules):
+    names = names_of(takes)
+    for number, data in enumerate(HOSTILE):
+        places = list(wrapped(data))
+        with pytest.raises(DescriptionError):
+            rebuild(called_with(data))
+        with pytest.raises(DescriptionError):
+            rebuild(called_with(mode=places[number % len(places)]))
+    assert names.find("os.system") is None
+
+
+@pytest.mark.parametrize("form", ["stablehlo", "hlo", "exported"])
+def test_a_text_runs_and_imports_nothing(modules, form):
+    descriptions = {label_of(called_with(data)): called_with(data) for data in HOSTILE}
+    payloads = {label: json.dumps(data, sort_keys=True) for label, data in descriptions.items()}
+    if form == "hlo":
+        text = "\n".join(f"{label}={payload}" for label, payload in payloads.items())
+    elif form == "stablehlo":
+        quoted = {label: payload.replace("\\", "\\\\").replace('"', "\\22") for label, payload in payloads.items()}
+        text = "\n".join(f'"{label}" = "{payload}"' for label, payload in quoted.items())
+    else:
+        compact = [json.dumps(data, sort_keys=True, separators=(",", ":")) for data in descriptions.values()]
+        text = text_of_bytecode(b"ML\xefR" + "\0".join([*payloads, *compact, ""]).encode())
+    program = calls_in_text(text)
+    assert program.calls == ()
+    assert len(program.refused) == len(descriptions)
+
+
+def test_a_note_runs_and_imports_nothing(modules, tmp_path):
+    notes = MissedNotes(tmp_path)
+    inv = Invocation(kernel=takes, args=(X,))
+    some = HOSTILE[:: len(HOSTILE) // 20]
+    for data in some:
+        description = called_with(data)
+        inv.__dict__.update(description=description, call_key=key_of(description))
+        notes.put(inv, "heuristic")
+    with pytest.warns(OfflineWarning, match="takes"):
+        found = missed_calls(tmp_path)
+    assert found.calls == ()
+    assert f"{len(some)} of no use here" in found.counts
+
+
+def test_a_partial_is_made_and_not_called():
+    data = {"partial": {"name": "jax.numpy.tanh"}, "args": [], "kwargs": {"map": []}}
+    function = rebuild(called_with(data)).args[1]
+    assert isinstance(function, functools.partial)
+    assert function.func is jnp.tanh
+
+
+def test_what_the_kernel_declares_may_be_named():
+    options = {"dataclass": f"{HERE}.Options", "fields": {"scale": describe(1.0), "nested": nested()}}
+    inv = rebuild(called_with(options=options, mode={"enum": f"{HERE}.Mode", "name": "SAFE"}))
+    assert inv.kwargs["options"] == Options(1.0, Nested(Level.LOW))
+    assert inv.kwargs["mode"] is Mode.SAFE
+    assert rebuild(called_with(function={"name": f"{HERE}.by_default"})).kwargs["function"] is by_default
+
+
+def nested():
+    return {
+        "dataclass": f"{HERE}.Nested",
+        "fields": {"level": {"enum": f"{HERE}.Level", "name": "LOW"}},
+    }
+
+
+def test_what_is_marked_nameable_may_be_named():
+    assert rebuild(called_with({"name": f"{HERE}.swish"})).args[1] is swish
+
+
+def test_a_name_that_was_pointed_elsewhere_finds_nothing(monkeypatch):
+    """Neither what is there now, which nobody registered, nor what was, which has that name no more."""
+    monkeypatch.setattr(sys.modules[HERE], "swish", fire)
+    with pytest.raises(DescriptionError):
+        rebuild(called_with({"name": f"{HERE}.swish"}))
+
+
+def test_jaxs_functions_that_may_be_named_touch_nothing_but_their_arguments():
+    """Also those of a newer JAX: what handles files, callbacks or settings shows in the code or in the parameters."""
+    touches = re.compile(
+        r"\bopen\(|(io|pure|debug)_callback\(|debug\.|\.tofile|\bsave\w*\(|np\.load|print\(|config\.update|\bexec\("
+    )
+    named = {"file", "fname", "filename", "path", "buffer"}
+    names = Names()
+    seen = 0
+    for path in JAX_MODULES:
+        for name, value in vars(sys.modules[path]).items():
+            found = names.find(f"{path}.{name}")
+            if found is None or isinstance(value, types.ModuleType):
+                continue
+            seen += 1
+            assert found is value
+            assert not isinstance(found, type)
+            source = source_of(inspect.unwrap(found))
+            assert not touches.search(source), f"{path}.{name}"
+            assert not named & set(parameters_of(found)), f"{path}.{name}"
+    assert seen > 400
+
+
+def source_of(function):
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+    return re.sub(r'""".*?"""', "", source, flags=re.DOTALL)
+
+
+def parameters_of(function):
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
+def test_a_kernel_sees_arguments_of_a_text_that_prepare_did_not():
+    seen = []
+
+    class Prepared(Takes):
+        def prepare(self, *args, **kwargs):
+            return fire()
+
+        def run(self, x, word="", *, cfg):
+            seen.append(word)
+            return x * 2
+
+    kernel = Prepared("prepared")
+    description = called_with("unheard of") | {"op": "prepared.bwd@v0", "steps": [["vjp", [True]]]}
+    assert rebuild(description).kernel is kernel
+    assert seen == ["unheard of"]
+
+
+def test_large_and_deep_descriptions_are_refused_soon():
+    equal_hashes = [n * (2**61 - 1) for n in range(5000)]
+    deep: Any = 1
+    for _ in range(400):
+        deep = [deep]
+    for data in (
+        {"set": equal_hashes},
+        {"map": [[n, 1] for n in equal_hashes]},
+        deep,
+        [0] * 20_000,
+        {"array": ["float32", [10**4000]]},
+        {"name": "a" * 1_000_000},
+    ):
+        with pytest.raises(DescriptionError) as caught:
+            rebuild(called_with(data))
+        assert len(str(caught.value)) < 1000
+    with pytest.raises(DescriptionError):
+        rebuild(called_with() | {"steps": [["vmap", 10**4000, [0]]]})
+
+
+def test_a_text_of_labels_that_carry_nonsense_is_read_in_time():
+    """A megabyte may follow every label; only so many are looked at."""
+    text = "\n".join(f"ejkernel_ops#takes@v0:{n:016x}={{" + '"a":' for n in range(20_000))
+    assert calls_in_text(text).calls == ()
+
+
+def test_an_exported_program_is_searched_and_not_parsed(tmp_path, monkeypatch):
+    """Types that a user registered for serialisation would otherwise read parts of it, with `pickle` if they like."""
+
+    @dataclasses.dataclass
+    class State:
+        x: Any
+
+    def unpickled(data):
+        FIRED.append("deserialize_auxdata")
+        return pickle.loads(data)
+
+    jax.tree_util.register_pytree_node(State, lambda s: ((s.x,), "aux"), lambda aux, children: State(*children))
+    export.register_pytree_node_serialization(
+        State, serialized_name="tests.State", serialize_auxdata=pickle.dumps, deserialize_auxdata=unpickled
+    )
+    monkeypatch.setenv("EJKERNEL_OPS_STAMP", "json")
+    data = export.export(jax.jit(lambda state: takes(state.x)))(State(X)).serialize()
+    file = tmp_path / "program.bin"
+    file.write_bytes(data)
+    (inv,) = calls_in_file(file).calls
+    assert inv.op_id == "takes"
+    bits = random.Random(0)
+    for _ in range(200):
+        broken = bytearray(data)
+        for _ in range(bits.choice([1, 8])):
+            broken[bits.randrange(len(broken))] = bits.randrange(256)
+        with contextlib.suppress(ValueError):
+            calls_in_text(text_of_bytecode(bytes(broken)))
+    with pytest.raises(ValueError, match="no MLIR bytecode"):
+        text_of_bytecode(b"\0nothing")
+
+
+def test_a_file_is_read_without_the_working_directory(tmp_path):
+    """`import` finds what lies there only if the user named modules."""
+    file = tmp_path / "program:step.mlir"
+    file.write_text("")
+    assert not names_modules(str(file), ())
+    assert not names_modules("", ())
+    assert names_modules(str(file), ("my_kernels",))
+    assert names_modules("my_program:step", ())
+
+
+def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
+    from ejkernel.kernels.flash_attention import load
+
+    for name in ("common", "reference", "..", "os", "xla.jax", f"..{HERE}"):
+        with pytest.raises(ValueError, match="implementation must be one of"):
+            load(name)
+
+
+# --- entries, logs, results: configurations ---
+
+
+@pytest.mark.parametrize("name", [*TYPES, *NAMES])
+def test_a_configuration_is_of_a_type_that_was_registered(modules, name):
+    with pytest.raises(ConfigError, match="files may name here"):
+        decode_config({"rows": 1}, name)
+
+
+def made(name):
+    """Return a new dataclass of this module."""
+    return dataclasses.dataclass(type(name, (), {"__module__": HERE, "__annotations__": {"rows": int}}))
+
+
+def test_types_that_files_may_name():
+    """Those that kernel classes name, that were marked, and that this process stored."""
+    assert decode_config({"rows": 3}, f"{HERE}.Config") == Config(3)
+
+    stored = made("Stored")
+    with pytest.raises(ConfigError):
+        decode_config({"rows": 1}, f"{HERE}.Stored")
+    AutotuningResult("cpu", (Entry("a@v0", "0" * 16, stored(1)),)).dumps()
+    assert decode_config({"rows": 1}, f"{HERE}.Stored") == stored(1)
+
+    marked = nameable(made("Marked"))
+    assert decode_config({"rows": 1}, f"{HERE}.Marked") == marked(1)
+
+
+KEY = ConfigKey("cpu", "takes@v0", "0" * 16)
+
+
+def test_an_entry_of_a_type_that_was_not_registered_is_a_warned_miss(tmp_path, monkeypatch):
+    cache = PersistentCache(tmp_path, shipped=False)
+    monkeypatch.setattr(persistent, "type_name", lambda config: f"{HERE}.Fires")
+    cache.put(KEY, Config(2))
+    with pytest.warns(CacheWarning, match="files may name here"):
+        assert cache.get(KEY) is None
+    assert cache.get(KEY, Config) == Config(2)
+
+
+def test_who_writes_the_folder_chooses_the_configuration(tmp_path):
+    """Among those that the kernel's type accepts."""
+    inv = Invocation(kernel=takes, args=(X,))
+    cache = PersistentCache(tmp_path, shipped=False)
+    cache.put(inv.key, Config(10**9))
+    assert ConfigSelectorChain(persistent=cache).resolve(inv, takes).config == Config(10**9)
+    cache.put(inv.key, {"rows": "os.system"})
+    with pytest.warns(CacheWarning, match="expected int"):
+        assert ConfigSelectorChain(persistent=cache).resolve(inv, takes).source == "heuristic"
+
+
+def test_a_result_of_a_type_that_was_not_registered_is_an_error(monkeypatch):
+    monkeypatch.setattr(result, "type_name", lambda config: f"{HERE}.Fires")
+    text = AutotuningResult("cpu", (Entry(KEY.op, KEY.call, Config(2)),)).dumps()
+    with pytest.raises(ConfigError, match="files may name here"):
+        AutotuningResult.loads(text)
+
+
+def test_a_log_of_a_type_that_was_not_registered_has_nothing_to_tell(tmp_path, monkeypatch):
+    monkeypatch.setattr(_searchlog, "type_name", lambda config: f"{HERE}.Fires")
+    store = MeasurementStore(tmp_path)
+    store.save(Autotuner(rounds=1, warmup=1).tune(Invocation(kernel=takes, args=(jnp.ones(4),)), takes))
+    (search,) = store.searches()
+    assert search.record().times == ()
+
+
+# --- bundles ---
+
+
+def test_reading_a_bundle_runs_none_of_it(tmp_path, monkeypatch):
+    """Its programs are loaded, and run, when they are measured."""
+    monkeypatch.setattr(bundles, "load_program", fire)
+    folder = tmp_path / "bundle"
+    compile_bundle([Invocation(kernel=takes, args=(X,))], Target.named("here"), folder)
+    assert len(calls_in_bundle(folder).calls) == 1
+
+
+def test_a_bundle_of_types_that_were_not_registered_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundles, "type_name", lambda config: f"{HERE}.Fires")
+    with pytest.raises(ConfigError, match=r"needs the module of .*files may name here"):  # what was written is read
+        compile_bundle([Invocation(kernel=takes, args=(X,))], Target.named("here"), tmp_path / "bundle")
+
+
+# --- the environment, the command, the workers ---
+
+
+@pytest.mark.parametrize("value", ["os.system", f"{HERE}.fire", "__import__('os')", "$(true)", "/etc/passwd", "\0"])
+def test_a_variable_chooses_among_words_or_names_a_folder(value):
+    for name in ("EJKERNEL_ON_MISS", "EJKERNEL_AUTOTUNE", "EJKERNEL_NOTE_MISSES", "EJKERNEL_OPS_STAMP"):
+        with pytest.raises(ConfigError, match=name):
+            Settings.from_env({name: value})
+    assert isinstance(Settings.from_env({"EJKERNEL_CACHE_DIR": value}).cache_dir, Path | None)
+
+
+def calls_by_name():
+    """Yield each module, and the functions that it calls by name."""
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                yield str(file.relative_to(SOURCE)), ast.unparse(node.func)
+
+
+def test_only_these_places_turn_names_or_bytes_into_code():
+    dangerous = re.compile(
+        r"(?:^|\.)(?:eval|exec|compile_command|__import__|import_module|run_path|run_module|loads|CDLL|deserialize"
+        r"|deserialize_and_load|system|Popen)$"
+    )
+    found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
+    assert found == {
+        ("cli/finding.py", "importlib.import_module"),  # what the user named
+        ("compat.py", "deserialize_and_load"),  # a bundle's programs, and those of our own compiler processes
+        ("kernels/flash_attention/__init__.py", "importlib.import_module"),  # of a fixed list
+        ("ops/execution/workers.py", "pickle.loads"),  # between a process and its own child
+        ("ops/utils/nameable.py", "importlib.import_module"),  # of a fixed list
+        ("ops/utils/signature.py", "importlib.import_module"),  # of a fixed list
+        *({("ops/utils/_decode.py", "typing.get_type_hints")} & found),
+    } | {call for call in found if call[1] == "json.loads"}
+
+
+def test_loaded_modules_are_not_searched_by_a_files_names():
+    users = {str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py") if "sys.modules" in file.read_text("utf-8")}
+    assert users == {
+        "ops/core/kernel.py",  # where an instance is kept, to be pickled by name
+        "ops/utils/nameable.py",  # where annotations of registered classes are to be resolved
+        "ops/utils/signature.py",  # whether a value has the name that it says it has
+    }
+
+
+def test_what_is_described_is_what_may_be_read():
+    """The two directions speak of the same names."""
+    for value in (swish, by_default, Mode.SAFE, Options(2.0, Nested()), jnp.tanh, jax.lax.Precision.HIGHEST):
+        description = called_with(describe(value))
+        assert rebuild(description).description == description
