@@ -14,7 +14,7 @@ from ejkernel.cli.report import render
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.store import MeasurementStore, StoredSearch
-from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.tables import arguments, compact
 
 
@@ -26,7 +26,7 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> None:
         return
     entries = [entry for _, entry in store.entries()]
     if as_json:
-        click.echo(json.dumps([_as_data(entry) for entry in entries], indent=2, sort_keys=True))
+        click.echo(_as_json([_as_data(entry) for entry in entries]))
         return
     if not entries:
         click.echo(f"Nothing is saved in {store.path}.")
@@ -55,9 +55,13 @@ def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
     if not found:
         raise ConfigError(f"no search is stored in {cache.path} whose call or operation begins with {prefix!r}.")
     if as_json:
-        click.echo(json.dumps([_search_as_data(search) for search in found.values()], indent=2, sort_keys=True))
+        click.echo(_as_json([_search_as_data(search) for search in found.values()]))
     else:
         click.echo("\n\n".join(search.summary() for search in found.values()))
+
+
+def _as_json(data: Any) -> str:
+    return printable_json(json.dumps(data, indent=2, sort_keys=True))
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
