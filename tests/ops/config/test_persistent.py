@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -335,6 +336,18 @@ def test_the_shipped_entries_come_last(tmp_path, monkeypatch):
     assert PersistentCache(tmp_path / "user").get(KEY) == 1
     assert PersistentCache(tmp_path / "user").keys() == [KEY]
     assert PersistentCache(tmp_path / "user", shipped=False).get(KEY) is None
+
+
+def test_the_package_may_be_in_an_archive(tmp_path, monkeypatch):
+    PersistentCache(tmp_path / "data" / "configs", shipped=False).put(KEY, 1)
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        for file in files(tmp_path / "data"):
+            archive.write(file, file.relative_to(tmp_path))
+    monkeypatch.setattr(persistent.resources, "files", lambda _: zipfile.Path(tmp_path / "package.zip"))
+    cache = PersistentCache(tmp_path / "user")
+    assert cache.get(KEY) == 1
+    assert cache.get(OTHER) is None
+    assert [(key, entry.path) for key, entry in cache.entries()] == [(KEY, None)]
 
 
 def test_a_package_without_entries_is_fine(tmp_path, monkeypatch):

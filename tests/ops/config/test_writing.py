@@ -128,6 +128,15 @@ def test_the_clock_that_counts_is_the_file_system_s(tmp_path):
     assert remove_left_over(tmp_path / "none", 0.0) == 0
 
 
+def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog):
+    left = beside(tmp_path / "z.json")
+    (tmp_path / ".a.json.1-0123abcd.tmp").mkdir()
+    with caplog.at_level("INFO"):
+        assert remove_left_over(tmp_path, left.stat().st_mtime + 2 * LEFT_OVER) == 1
+    assert not left.exists()
+    assert "what another process left stays there" in caplog.text
+
+
 def test_a_process_whose_file_was_taken_for_left_over_writes_it_again(monkeypatch, tmp_path):
     replace, taken = os.replace, []
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -56,18 +55,25 @@ def remove_left_over(folder: Path, now: float) -> int:
         folder: The folder; not the ones below it.
         now: The time, by the clock of the file system: that of a file that was written just now.
     """
-    removed = 0
     try:
-        names = [name for name in os.listdir(folder) if _BESIDE.fullmatch(name)]
-        for name in names:
-            file = folder / name
-            with contextlib.suppress(FileNotFoundError):  # another process does the same
-                if now - file.lstat().st_mtime > LEFT_OVER:
-                    file.unlink()
-                    removed += 1
+        left = [folder / name for name in os.listdir(folder) if _BESIDE.fullmatch(name)]
     except OSError as error:
-        logger.info("what others left in a folder stays there: %s", printable(error))
-    return removed
+        logger.info("what others may have left in a folder stays there: %s", printable(error))
+        return 0
+    return sum(_removed(file, now) for file in left)
+
+
+def _removed(file: Path, now: float) -> bool:
+    try:
+        if now - file.lstat().st_mtime <= LEFT_OVER:
+            return False
+        file.unlink()
+    except FileNotFoundError:  # another process does the same
+        return False
+    except OSError as error:
+        logger.info("what another process left stays there: %s", printable(error))
+        return False
+    return True
 
 
 def _written(file: Path, raw: bytes, durable: bool) -> float:

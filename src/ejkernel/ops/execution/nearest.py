@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.printable import printable
 
 _SHOWN = 3  # differences that are told
 _OTHER = 8.0  # how far apart two values are that have no distance; as two sizes of which one is 256 times the other
@@ -28,7 +29,7 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Any, Any], key: ConfigK
     """Return why `store` has no configuration for a call: a sentence for `explain`."""
     problem = store.problem(key, None if inv.kernel is None else inv.kernel.config_type)
     if problem is not None:
-        return f"there is an entry that cannot be used: {problem}"
+        return f"there is an entry that cannot be used: {printable(problem)}"
     name = key.op.rpartition("@v")[0]
     known = [
         (other, entry.call)
@@ -130,7 +131,7 @@ def _short(data: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return printable(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
 
 
 def _float(text: Any) -> str:
@@ -142,6 +143,6 @@ def _float(text: Any) -> str:
 
 def _elsewhere(other: ConfigKey, key: ConfigKey) -> str:
     """Say in what a key of the same operation differs from the wanted one: in its device, its version, or both."""
-    version = f"as version {other.op.rpartition('@v')[2]}" if other.op != key.op else ""
-    device = f"on {other.device}" if other.device != key.device else ""
+    version = f"as version {printable(other.op.rpartition('@v')[2])}" if other.op != key.op else ""
+    device = f"on {printable(other.device)}" if other.device != key.device else ""
     return " ".join(part for part in (version, device) if part) or "here"
