@@ -13,7 +13,7 @@ from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.store import MeasurementStore, StoredSearch
-from ejkernel.ops.utils.printable import printable, printable_json
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.tables import arguments, compact
 
 
@@ -114,10 +114,6 @@ def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
         report.echo_json([_search_as_data(search) for search in found.values()])
     else:
         click.echo("\n\n".join(search.summary(width=report.width()) for search in found.values()))
-
-
-def _as_json(data: Any) -> str:
-    return printable_json(json.dumps(data, indent=2, sort_keys=True))
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
