@@ -273,11 +273,14 @@ class Scatter:
         space: The space.
         rng: Draws the points that are chosen from.
         options: Parameters of the search.
+        near: Points that are known.
     """
 
-    def __init__(self, space: ConfigSpace[Any], rng: np.random.Generator, options: SearchOptions) -> None:
+    def __init__(
+        self, space: ConfigSpace[Any], rng: np.random.Generator, options: SearchOptions, near: Iterable[Point] = ()
+    ) -> None:
         self._space, self._options = space, options
-        self._points = space.sample_points(rng, _SCATTERED)
+        self._points = space.sample_points(rng, _SCATTERED, near)
         self._columns = _columns(
             space.encode_points(self._points, aligned_from=options.aligned_from), len(self._points)
         )
