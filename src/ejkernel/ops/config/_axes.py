@@ -55,7 +55,7 @@ class Axis:
         Raises:
             ConfigError: there are no values, or one is there twice, or they are too many to have positions.
         """
-        if not isinstance(name, str) or isinstance(values, str | bytes):
+        if isinstance(values, str | bytes) or not isinstance(name, str):
             raise ConfigError(f"axes must map a name to a sequence of values, got {name!r}: {values!r}.")
         try:
             values = values if isinstance(values, range) else tuple(values)

@@ -219,7 +219,7 @@ class Part:
                 low, high = (low, middle) if half is below else (middle, high)
                 chain.restrict(position, low, high, half[-1])
                 total, done = total + math.log2(len(visited) / len(half)), done + 1
-        return round(2.0 ** min(total, 1000.0))
+        return int(math.exp2(min(total, 1000.0)))
 
     def _branched(self) -> int:
         """Estimate the number of points: choose the axes at random, one by one, and multiply how many ways there are.

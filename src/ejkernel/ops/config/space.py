@@ -271,9 +271,13 @@ class ConfigSpace(Generic[Cfg]):
 
         It may be `empty`.
         """
-        levels = {axis.name: axis.level(fixed[axis.name]) for axis in self.axes if axis.name in fixed}
-        if None in levels.values():
-            return None
+        levels: dict[str, int] = {}
+        for axis in self.axes:
+            if axis.name in fixed:
+                level = axis.level(fixed[axis.name])
+                if level is None:
+                    return None
+                levels[axis.name] = level
         narrowed: ConfigSpace[Cfg] = ConfigSpace(
             {a.name: (a.values[levels[a.name]],) if a.name in levels else a.values for a in self.axes},
             constraints=[constraint.holds for constraint in self._constraints],

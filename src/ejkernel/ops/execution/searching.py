@@ -167,23 +167,27 @@ class ModelSearch(_Told):
         self._rng = np.random.default_rng(seed)
         priors = (Prior(space, record, self.options) for record in records)
         self._priors = tuple(prior for prior in priors if len(prior) >= LEAST)
-        self._measured = 0
+        self._measured = self._failures = 0
         self._scatter: Scatter | None = None
         self._candidates: Candidates | None = None
         self._model: Model | None = None
         self._hypers: tuple[Hyper, ...] = ()
+        self._failing: Hyper | None = None
         self._stale_at = 0
 
     def _learn(self, point: Point, seconds: float | None) -> None:
         self._measured += seconds is not None
+        self._failures += seconds is None
         if seconds == self._best and self.space.points() is None:
             self._stale_at = 0  # the new best's neighbours are to be ranked
         row = None if self._candidates is None else self._candidates.rows.get(point)
         if row is None or self._candidates is None:
             return
         self._candidates.note(row, failed=seconds is None)
-        if self._model is not None and seconds is not None:
+        if self._model is not None:
             self._model.add(row, seconds)
+        if seconds is None and self._failures == 1:
+            self._stale_at = 0  # a model that has seen no failure expects none
 
     def _choose(self, n: int) -> list[Point]:
         if not self._priors and (len(self._proposed) < self.options.scattered or self._measured < LEAST):
@@ -217,8 +221,8 @@ class ModelSearch(_Told):
             for records, shares in self._kinds()
             for share in shares
         )
-        self._model = Model(self._candidates, self._hypers, self.times)
-        self._hypers = self._model.hypers
+        self._model = Model(self._candidates, self._hypers, self.times, self._failing)
+        self._hypers, self._failing = self._model.hypers, self._model.failing.hyper
         self._stale_at = self._measured + max(2, self._measured // 5)
 
     def _kinds(self) -> list[tuple[bool, tuple[float, ...]]]:
