@@ -38,7 +38,7 @@ class Failing:
         self._process: Process | None = None
         if not any(failed):
             return
-        kept = _kept(failed)
+        kept = kept_outcomes(failed, _HELD)
         rows, self._outcomes = [rows[i] for i in kept], [self._outcomes[i] for i in kept]
         values = np.array(self._outcomes)
         start = start or Hyper(
@@ -47,7 +47,7 @@ class Failing:
         self.hyper = pool.fit(start, np.array(rows, dtype=np.intp), values, self._scale(values))
         self._process = Process(pool, self.hyper, rows)
 
-    def add(self, row: int, failed: bool) -> None:
+    def add(self, row: int, *, failed: bool) -> None:
         """Take note of an outcome."""
         if self._process is not None:
             self._process.add(row)
@@ -65,11 +65,11 @@ class Failing:
         return Scale(float(values.var()) + 1e-3, 1.0)
 
 
-def _kept(failed: Sequence[bool]) -> list[int]:
-    """Return the positions of the outcomes that are held: all, or the rarer kind and the latest of the others."""
-    if len(failed) <= _HELD:
+def kept_outcomes(failed: Sequence[bool], most: int) -> list[int]:
+    """Return the positions of the outcomes that are held: all, or those of the rarer kind and the latest others."""
+    if len(failed) <= most:
         return list(range(len(failed)))
-    kinds = [[i for i, outcome in enumerate(failed) if outcome is kind] for kind in (True, False)]
+    kinds = ([i for i, outcome in enumerate(failed) if outcome is kind] for kind in (True, False))
     few, many = sorted(kinds, key=len)
-    few = few[-_HELD // 2 :]
-    return sorted([*few, *many[len(few) - _HELD :]])
+    few = few[-(most // 2) :]
+    return sorted([*few, *many[len(few) - most :]])

@@ -204,7 +204,7 @@ class Model:
 
     def add(self, row: int, seconds: float | None) -> None:
         """Add a measurement, or a failure."""
-        self.failing.add(row, seconds is None)
+        self.failing.add(row, failed=seconds is None)
         if seconds is None:
             return
         for process in self._processes:
