@@ -362,7 +362,7 @@ def _agree(config: Mapping[str, Any], fixed: Config) -> bool:
 
 
 def _some(space: ConfigSpace[Config], base: Config) -> Collection[Config]:
-    return [base] if space.empty() else space
+    return space if base in space or not space.empty() else [base]  # the former is cheap: it lists nothing
 
 
 def _narrowed(space: ConfigSpace[Config], fixed: Config, base: Config) -> Collection[Config]:

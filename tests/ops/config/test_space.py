@@ -143,12 +143,11 @@ def test_constraints_that_nothing_meets_are_an_error(use):
 
 def test_none_is_claimed_only_of_a_space_that_was_gone_through():
     axes = {f"axis{i}": list(range(10)) for i in range(12)}
-    for constraint in (lambda a: False, lambda a: sum(a.values()) == 47 and hash(tuple(a.values())) % 10**9 == 0):
-        space = ConfigSpace(axes, constraints=constraint)
-        assert not space.empty()
-        assert not space.exact
-        with pytest.raises(ConfigError, match=r"none was found: .* of about 10\^12 that there are; some may"):
-            space.sample(np.random.default_rng(0), 1)
+    space = ConfigSpace(axes, constraints=lambda a: False)
+    assert not space.empty()
+    assert not space.exact
+    with pytest.raises(ConfigError, match=r"none was found: .* of about 10\^12 that there are; some may"):
+        space.sample(np.random.default_rng(0), 1)
 
 
 def test_a_pair_of_axes_that_cannot_be_met_empties_a_large_space():

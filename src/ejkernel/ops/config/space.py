@@ -79,7 +79,7 @@ class ConfigSpace(Generic[Cfg]):
         self._read = read
         self._listed: tuple[Point, ...] | None = None
         self._parts: list[tuple[list[int], Part]] = []  # the positions of the axes of each part
-        self._divided = False
+        self._looked = False  # whether all parts are listed that can be
         self._owners: dict[int, tuple[list[int], Part]] | None = None
 
     @classmethod
@@ -131,7 +131,7 @@ class ConfigSpace(Generic[Cfg]):
         Raises:
             ConfigError: there is none, or none was found.
         """
-        counts = [part.count for _, part in self._divide()]
+        counts = [part.count for _, part in self._known()]
         if not all(counts):
             raise self._nothing()
         return math.prod(counts)
@@ -139,7 +139,7 @@ class ConfigSpace(Generic[Cfg]):
     @property
     def exact(self) -> bool:
         """Whether `size` is the number of configurations; else it is an estimate, from what was drawn at random."""
-        return self.empty() or all(part.exact for _, part in self._divide())
+        return self.empty() or all(part.exact for _, part in self._known())
 
     # Points: configurations by the positions of their values. They can be hashed, and cost nothing to make.
 
@@ -166,7 +166,7 @@ class ConfigSpace(Generic[Cfg]):
 
     def empty(self) -> bool:
         """Return whether it is certain that no configuration meets the constraints."""
-        return any(part.points == () for _, part in self._divide())
+        return any(part.points == () for _, part in self._known())
 
     def walk(self) -> Iterator[Point]:
         """Yield every point, the last axis fastest.
@@ -177,7 +177,7 @@ class ConfigSpace(Generic[Cfg]):
         if self._listed is not None:
             yield from self._listed
             return
-        part_of = {position: (positions, part) for positions, part in self._divide() for position in positions}
+        part_of = {position: (positions, part) for positions, part in self._known() for position in positions}
         chosen: list[int] = []
         effort = Effort(_WALKED)
 
@@ -361,26 +361,32 @@ class ConfigSpace(Generic[Cfg]):
         return [column for column in columns if column.shape[1]]
 
     def _divide(self) -> list[tuple[list[int], Part]]:
-        """Return the parts of the space that are independent of each other, each listed if that is possible."""
-        if not self._divided:
+        """Return the parts of the space that are independent of each other, with the positions of their axes."""
+        if not self._parts:
             read = {name: i for i, name in enumerate(self.names)}
             tied = parts_of(self.axes, self._constraints)
             owner = {i: number for number, positions in enumerate(tied) for i in positions}
             own: list[list[Constraint]] = [[] for _ in tied]
             for constraint in self._constraints:
                 own[owner[0 if constraint.reads is None else read[constraint.reads[0]]]].append(constraint)
-            parts = [
+            self._parts = [
                 (positions, Part([self.axes[i] for i in positions], some))
                 for positions, some in zip(tied, own, strict=True)
             ]
+        return self._parts
+
+    def _known(self) -> list[tuple[list[int], Part]]:
+        """Return the parts, once each of them is listed that can be."""
+        parts = self._divide()
+        if not self._looked:
             left = Effort(_LISTING)
             for _, part in sorted(parts, key=lambda item: item[1].product):
                 effort = Effort(min(left.left, _LISTING if len(part.axes) == 1 else _LISTING // 2))
                 left.spend(effort.left)
                 part.find_all(effort)
                 left.left += max(effort.left, 0)
-            self._parts, self._divided = parts, True
-        return self._parts
+            self._looked = True
+        return parts
 
     def _part_of(self, position: int) -> tuple[list[int], Part]:
         if self._owners is None:
@@ -389,7 +395,7 @@ class ConfigSpace(Generic[Cfg]):
 
     def _keep(self, points: Iterable[Point]) -> None:
         """Have these points and no others."""
-        self._listed, self._divided = tuple(points), True
+        self._listed, self._looked = tuple(points), True
         self._parts = [(list(range(len(self.axes))), Part(self.axes, (), self._listed))]
 
     def _steps(self, point: Point) -> list[tuple[int, int, int]]:
@@ -403,7 +409,7 @@ class ConfigSpace(Generic[Cfg]):
     def _drawn(self, rng: np.random.Generator, count: int, near: Sequence[Point]) -> Iterator[Point]:
         """Yield points at random, which may be the same; none if a part has none that is known."""
         columns: dict[int, Sequence[int]] = {}
-        for positions, part in self._divide():
+        for positions, part in self._known():
             drawn = part.draw(rng, count, [tuple(point[i] for i in positions) for point in near])
             if not drawn:
                 return iter(())
@@ -415,7 +421,7 @@ class ConfigSpace(Generic[Cfg]):
     def _nothing(self) -> ConfigError:
         if self.empty():
             return ConfigError(f"no configuration of {self!r} meets the constraints; check them, or add values.")
-        hard = [part for _, part in self._divide() if not part.exact and not part.count]
+        hard = [part for _, part in self._known() if not part.exact and not part.count]
         total = sum(math.log10(part.product) for part in hard)
         return ConfigError(
             f"none was found: in the time that is spent on it, no assignment of {self!r} that was tried meets the "
