@@ -320,11 +320,17 @@ def document(results: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        "`python benchmarks/search.py --spaces DIR --choose`; the file says how the score is defined. 'Found': at most",
+        f"`python benchmarks/search.py --spaces DIR {results['option']}`; the file says how the score is defined. "
+        "'Found': at most",
     ]
     lines += [f"{NEAR} times the optimum. 'Own ms': the strategy's processor time an evaluation, on one core.", ""]
     for key in results["tables"]:
         lines += render(labels[key], results["tables"][key])
+    for name, row in results["tables"]["cold"]["spaces"].items():
+        if "failing" in row:
+            lines.append(
+                f"- {name}: {row['failing']:.1%} fails, of the first 100 evaluations {row['failed']['100']:.1%}"
+            )
     if results["split"]:
         lines += ["### Options chosen on some kernels, reported on the others (cold)", ""]
         lines += ["| chosen on | options | reported on | score | found after 100 |", "|---|---|---|---|---|"]
@@ -363,7 +369,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = measure_failing(bench) if args.failing else measure(bench, choose=args.choose)
     versions = {"numpy": np.__version__, "python": platform.python_version()}
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    results = {"date": date, "seeds": args.seeds, "versions": versions, **measured}
+    option = "--failing" if args.failing else "--choose"
+    results = {"date": date, "seeds": args.seeds, "option": option, "versions": versions, **measured}
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
         name = "search_failing" if args.failing else "search"
