@@ -331,6 +331,7 @@ def document(results: dict[str, Any]) -> str:
             lines.append(
                 f"- {name}: {row['failing']:.1%} fails, of the first 100 evaluations {row['failed']['100']:.1%}"
             )
+    lines.append("")
     if results["split"]:
         lines += ["### Options chosen on some kernels, reported on the others (cold)", ""]
         lines += ["| chosen on | options | reported on | score | found after 100 |", "|---|---|---|---|---|"]
@@ -370,7 +371,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {"numpy": np.__version__, "python": platform.python_version()}
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     option = "--failing" if args.failing else "--choose"
-    results = {"date": date, "seeds": args.seeds, "option": option, "versions": versions, **measured}
+    device = f"recorded ones, replayed; own time on {platform.machine()}"
+    results = {"date": date, "device": device, "seeds": args.seeds, "option": option, "versions": versions, **measured}
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
         name = "search_failing" if args.failing else "search"
