@@ -101,6 +101,26 @@ class Space:
         return np.array(means)
 
 
+def failing(space: Space) -> Space:
+    """Return the space with what is most tempting made to fail: a made-up restriction, on recorded times.
+
+    It is the values of two axes that together hold at most a tenth of the configurations, and as many of the fastest
+    twentieth as possible: as when the fastest tiles are next to those that no longer fit.
+    """
+    names = list(space.configurations[0])
+    fast = space.times <= np.nanquantile(space.times, 0.05)
+    columns = {name: np.array([repr(config[name]) for config in space.configurations]) for name in names}
+    tempting, most = np.zeros(len(space.times), bool), 0
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            for a in np.unique(columns[one]):
+                for b in np.unique(columns[other]):
+                    chosen = (columns[one] == a) & (columns[other] == b)
+                    if chosen.mean() <= 0.1 and (chosen & fast).sum() > most:
+                        tempting, most = chosen, int((chosen & fast).sum())
+    return Space(f"{space.name}, failing", space.configurations, np.where(tempting, math.nan, space.times))
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One search: the best time after each evaluation (NaN before the first success), what it asked for, its time."""
@@ -151,8 +171,14 @@ def summary(space: Space, runs: Sequence[Run]) -> dict[str, Any]:
         "score": score(space, runs) if enough else None,
         "ratio": {str(k): float(np.exp(np.log(curves[:, k - 1]).mean())) for k in after},
         "found": {str(k): float((curves[:, k - 1] <= NEAR).mean()) for k in after},
+        "failed": {str(k): failed_share(space, runs, k) for k in after},
         "own_ms": 1e3 * sum(run.own_seconds for run in runs) / sum(len(run.asked) for run in runs),
     }
+
+
+def failed_share(space: Space, runs: Sequence[Run], most: int) -> float:
+    """Return which share of the first evaluations failed."""
+    return float(np.mean([np.isnan(space.times[list(run.asked[:most])]).mean() for run in runs]))
 
 
 def record_of(space: Space, asked: Iterable[int]) -> Record:
@@ -270,6 +296,16 @@ def measure(bench: Bench, *, choose: bool) -> dict[str, Any]:
     return {"tables": tables, "split": chosen_on_one_half(bench) if choose else None}
 
 
+def measure_failing(bench: Bench) -> dict[str, Any]:
+    """Run cold searches, and say how many of their evaluations failed, beside the share of the space that does."""
+    cold, _ = bench.collect("cold", lambda s, seed: ("cold", s.name, seed, SearchOptions(), ()))
+    for name, row in cold["spaces"].items():
+        row["failing"] = float(np.isnan(_spaces[name].times).mean())
+        print(f"{name}: {row['failing']:.1%} fails, of the first 100 evaluations {row['failed']['100']:.1%}")
+    print(f"mean: {np.mean([row['failed']['100'] for row in cold['spaces'].values()]):.1%}")
+    return {"tables": {"cold": cold}, "split": None}
+
+
 def document(results: dict[str, Any]) -> str:
     """Return the results as a page."""
     labels = {
@@ -284,11 +320,18 @@ def document(results: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        "`python benchmarks/search.py --spaces DIR --choose`; the file says how the score is defined. 'Found': at most",
+        f"`python benchmarks/search.py --spaces DIR {results['option']}`; the file says how the score is defined. "
+        "'Found': at most",
     ]
     lines += [f"{NEAR} times the optimum. 'Own ms': the strategy's processor time an evaluation, on one core.", ""]
-    for key, label in labels.items():
-        lines += render(label, results["tables"][key])
+    for key in results["tables"]:
+        lines += render(labels[key], results["tables"][key])
+    for name, row in results["tables"]["cold"]["spaces"].items():
+        if "failing" in row:
+            lines.append(
+                f"- {name}: {row['failing']:.1%} fails, of the first 100 evaluations {row['failed']['100']:.1%}"
+            )
+    lines.append("")
     if results["split"]:
         lines += ["### Options chosen on some kernels, reported on the others (cold)", ""]
         lines += ["| chosen on | options | reported on | score | found after 100 |", "|---|---|---|---|---|"]
@@ -309,6 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--spaces", type=Path, default=Path("recorded_spaces"), help="folder of *.json.gz files")
     parser.add_argument("--seeds", type=int, default=20, help="searches of each space")
     parser.add_argument("--only", default="", help="use the spaces whose name holds this")
+    parser.add_argument("--failing", action="store_true", help="cold searches of spaces with failures; nothing else")
     parser.add_argument("--choose", action="store_true", help="also try other options, and report them held out")
     parser.add_argument("--jobs", type=int, default=1, help="processes; set OMP_NUM_THREADS=1")
     parser.add_argument("--output", type=Path, help="folder for search.json and search.md")
@@ -316,17 +360,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = sorted(path for path in args.spaces.glob("*.json.gz") if args.only in path.name)
     if not paths:
         parser.error(f"--spaces: no *.json.gz file with {args.only!r} in {args.spaces}")
-    _spaces.update((space.name, space) for space in map(Space.load, paths))
+    loaded = list(map(Space.load, paths))
+    if args.failing:
+        loaded = [s for s in loaded if np.isnan(s.times).any()] + list(map(failing, loaded))
+    _spaces.update((space.name, space) for space in loaded)
     # Forked, so that the spaces are shared; nothing here starts threads.
     with multiprocessing.get_context("fork").Pool(args.jobs) if args.jobs > 1 else _Here() as pool:
-        measured = measure(Bench(args.seeds, pool), choose=args.choose)
+        bench = Bench(args.seeds, pool)
+        measured = measure_failing(bench) if args.failing else measure(bench, choose=args.choose)
     versions = {"numpy": np.__version__, "python": platform.python_version()}
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    results = {"date": date, "seeds": args.seeds, "versions": versions, **measured}
+    option = "--failing" if args.failing else "--choose"
+    device = f"recorded ones, replayed; own time on {platform.machine()}"
+    results = {"date": date, "device": device, "seeds": args.seeds, "option": option, "versions": versions, **measured}
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "search.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        (args.output / "search.md").write_text(document(results), encoding="utf-8")
+        name = "search_failing" if args.failing else "search"
+        (args.output / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (args.output / f"{name}.md").write_text(document(results), encoding="utf-8")
     return 0
 
 

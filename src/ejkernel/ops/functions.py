@@ -237,9 +237,11 @@ class _Declared:
         listed = [{**base, **entry} for entry in space]
         return [entry for entry in listed if _agree(entry, fixed)] or [base]
 
-    def _values(self, name: str, values: Any, base: Config) -> list[Any]:
+    def _values(self, name: str, values: Any, base: Config) -> Sequence[Any]:
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
+        if isinstance(values, range):
+            return values or ([base[name]] if name in base else [])
         listed = [plain(value, f"{self.called}: a value of {name}") for value in values]
         return listed or ([base[name]] if name in base else [])
 
@@ -359,7 +361,9 @@ def _types(space: Collection[Config] | None, names: Sequence[str], defaults: Con
     if space is None:
         return {}
     if isinstance(space, ConfigSpace):
-        values: dict[str, list[Any]] = {axis.name: list(axis.values) for axis in space.axes}
+        values: dict[str, Sequence[Any]] = {
+            axis.name: axis.values[:1] if isinstance(axis.values, range) else axis.values for axis in space.axes
+        }
     else:
         values = {name: [entry[name] for entry in space if name in entry] for name in names}
     own = {name: [*values[name], *([defaults[name]] if name in defaults else [])] for name in names}
@@ -371,19 +375,10 @@ def _agree(config: Mapping[str, Any], fixed: Config) -> bool:
 
 
 def _some(space: ConfigSpace[Config], base: Config) -> Collection[Config]:
-    return space if next(space.walk(), None) is not None else [base]
+    return space if base in space or not space.empty() else [base]  # the former is cheap: it lists nothing
 
 
 def _narrowed(space: ConfigSpace[Config], fixed: Config, base: Config) -> Collection[Config]:
     """Return the part of a space that agrees with `fixed`; what is fixed at another value leaves nothing to choose."""
-    axes = {axis.name: axis.values for axis in space.axes}
-    for axis in space.axes:
-        if axis.name in fixed:
-            if axis.level(fixed[axis.name]) is None:
-                return [base]
-            axes[axis.name] = (fixed[axis.name],)
-
-    def holds(assignment: dict[str, Any]) -> bool:
-        return space.has(space.locate(assignment))
-
-    return _some(ConfigSpace(axes, constraints=holds, build=lambda a: space.config(space.locate(a))), base)
+    narrowed = space.narrowed(fixed)
+    return [base] if narrowed is None else _some(narrowed, base)

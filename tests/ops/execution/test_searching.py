@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.execution._failing import Failing, kept_outcomes
 from ejkernel.ops.execution._modelling import Candidates, Model, Prior
 from ejkernel.ops.execution._surrogate import Hyper, Pool, Process, Scale, expected_improvement, matern
 from ejkernel.ops.execution.searching import (
@@ -321,3 +322,54 @@ def test_expected_improvement_is_that_of_many_draws():
     draws = 0.5 + 0.7 * rng.normal(size=1_000_000)
     found = expected_improvement(0.3, np.array([0.5]), np.array([0.7]))[0]
     assert found == pytest.approx(np.maximum(0.3 - draws, 0).mean(), rel=5e-3)
+
+
+BLOCKS = ConfigSpace(
+    {
+        "q": [16, 32, 64, 128, 256],
+        "kv": [16, 32, 64, 128, 256],
+        "stages": [1, 2, 3, 4],
+        "order": ["row", "column", "auto"],
+        "split": [1, 2, 4],
+    }
+)
+TEMPTING = {
+    "value": lambda config: config["stages"] == 4,
+    "pair": lambda config: config["q"] >= 128 and config["order"] != "row",
+    "product": lambda config: config["q"] * config["kv"] * config["stages"] > 2**16,
+}
+
+
+@pytest.mark.parametrize("fails", TEMPTING.values(), ids=TEMPTING)
+def test_what_fails_is_left_alone_however_much_it_promises(fails):
+    """The larger the blocks, the faster; the largest fail."""
+
+    def measure(config):
+        work = math.log2(config["q"] * config["kv"] * config["stages"])
+        return None if fails(config) else math.exp(-0.3 * work + 0.1 * config["split"])
+
+    asked = search(ModelSearch(BLOCKS, seed=0), measure, evaluations=40)
+    assert np.mean([time is None for _, time in asked]) < 0.48
+    assert min(t for _, t in asked if t is not None) == min(t for c in BLOCKS if (t := measure(c)) is not None)
+
+
+def test_without_failures_everything_is_taken_to_work():
+    pool = Pool([np.linspace(0, 1, 9)[:, None]], np.zeros((0, 9)))
+    failing = Failing(pool, [0, 4], [False, False], None)
+    np.testing.assert_array_equal(failing.chance(), np.ones(9))
+
+
+def test_the_chance_to_work_falls_towards_what_failed():
+    pool = Pool([np.linspace(0, 1, 9)[:, None]], np.zeros((0, 9)))
+    failing = Failing(pool, [0, 2, 6, 8], [False, False, True, True], None)
+    before = failing.chance()
+    assert before[1] > 0.5 > before[7] > 0.0
+    failing.add(5, failed=True)
+    assert failing.chance()[5] < before[5]
+
+
+def test_more_outcomes_than_a_model_holds_are_those_of_the_rarer_kind_and_the_latest():
+    kept = kept_outcomes([i % 100 == 0 for i in range(1000)], 256)
+    assert len(kept) == 256
+    assert set(range(0, 1000, 100)) <= set(kept)
+    assert kept_outcomes([True] * 1000, 256) == list(range(744, 1000))

@@ -13,6 +13,7 @@ import numpy as np
 from ejkernel.ops.config._axes import ALIGNED_FROM, Floats
 from ejkernel.ops.config.space import ConfigSpace, Point
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.execution._failing import Failing
 from ejkernel.ops.execution._surrogate import Hyper, Pool, Process, Scale, expected_improvement
 
 LEAST = 3  # measurements below which a model without records says nothing, and a record nothing to a model
@@ -176,10 +177,17 @@ class Model:
     Args:
         candidates: What is ranked.
         hypers: Where the fits start.
-        times: The measurements.
+        times: The measurements, and the failures.
+        failing: Where the fit to the failures starts, if there were any before.
     """
 
-    def __init__(self, candidates: Candidates, hypers: Sequence[Hyper], times: Mapping[Point, float | None]) -> None:
+    def __init__(
+        self,
+        candidates: Candidates,
+        hypers: Sequence[Hyper],
+        times: Mapping[Point, float | None],
+        failing: Hyper | None = None,
+    ) -> None:
         self.candidates = candidates
         measured = {candidates.rows[p]: math.log(t) for p, t in times.items() if t is not None and p in candidates.rows}
         rows = _held(list(measured), list(measured.values()))
@@ -191,9 +199,14 @@ class Model:
                 self._pool_of(hyper).fit(hyper, indices, values, self._scale(hyper, values)) for hyper in hypers
             )
         self._processes = [Process(self._pool_of(hyper), hyper, rows) for hyper in self.hypers]
+        tried = {candidates.rows[p]: t is None for p, t in times.items() if p in candidates.rows}
+        self.failing = Failing(candidates.plain, list(tried), list(tried.values()), failing)
 
-    def add(self, row: int, seconds: float) -> None:
-        """Add a measurement."""
+    def add(self, row: int, seconds: float | None) -> None:
+        """Add a measurement, or a failure."""
+        self.failing.add(row, failed=seconds is None)
+        if seconds is None:
+            return
         for process in self._processes:
             process.add(row)
         self._values.append(math.log(seconds))
@@ -211,7 +224,7 @@ class Model:
         taken = np.zeros(len(rows), dtype=bool)
         taken[[rows[point] for point in proposed if point in rows]] = True
         values, count = list(self._values), len(self._values)
-        chance = self.candidates.chance()
+        chance = self.candidates.chance() * self.failing.chance()
         chosen: list[int] = []
         guessed = [rows[point] for point in pending[-_PENDING:] if point in rows]
         while len(chosen) < n and not taken.all():
@@ -273,11 +286,14 @@ class Scatter:
         space: The space.
         rng: Draws the points that are chosen from.
         options: Parameters of the search.
+        near: Points that are known.
     """
 
-    def __init__(self, space: ConfigSpace[Any], rng: np.random.Generator, options: SearchOptions) -> None:
+    def __init__(
+        self, space: ConfigSpace[Any], rng: np.random.Generator, options: SearchOptions, near: Iterable[Point] = ()
+    ) -> None:
         self._space, self._options = space, options
-        self._points = space.sample_points(rng, _SCATTERED)
+        self._points = space.sample_points(rng, _SCATTERED, near)
         self._columns = _columns(
             space.encode_points(self._points, aligned_from=options.aligned_from), len(self._points)
         )

@@ -257,11 +257,11 @@ def matern(squares: Floats) -> Floats:
 def expected_improvement(best: float, mean: Floats, deviation: Floats) -> Floats:
     """Return by how much each is expected to fall below `best`."""
     z = (best - mean) / deviation
-    improvement: Floats = deviation * (z * _normal_cdf(z) + np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi))
+    improvement: Floats = deviation * (z * normal_cdf(z) + np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi))
     return np.maximum(improvement, 0.0)
 
 
-def _normal_cdf(z: Floats) -> Floats:
+def normal_cdf(z: Floats) -> Floats:
     """Return the normal distribution function, to 1e-7; after Abramowitz and Stegun 1964, 7.1.26."""
     x = np.abs(z) * math.sqrt(0.5)
     t = 1.0 / (1.0 + 0.3275911 * x)

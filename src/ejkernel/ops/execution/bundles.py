@@ -290,7 +290,7 @@ def _compile_call(
 def _configs(inv: Invocation[Any, Any], max_candidates: int) -> list[Any]:
     assert inv.kernel is not None
     space = candidates_of(inv.kernel, inv)
-    if isinstance(space, ConfigSpace) and space.size > max(LISTED, max_candidates):
+    if isinstance(space, ConfigSpace) and not space.has_at_most(max(LISTED, max_candidates)):
         others = space.sample(np.random.default_rng(0), max_candidates)
     else:
         others = list(space)

@@ -20,6 +20,8 @@ from ejkernel.ops.execution._surrogate import Hyper
 _EXHAUSTIVE = 24  # configurations up to which all are measured anyway, so that their order does not matter
 _SAMPLED = 4096  # configurations of a large space that are ranked, beside the neighbours of the best
 _REFINED = 8  # of the best: their neighbours are ranked too
+_NEIGHBOURS = 512  # of each of them, the nearest
+_MODELLED = 256  # axes up to which a model says more than it costs
 
 
 class Strategy(Protocol):
@@ -128,7 +130,7 @@ class Random(_Told):
 
     def _choose(self, n: int) -> list[Point]:
         if self.space.points() is None:
-            return self._unseen(self.space.sample_points(self._rng, 4 * n + 16), n)
+            return self._unseen(self.space.sample_points(self._rng, 4 * n + 16, near=self._proposed), n)
         self._order = self._order or iter(self.space.sample_points(self._rng, self.space.size))
         return self._unseen(self._order, n)
 
@@ -165,27 +167,31 @@ class ModelSearch(_Told):
         self._rng = np.random.default_rng(seed)
         priors = (Prior(space, record, self.options) for record in records)
         self._priors = tuple(prior for prior in priors if len(prior) >= LEAST)
-        self._measured = 0
+        self._measured = self._failures = 0
         self._scatter: Scatter | None = None
         self._candidates: Candidates | None = None
         self._model: Model | None = None
         self._hypers: tuple[Hyper, ...] = ()
+        self._failing: Hyper | None = None
         self._stale_at = 0
 
     def _learn(self, point: Point, seconds: float | None) -> None:
         self._measured += seconds is not None
+        self._failures += seconds is None
         if seconds == self._best and self.space.points() is None:
             self._stale_at = 0  # the new best's neighbours are to be ranked
         row = None if self._candidates is None else self._candidates.rows.get(point)
         if row is None or self._candidates is None:
             return
         self._candidates.note(row, failed=seconds is None)
-        if self._model is not None and seconds is not None:
+        if self._model is not None:
             self._model.add(row, seconds)
+        if seconds is None and self._failures == 1:
+            self._stale_at = 0  # a model that has seen no failure expects none
 
     def _choose(self, n: int) -> list[Point]:
         if not self._priors and (len(self._proposed) < self.options.scattered or self._measured < LEAST):
-            self._scatter = self._scatter or Scatter(self.space, self._rng, self.options)
+            self._scatter = self._scatter or Scatter(self.space, self._rng, self.options, near=self._proposed)
             point = self._scatter.farthest(self._proposed)
             if point is not None:
                 return [point]
@@ -215,8 +221,8 @@ class ModelSearch(_Told):
             for records, shares in self._kinds()
             for share in shares
         )
-        self._model = Model(self._candidates, self._hypers, self.times)
-        self._hypers = self._model.hypers
+        self._model = Model(self._candidates, self._hypers, self.times, self._failing)
+        self._hypers, self._failing = self._model.hypers, self._model.failing.hyper
         self._stale_at = self._measured + max(2, self._measured // 5)
 
     def _kinds(self) -> list[tuple[bool, tuple[float, ...]]]:
@@ -235,16 +241,17 @@ class ModelSearch(_Told):
         measured = sorted((seconds, point) for point, seconds in self.times.items() if seconds is not None)
         points = dict.fromkeys(self.times)
         for _, point in measured[:_REFINED]:
-            points.update(dict.fromkeys(self.space.neighbour_points(point)))
-        points.update(dict.fromkeys(self.space.sample_points(self._rng, _SAMPLED)))
+            points.update(dict.fromkeys(self.space.neighbour_points(point, _NEIGHBOURS)))
+        points.update(dict.fromkeys(self.space.sample_points(self._rng, _SAMPLED, near=self._proposed)))
         return list(points)
 
 
 def default_strategy(
     space: ConfigSpace[Any], *, seeds: Iterable[Any] = (), records: Iterable[Record] = (), seed: int = 0
 ) -> Strategy:
-    """Return the strategy for a space: all of a tiny one in its order, else `ModelSearch`."""
-    points = space.points()
-    if points is not None and len(points) <= _EXHAUSTIVE:
+    """Return the strategy for a space: all of a tiny one in its order; chance for hundreds of axes; else a model."""
+    if space.has_at_most(_EXHAUSTIVE):
         return Exhaustive(space, seeds=seeds_of(records, seeds))
+    if len(space.axes) > _MODELLED:
+        return Random(space, seeds=seeds_of(records, seeds), seed=seed)
     return ModelSearch(space, seeds=seeds, records=records, seed=seed)

@@ -170,7 +170,7 @@ class TuningRun:
             stop=self._must_end,
         )
         with self._compiling_elsewhere():
-            if isinstance(others, ConfigSpace) and others.size > LISTED:
+            if isinstance(others, ConfigSpace) and not others.has_at_most(LISTED):
                 self._ask(others, first)
             else:
                 self._take_all(first, others)
@@ -230,7 +230,8 @@ class TuningRun:
 
     def _ask(self, space: ConfigSpace[Any], first: Sequence[Any]) -> None:
         """Measure the candidates that a strategy asks for, and the best of them, beside the heuristic, again."""
-        total = min(space.size, self.task.policy.max_candidates)
+        points, most = space.points(), self.task.policy.max_candidates
+        total = most if points is None else min(len(points), most)
         strategy = default_strategy(space, seeds=first, records=self.task.records, seed=self.task.seed)
         batch = _distinct(first) or _distinct(strategy.ask(_BATCH))
         self._begin(total)
