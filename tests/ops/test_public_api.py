@@ -45,6 +45,7 @@ DOCUMENTED = [
     "Executor",
     "FwdParams",
     "GradientError",
+    "GradientWarning",
     "Invocation",
     "Kernel",
     "KernelError",

@@ -26,6 +26,7 @@ from ejkernel.ops.errors import DeviceLostError as DeviceLostError
 from ejkernel.ops.errors import EjkernelError as EjkernelError
 from ejkernel.ops.errors import EjkernelWarning as EjkernelWarning
 from ejkernel.ops.errors import GradientError as GradientError
+from ejkernel.ops.errors import GradientWarning as GradientWarning
 from ejkernel.ops.errors import KernelError as KernelError
 from ejkernel.ops.errors import NoConfigError as NoConfigError
 from ejkernel.ops.errors import OfflineWarning as OfflineWarning

@@ -85,3 +85,7 @@ class OfflineWarning(EjkernelWarning):
 
 class TuningWarning(EjkernelWarning):
     """A search ended without measuring what it was asked to measure."""
+
+
+class GradientWarning(TuningWarning):
+    """A kernel's gradients are not the derivatives of what it computes, whatever its configuration."""

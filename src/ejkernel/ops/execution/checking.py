@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,30 +50,67 @@ def tolerance(dtype: Any, *, platform: str, precision: str | None) -> Tolerance:
     return _TOLERANCE.get(name, _DEFAULT)
 
 
-def check_results(results: Sequence[Any], truth: Sequence[Any], *, platform: str, precision: str | None) -> None:
+class Deviation(NamedTuple):
+    """How far one array is from the reference's.
+
+    Attributes:
+        error: The largest difference; of integers, how many places differ.
+        allowed: How large it may be.
+        reason: What is wrong; empty if nothing is.
+    """
+
+    error: float
+    allowed: float
+    reason: str = ""
+
+
+def check_results(
+    results: Sequence[Any], truth: Sequence[Any], *, platform: str, precision: str | None, names: Sequence[str] = ()
+) -> None:
     """Compare results with the reference's.
+
+    Args:
+        results: What a candidate computed.
+        truth: What it should have.
+        platform: Kind of the device.
+        precision: The default matmul precision in force.
+        names: What the message calls each result; by its number where they are left out.
 
     Raises:
         CandidateError: they differ; the message says where and by how much.
     """
+    for found in deviations(results, truth, platform=platform, precision=precision, names=names):
+        if found.reason:
+            raise CandidateError(found.reason)
+
+
+def deviations(
+    results: Sequence[Any], truth: Sequence[Any], *, platform: str, precision: str | None, names: Sequence[str] = ()
+) -> Iterator[Deviation]:
+    """Yield how far each result is from the reference's; see `check_results`.
+
+    Raises:
+        CandidateError: there is another number of them.
+    """
     if len(results) != len(truth):
         raise CandidateError(f"returns {len(results)} arrays, the reference {len(truth)}")
-    for index, (result, true) in enumerate(zip(results, truth, strict=True)):
-        _check_array(index, result, true, platform, precision)
+    called = names or [f"result {index}" for index in range(len(results))]
+    for name, result, true in zip(called, results, truth, strict=True):
+        yield _deviation(name, result, true, platform, precision)
 
 
-def _check_array(index: int, result: Any, true: Any, platform: str, precision: str | None) -> None:
+def _deviation(name: str, result: Any, true: Any, platform: str, precision: str | None) -> Deviation:
     if result.shape != true.shape:
-        raise CandidateError(f"result {index} has shape {result.shape}, the reference {true.shape}")
+        return Deviation(math.inf, 0.0, f"{name} has shape {result.shape}, the reference {true.shape}")
     if compat.dtypes.issubdtype(result.dtype, compat.dtypes.prng_key):
         result, true = jax.random.key_data(result), jax.random.key_data(true)
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         differing = int(_count_differing(result, true))
-        if differing:
-            raise CandidateError(f"result {index} differs from the reference in {differing} places")
-    elif result.size:
-        allowed = tolerance(result.dtype, platform=platform, precision=precision)
-        _judge(index, jax.device_get(_compare(result, true, allowed.worst)), allowed)
+        return Deviation(differing, 0.0, f"{name} differs from the reference in {differing} places" * bool(differing))
+    allowed = tolerance(result.dtype, platform=platform, precision=precision)
+    if not result.size:
+        return Deviation(0.0, allowed.worst)
+    return _judge(name, jax.device_get(_compare(result, true, allowed.worst)), allowed)
 
 
 @jax.jit
@@ -130,17 +168,21 @@ def _root_mean_square(values: Any, count: Any) -> Any:
     return largest * jnp.sqrt(jnp.sum((values / unit) ** 2) / count)
 
 
-def _judge(index: int, found: _Comparison, allowed: Tolerance) -> None:
+def _judge(name: str, found: _Comparison, allowed: Tolerance) -> Deviation:
     found = _Comparison(*(value.item() for value in found))
+    worst, overall = found.error / max(found.scale, _TINY), found.overall / max(found.size, _TINY)
     if not found.same_kinds:
-        raise CandidateError(f"result {index} has NaN or infinity where the reference has not, or the other way round")
+        reason = f"{name} has NaN or infinity where the reference has not, or the other way round"
+        return Deviation(math.inf, allowed.worst, reason)
     if found.error > allowed.worst * found.scale:
-        raise CandidateError(
-            f"result {index} differs from the reference: {found.got:.6g} instead of {found.want:.6g}, "
-            f"{found.error / max(found.scale, _TINY):.2g} relative (allowed: {allowed.worst:g})"
-        )
+        differs = f"{name} differs from the reference: {found.got:.6g} instead of {found.want:.6g}"
+        reason = f"{differs}, {worst:.2g} relative (allowed: {allowed.worst:g})"
+        return Deviation(worst, allowed.worst, reason)
     if found.overall > allowed.overall * found.size:
-        raise CandidateError(
-            f"result {index} differs from the reference by {found.overall / max(found.size, _TINY):.2g} of its root "
-            f"mean square (allowed: {allowed.overall:g})"
-        )
+        differs = f"{name} differs from the reference by {overall:.2g} of its root mean square"
+        return Deviation(overall, allowed.overall, f"{differs} (allowed: {allowed.overall:g})")
+    return max(
+        Deviation(worst, allowed.worst),
+        Deviation(overall, allowed.overall),
+        key=lambda deviation: deviation.error / deviation.allowed,
+    )
