@@ -79,6 +79,13 @@ def match_varying(primal: Any, gradient: Any) -> Any:
     return gradient
 
 
+def weakly_typed(value: Any) -> Any:
+    """Return `value` as an array whose type gives way to others', as that of a Python number does."""
+    from jax._src.lax.lax import _convert_element_type
+
+    return _convert_element_type(value, jnp.dtype(value.dtype), weak_type=True)
+
+
 def zeros_of_tangent(value: Any) -> Any:
     """Return the zero tangent of `value`: `float0` for integers, and varying as `value` does."""
     dtype = jax.typeof(value).to_tangent_aval().dtype

@@ -52,6 +52,17 @@ class DeviceLostError(TuningError):
     """The device does not work in this process any more, as after an illegal access."""
 
 
+class KernelCheckError(EjkernelError, AssertionError):
+    """`check_kernel` found something wrong; the message is its table, and `report` the report."""
+
+    def __init__(self, report: object) -> None:
+        super().__init__(report)  # args keep the report, so the error survives pickling
+        self.report = report
+
+    def __str__(self) -> str:
+        return f"a kernel does not keep its contract\n{self.report}"
+
+
 class NoConfigError(EjkernelError, LookupError):
     """No tier had a configuration."""
 

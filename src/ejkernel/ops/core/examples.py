@@ -93,7 +93,7 @@ def _primals(inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
         return [random_array(like, rng) for like in _batched_types(inv, levels)]
     count = int(np.prod(inv.batch_sizes)) if overrides(kernel, "example_inputs") else 1
     examples = [_one_example(kernel, inv, rng) for _ in range(max(1, count))]
-    return _stack(examples, levels)
+    return stacked(examples, levels)
 
 
 def _one_example(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
@@ -114,7 +114,7 @@ def _batched_types(inv: Invocation[Any, Any], levels: Sequence[tuple[Any, int]])
     return types
 
 
-def _stack(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> list[Any]:
+def stacked(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> list[Any]:
     """Combine one example a batch element into batched arrays; an unbatched argument is the first one's."""
     for axes, size in reversed(levels):
         groups = [examples[index : index + size] for index in range(0, len(examples), size)]

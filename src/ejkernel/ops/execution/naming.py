@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,8 +20,18 @@ def array_names(spec: CallSpec) -> list[str]:
     """Return what the arrays of a call are called, in their order, such as `x`, `state['step']` or `args[2]`."""
     mark = object()
     leaves = jax.tree_util.tree_leaves_with_path(spec.join([mark] * spec.num_arrays))
-    positional = _parameters(spec.kernel)
-    return [_name(path, positional) for path, leaf in leaves if leaf is mark]
+    return [leaf_name(spec.kernel, path) for path, leaf in leaves if leaf is mark]
+
+
+def leaf_name(kernel: Kernel[Any, Any], path: Any) -> str:
+    """Return what the leaf at `path` in `(args, kwargs)` of a kernel's call is called."""
+    part, argument, *rest = path
+    if part.idx == 1:
+        name = argument.key
+    else:
+        positional = _parameters(kernel)
+        name = positional[argument.idx] if argument.idx < len(positional) else f"args[{argument.idx}]"
+    return f"{name}{jax.tree_util.keystr(tuple(rest))}"
 
 
 def _parameters(kernel: Kernel[Any, Any]) -> list[str]:
@@ -32,16 +41,6 @@ def _parameters(kernel: Kernel[Any, Any]) -> list[str]:
         if named:
             return named
     return []
-
-
-def _name(path: Any, positional: Sequence[str]) -> str:
-    """Return the name of the leaf at `path` in `(args, kwargs)`."""
-    part, argument, *rest = path
-    if part.idx == 1:
-        name = argument.key
-    else:
-        name = positional[argument.idx] if argument.idx < len(positional) else f"args[{argument.idx}]"
-    return f"{name}{jax.tree_util.keystr(tuple(rest))}"
 
 
 def result_names(node: Node) -> list[str]:

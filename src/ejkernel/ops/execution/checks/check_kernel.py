@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`check_kernel`: every check of a kernel, for its author's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
+from ejkernel.ops.errors import ArgumentError, NoConfigError
+from ejkernel.ops.execution.bench import config_id
+from ejkernel.ops.execution.checks.forms import (
+    dtype_rows,
+    export_row,
+    key_row,
+    pickle_row,
+    platform_rows,
+    weak_type_row,
+)
+from ejkernel.ops.execution.checks.numbers import Numbers
+from ejkernel.ops.execution.checks.report import FAILED, OK, CheckReport, CheckRow
+from ejkernel.ops.execution.checks.subject import Subject
+from ejkernel.ops.execution.task import LISTED, heuristic_of
+from ejkernel.ops.utils.tables import arguments
+
+GROUPS: Final = ("gradient", "tangents", "vmap", "dtypes", "platforms", "key", "pickle", "export")
+
+
+def check_kernel(
+    kernel: Kernel[Any, Any],
+    *args: Any,
+    configs: Collection[Any] | None = None,
+    without: Collection[str] = (),
+    strict: bool = True,
+    seed: int = 0,
+    **kwargs: Any,
+) -> CheckReport:
+    """Check that a kernel keeps its contract for one call; meant for its author's tests.
+
+    Under every configuration results and gradients are compared with the kernel's `reference`, and JAX's derivative of
+    it; without one, with what the heuristic computes and JAX's derivative of that. So they are under `vmap`, of all
+    arrays, of each alone, and nested. Repeated calls must agree, arguments stay as they are, types must not depend on
+    the configuration, and a gradient rule answer in the arguments' dtypes. Under the heuristic, other dtypes are tried,
+    and the call is lowered for other platforms, pickled with its kernel, exported, and named by its key. What a kernel
+    need not have is a row with the reason, and no failure.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.ops import tune
+    >>> @tune(space={"rows": [1, 2, 4]})
+    ... def total(x, *, rows=2):
+    ...     return x.reshape(rows, -1).sum(0).sum()
+    >>> check_kernel(total, jnp.ones(8), without=["pickle"]).ok
+    True
+
+    Args:
+        kernel: The kernel, or a function under `tune`.
+        *args: Arguments of the call; arrays may be abstract. They should be small: a check compiles much, and
+            measures nothing. Batches are made of `Kernel.example_inputs`.
+        configs: The configurations to check, beside the heuristic's; by default all of `config_space`, and a sample
+            of a `ConfigSpace` of more than 24.
+        without: Groups of checks to leave out: `gradient`, `tangents`, `vmap`, `dtypes`, `platforms`, `key`, `pickle`
+            or `export`.
+        strict: Raise if anything fails; otherwise the report says it.
+        seed: Of random inputs, and of the sample.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        The report; `str()` of it is a table.
+
+    Raises:
+        KernelCheckError: something failed; an `AssertionError`, whose message is the table.
+        ArgumentError: `kernel` is none, or `without` names no group.
+    """
+    if not isinstance(kernel, Kernel):
+        raise ArgumentError(f"kernel must be a Kernel or a function under tune, got {kernel!r}.")
+    unknown = [name for name in without if name not in GROUPS]
+    if unknown:
+        raise ArgumentError(f"without must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
+    report = _checked(Subject.of(kernel, args, kwargs, seed), configs, frozenset(without))
+    if strict:
+        report.raise_if_failed()
+    return report
+
+
+def _checked(subject: Subject, given: Collection[Any] | None, without: frozenset[str]) -> CheckReport:
+    call = f"{subject.kernel.op_id_v} {arguments_of(subject.inv)}".rstrip()
+    try:
+        configs, note = _configs(subject, subject.inv, given)
+        for config in configs:
+            check_config(subject.kernel, config)
+    except Exception as error:  # noqa: BLE001 - a kernel's own hooks; without a configuration nothing can be checked
+        row = CheckRow(check="configurations", config=None, status=FAILED, reason=f"{type(error).__name__}: {error}")
+        return CheckReport(call, (), (row,))
+    return CheckReport(call, tuple(configs), tuple(_rows(subject, configs, without)), note)
+
+
+def arguments_of(inv: Invocation[Any, Any]) -> str:
+    """Return the call's arguments in short; what has no stable name is left out."""
+    try:
+        return arguments(inv.description)
+    except Exception:  # noqa: BLE001 - the row of the key says why
+        return ""
+
+
+def _rows(subject: Subject, configs: Sequence[Any], without: frozenset[str]) -> Iterator[CheckRow]:
+    yield CheckRow(check="configurations", config=None, status=OK)
+    numbers = Numbers(subject, configs[0], tuple(without))
+    works = True
+    for config in configs:
+        rows = list(numbers.rows(config))
+        yield from rows
+        works = works and (config is not configs[0] or len(rows) > 2)
+    if not works:  # what the heuristic cannot run, has no other form
+        return
+    if "dtypes" not in without:
+        yield from dtype_rows(subject, _dtype_row)
+        weak = weak_type_row(subject, configs[0])
+        yield from [] if weak is None else [weak]
+    if "platforms" not in without:
+        yield from platform_rows(subject, lambda inv: _configs(subject, inv, None)[0])
+    if "key" not in without:
+        yield key_row(subject)
+    if "export" not in without:
+        yield export_row(subject, configs[0])
+    if "pickle" not in without:
+        yield pickle_row(subject, configs[0])
+
+
+def _dtype_row(subject: Subject, name: str) -> CheckRow:
+    """Return the worst of what a call under its heuristic shows."""
+    config = _configs(subject, subject.inv, None)[0][0]
+    found = list(Numbers(subject, config, ("tangents", "vmap")).rows(config))
+    first = next((row for row in found if row.status == FAILED), None)
+    if first is not None and first.error is None and first.check in ("types", "outputs"):
+        raise TypeError(first.reason)
+    worst = first or max((row for row in found if row.error is not None), key=lambda row: row.error or 0.0)
+    reason = "" if first is None else f"{worst.check}: {worst.reason}"
+    status = OK if first is None else FAILED
+    return CheckRow(
+        check=name, config=config, status=status, reason=reason, error=worst.error, allowed=worst.allowed
+    )
+
+
+def _configs(
+    subject: Subject, inv: Invocation[Any, Any], given: Collection[Any] | None
+) -> tuple[list[Any], str]:
+    """Return the configurations to check, the heuristic's first, and what to say of them."""
+    if inv.override_cfg is not None:
+        return [inv.override_cfg], "The arguments say the whole configuration."
+    candidates = candidates_of(subject.kernel, inv) if given is None else given
+    note, chosen = "", candidates
+    if isinstance(candidates, ConfigSpace) and candidates.size > LISTED:
+        chosen = candidates.sample(np.random.default_rng(subject.seed), LISTED)
+        note = f"The configurations are the heuristic's and {len(chosen)} of about {candidates.size:,}, at random."
+    found = {}
+    for config in [*heuristic_of(inv, subject.kernel), *chosen]:
+        found.setdefault(config_id(config), config)
+    if not found:
+        raise NoConfigError(subject.kernel.op_id, ("heuristic", "config_space"))
+    return list(found.values()), note
