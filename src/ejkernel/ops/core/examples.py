@@ -31,13 +31,13 @@ def random_array(like: Any, rng: np.random.Generator) -> Any:
     if like.dtype == np.bool_:
         return jnp.asarray(rng.integers(0, 2, like.shape).astype(np.bool_))
     if not is_inexact(like):
-        return jnp.asarray(rng.integers(0, 2, like.shape)).astype(like.dtype)
+        return jnp.asarray(rng.integers(0, 2, like.shape).astype(like.dtype))
     if math.prod(like.shape) > _LARGE:
         return _normal(int(rng.integers(2**31)), like.shape, jnp.dtype(like.dtype))
     values = rng.standard_normal(like.shape, np.float32)
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         values = values + 1j * rng.standard_normal(like.shape, np.float32)
-    return jnp.asarray(values).astype(like.dtype)
+    return jnp.asarray(values.astype(like.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -120,9 +120,17 @@ def stacked(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> lis
         groups = [examples[index : index + size] for index in range(0, len(examples), size)]
         examples = [
             [
-                group[0][i] if axis is None else jnp.stack([example[i] for example in group], axis)
+                group[0][i] if axis is None else stack([example[i] for example in group], axis)
                 for i, axis in enumerate(axes)
             ]
             for group in groups
         ]
     return examples[0]
+
+
+def stack(arrays: Sequence[Any], axis: int) -> Any:
+    """Return arrays along a new axis; small ones take the way through the host, which compiles nothing."""
+    first = arrays[0]
+    if first.size > _LARGE or compat.dtypes.issubdtype(first.dtype, compat.dtypes.prng_key):
+        return jnp.stack(arrays, axis)
+    return jnp.asarray(np.stack([np.asarray(array) for array in arrays], axis))

@@ -25,6 +25,7 @@ from ejkernel.ops.execution.naming import array_names, result_names
 
 logger = logging.getLogger(__name__)
 
+
 def differentiable(spec: CallSpec, arrays: Sequence[Any]) -> tuple[bool, ...]:
     """Return which of a call's arrays have a gradient: a rule answers for floating-point positional ones alone."""
     own = sum(sum(flags) for _, flags in spec.flags_by_argument())

@@ -11,7 +11,7 @@ import numpy as np
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
-from ejkernel.ops.errors import ArgumentError, NoConfigError
+from ejkernel.ops.errors import ArgumentError, KernelError, NoConfigError
 from ejkernel.ops.execution.bench import config_id
 from ejkernel.ops.execution.checks.forms import (
     dtype_rows,
@@ -22,7 +22,7 @@ from ejkernel.ops.execution.checks.forms import (
     weak_type_row,
 )
 from ejkernel.ops.execution.checks.numbers import Numbers
-from ejkernel.ops.execution.checks.report import FAILED, OK, CheckReport, CheckRow
+from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckReport, CheckRow
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.task import LISTED, heuristic_of
 from ejkernel.ops.utils.tables import arguments
@@ -136,27 +136,26 @@ def _dtype_row(subject: Subject, name: str) -> CheckRow:
     found = list(Numbers(subject, config, ("tangents", "vmap")).rows(config))
     first = next((row for row in found if row.status == FAILED), None)
     if first is not None and first.error is None and first.check in ("types", "outputs"):
-        raise TypeError(first.reason)
+        reason = f"the kernel does not take it: {first.reason}"  # and need not
+        return CheckRow(check=name, config=config, status=SKIPPED, reason=reason)
     worst = first or max((row for row in found if row.error is not None), key=lambda row: row.error or 0.0)
     reason = "" if first is None else f"{worst.check}: {worst.reason}"
     status = OK if first is None else FAILED
-    return CheckRow(
-        check=name, config=config, status=status, reason=reason, error=worst.error, allowed=worst.allowed
-    )
+    return CheckRow(check=name, config=config, status=status, reason=reason, error=worst.error, allowed=worst.allowed)
 
 
-def _configs(
-    subject: Subject, inv: Invocation[Any, Any], given: Collection[Any] | None
-) -> tuple[list[Any], str]:
+def _configs(subject: Subject, inv: Invocation[Any, Any], given: Collection[Any] | None) -> tuple[list[Any], str]:
     """Return the configurations to check, the heuristic's first, and what to say of them."""
     if inv.override_cfg is not None:
         return [inv.override_cfg], "The arguments say the whole configuration."
     candidates = candidates_of(subject.kernel, inv) if given is None else given
+    if not isinstance(candidates, Collection):
+        raise KernelError(f"{subject.kernel.op_id}: config_space must return configurations, got {candidates!r}.")
     note, chosen = "", candidates
     if isinstance(candidates, ConfigSpace) and candidates.size > LISTED:
         chosen = candidates.sample(np.random.default_rng(subject.seed), LISTED)
         note = f"The configurations are the heuristic's and {len(chosen)} of about {candidates.size:,}, at random."
-    found = {}
+    found: dict[Any, Any] = {}
     for config in [*heuristic_of(inv, subject.kernel), *chosen]:
         found.setdefault(config_id(config), config)
     if not found:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-import pickle
+import pickle  # noqa: TID251 - of a kernel that is there already, as worker processes are sent it
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -105,9 +105,7 @@ class _Named:
         return hook(kernel, "heuristic_cfg", inv.platform)(inv)
 
 
-def platform_rows(
-    subject: Subject, configs_for: Callable[[Invocation[Any, Any]], Sequence[Any]]
-) -> Iterator[CheckRow]:
+def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]], Sequence[Any]]) -> Iterator[CheckRow]:
     """Yield whether the call, with its gradient, can be lowered for the other kinds of device.
 
     A kernel with a form of `run` for one has to be; any other need not.
@@ -186,7 +184,7 @@ def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Inv
     for function, given in programs:
         try:
             found += discover(function, *given)
-        except Exception:  # noqa: BLE001, PERF203 - that it cannot be traced is said by another row
+        except Exception:  # noqa: BLE001 - that it cannot be traced is said by another row
             continue
     return found
 
@@ -214,7 +212,7 @@ def pickle_row(subject: Subject, config: Any) -> CheckRow:
     if kernel.__module__ == "__main__":
         return _row("pickle", None, "the kernel is a script's own, which may be found nowhere else", status=SKIPPED)
     try:
-        copy = pickle.loads(pickle.dumps(kernel))
+        copy = pickle.loads(pickle.dumps(kernel))  # noqa: S301 - see above
     except Exception as error:  # noqa: BLE001 - objects raise whatever they like
         return _row("pickle", None, f"it cannot be sent to a worker process: {_told(error)}")
     return _row("pickle", None, _copy_trouble(subject, copy, config))

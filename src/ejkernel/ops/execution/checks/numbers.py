@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what a kernel computes: results, gradients and tangents, alone and under `vmap`, under each configuration."""
+"""Checks of what a kernel computes: results, gradients and tangents, alone and under `vmap`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel import compat
 from ejkernel.ops.core.examples import random_array, stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.nodes import Choice, Flat, is_inexact
@@ -33,7 +34,7 @@ from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
 from ejkernel.ops.execution.checks.rules import rule_row
 from ejkernel.ops.execution.checks.subject import Subject
 
-_ALONE = Pattern("jit")
+_ALONE = Pattern("under grad")
 _ELEMENTS = 6  # examples, as many as the largest batch has
 _REPEATS = 2  # further calls, which must give the same
 
@@ -54,9 +55,7 @@ class Numbers:
 
     def __init__(self, subject: Subject, baseline: Any, without: Sequence[str] = ()) -> None:
         self._subject, self._baseline, self._without = subject, baseline, without
-        self._truth = subject.plain(
-            Choice(config=baseline, platform=subject.platform, reference=subject.has_reference)
-        )
+        self._truth = subject.plain(Choice(config=baseline, platform=subject.platform, reference=subject.has_reference))
         self._wrt = subject.differentiable()
         self._elements = subject.elements(_ELEMENTS)
         self._kept = [[_copied(array) for array in element] for element in self._elements]
@@ -94,7 +93,7 @@ class Numbers:
 
     def _trouble(self, function: Any, more: Arrays) -> Exception | None:
         try:
-            jax.eval_shape(function, self._elements[0], more)
+            jax.jit(function).lower(self._elements[0], more)  # a rule is not asked before that
         except Exception as error:  # noqa: BLE001 - what there is not, is what is asked
             return error
         return None
@@ -120,7 +119,8 @@ class Numbers:
             yield from rule_row(self._subject, config, self._elements[0], self._cotangents[0])
             if config is self._baseline and self._has_gradient and not self._is_independent:
                 gradient = pulled(self._subject.executed(config), self._wrt)
-                yield numeric_row(gradient, config, self._elements[0], self._cotangents[0], self._wrt)
+                called = [name if has else None for name, has in zip(self._subject.names, self._wrt, strict=True)]
+                yield numeric_row(gradient, config, self._elements[0], self._cotangents[0], called)
 
     def _types_differ(self, config: Any) -> str:
         platform = self._subject.platform
@@ -143,10 +143,10 @@ class Numbers:
             return
         truths = [self._true(_ALONE, element).outs for element in (0, 1)]
         found = [*self._deviations(first, truths[0]), *self._deviations(fresh, truths[1])]
-        yield self._judged("outputs", config, found or [Deviation(0.0, 0.0)])
-        repeated = [deviation for other in again for deviation in self._deviations(other, first)]
-        row = self._judged("repeated", config, repeated or [Deviation(0.0, 0.0)])
-        yield row if row.status == OK else _reworded(row, "the reference", "the same call before")
+        yield self._judged("outputs", config, found)
+        before = "the same call before"  # so that NaN counts once
+        repeated = [deviation for other in again for deviation in self._deviations(other, first, whose=before)]
+        yield self._judged("repeated", config, repeated)
         yield self._intact(config)
 
     def _intact(self, config: Any) -> CheckRow:
@@ -169,25 +169,28 @@ class Numbers:
     def _compiled_rows(self, config: Any) -> Iterator[CheckRow]:
         run = self._subject.executed(config)
         differentiates, why = self._differentiates(config, run)
-        patterns_ = [_ALONE, *([] if "vmap" in self._without else self._patterns)]
         with_gradient = differentiates and "gradient" not in self._without
-        jobs: dict[str, Job] = {}
-        for pattern in patterns_:
+        batches = [] if "vmap" in self._without else self._patterns
+        jobs: dict[str, Job] = {"jit": (alone(run), self._elements[0], [])}
+        for pattern in [*([_ALONE] if with_gradient else []), *batches]:
             batched = pattern.batched(run)
             function = pulled(batched, self._wrt) if with_gradient else alone(batched)
             jobs[pattern.name] = (function, pattern.inputs(self._elements), self._batched_cotangents(pattern))
-        tangents = "tangents" not in self._without
-        if tangents and not self._why_no_tangents:
+        with_tangents = "tangents" not in self._without
+        if with_tangents and not self._why_no_tangents:
             jobs["tangents"] = (pushed(run, self._tangents_of), self._elements[0], self._tangents)
         found = computed(jobs)
-        for pattern in patterns_:
-            yield from self._pattern_rows(config, pattern, found[pattern.name])
-        if "gradient" not in self._without and not with_gradient:
+        yield self._outputs_row("jit", config, found["jit"])
+        for pattern in batches:
+            yield self._pattern_row(config, pattern, found[pattern.name])
+        if with_gradient:
+            yield from self._gradient_rows(config, found[_ALONE.name])
+        elif "gradient" not in self._without:
             status = SKIPPED if self._why_none else FAILED
             yield CheckRow(check="gradient", config=config, status=status, reason=self._why_none or why)
         if "tangents" in jobs:
             yield self._tangent_row(config, found["tangents"])
-        elif tangents:
+        elif with_tangents:
             yield CheckRow(check="tangents", config=config, status=SKIPPED, reason=self._why_no_tangents)
 
     def _differentiates(self, config: Any, run: Flat) -> tuple[bool, str]:
@@ -200,30 +203,41 @@ class Numbers:
             trouble = self._trouble(pulled(run, self._wrt), self._cotangents[0])
         return trouble is None, "" if trouble is None else told(trouble)
 
-    def _pattern_rows(self, config: Any, pattern: Pattern, found: Results | Exception) -> Iterator[CheckRow]:
+    def _outputs_row(self, check: str, config: Any, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
-            yield CheckRow(check=pattern.name, config=config, status=FAILED, reason=told(found))
-            return
+            return CheckRow(check=check, config=config, status=FAILED, reason=told(found))
+        return self._judged(check, config, self._deviations(found.outs, self._true(_ALONE, 0).outs))
+
+    def _pattern_row(self, config: Any, pattern: Pattern, found: Results | Exception) -> CheckRow:
+        if isinstance(found, Exception):
+            return CheckRow(check=pattern.name, config=config, status=FAILED, reason=told(found))
         true = self._gathered(pattern)
-        outs = list(self._deviations(found.outs, true.outs))
-        gradients: list[Deviation] = []
+        gradients = [] if found.gradients is None else self._gradient_deviations(found.gradients, true.gradients)
+        return self._judged(pattern.name, config, [*self._deviations(found.outs, true.outs), *gradients])
+
+    def _gradient_rows(self, config: Any, found: Results | Exception) -> Iterator[CheckRow]:
+        """Yield a row for each argument, and one for the results, which a rule with residuals computes anew."""
+        yield self._outputs_row(_ALONE.name, config, found)
+        if not isinstance(found, Exception):
+            names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
+            deviations_ = self._gradient_deviations(found.gradients, self._true(_ALONE, 0).gradients)
+            for name, deviation in zip(names, deviations_, strict=True):
+                yield self._judged(f"gradient of {name}", config, [deviation])
+
+    def _gradient_deviations(
+        self, got: Sequence[Any] | None, want: Sequence[Any] | None, what: str = "gradient"
+    ) -> list[Deviation]:
         names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
-        if found.gradients is not None:
-            called = [f"the gradient of {name}" for name in names]
-            gradients = list(self._deviations(found.gradients, true.gradients or (), called, self._is_independent))
-        if pattern is not _ALONE:
-            yield self._judged(pattern.name, config, [*outs, *gradients])
-            return
-        yield self._judged(pattern.name, config, outs or [Deviation(0.0, 0.0)])
-        for name, deviation in zip(names, gradients, strict=False):
-            yield self._judged(f"gradient of {name}", config, [deviation])
+        called = [f"the {what} of {name}" for name in names]
+        return self._deviations(got or (), want or (), called, whose=self._whose_derivative)
 
     def _tangent_row(self, config: Any, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
             return CheckRow(check="tangents", config=config, status=FAILED, reason=told(found))
         true = self._true_tangents
         names = [f"the tangent of result {index}" for index in range(len(true.gradients or ()))]
-        compared = self._deviations(found.gradients or (), true.gradients or (), names)
+        whose = "the reference's" if self._subject.has_reference else "JAX's of `run`"
+        compared = self._deviations(found.gradients or (), true.gradients or (), names, whose)
         return self._judged("tangents", config, [*self._deviations(found.outs, true.outs), *compared])
 
     # --- what is right ---
@@ -262,33 +276,47 @@ class Numbers:
         axes = (0,) * len(self._cotangents[0])
         return stacked(self._cotangents[: pattern.count], [(axes, size) for size in pattern.sizes])
 
+    @property
+    def _whose_derivative(self) -> str:
+        if not self._is_independent:
+            return "the heuristic's"
+        return "the reference's" if self._subject.has_reference else "JAX's of `run`"
+
     def _deviations(
-        self, got: Sequence[Any], want: Sequence[Any], names: Sequence[str] = (), independent: bool | None = None
+        self, got: Sequence[Any], want: Sequence[Any], names: Sequence[str] = (), whose: str = ""
     ) -> list[Deviation]:
-        """Return how far results are off. NaN is right only where a truth that is not the kernel's own has it."""
+        """Return how far results are off. NaN is right only where the reference has it."""
         inv = self._subject.inv
+        whose = whose or ("the reference" if self._subject.has_reference else "the heuristic's")
         try:
             found = list(deviations(got, want, platform=inv.platform, precision=inv.precision, names=names))
         except CandidateError as error:
             return [Deviation(np.inf, 0.0, str(error))]
-        if self._subject.has_reference if independent is None else independent:
-            return found
         called = names or [f"result {index}" for index in range(len(got))]
         return [
-            Deviation(np.inf, deviation.allowed, f"{name} has NaN, and there is no reference that has it too")
-            if not deviation.reason and _has_nan(array)
-            else deviation
-            for name, array, deviation in zip(called, got, found, strict=True)
+            _with_nan(name, array, d._replace(reason=d.reason.replace("the reference", whose)), whose)
+            for name, array, d in zip(called, got, found, strict=True)
         ]
 
     def _judged(self, check: str, config: Any, found: Sequence[Deviation]) -> CheckRow:
+        found = found or [Deviation(0.0, 0.0)]
         wrong = next((deviation for deviation in found if deviation.reason), None)
         worst = wrong or max(found, key=lambda d: d.error / d.allowed if d.allowed else 0.0)
         status = OK if wrong is None else FAILED
-        reason = worst.reason if self._subject.has_reference else worst.reason.replace("reference", "heuristic's", 1)
         return CheckRow(
-            check=check, config=config, status=status, reason=reason, error=float(worst.error), allowed=worst.allowed
+            check=check,
+            config=config,
+            status=status,
+            reason=worst.reason,
+            error=float(worst.error),
+            allowed=worst.allowed,
         )
+
+
+def _with_nan(name: str, array: Any, deviation: Deviation, whose: str) -> Deviation:
+    if deviation.reason or whose.startswith("the reference") or not _has_nan(array):
+        return deviation
+    return Deviation(np.inf, deviation.allowed, f"{name} has NaN, and there is no reference that has it too")
 
 
 def _type(out: Any) -> tuple[tuple[int, ...], str]:
@@ -301,21 +329,14 @@ def _listed(types: Sequence[tuple[tuple[int, ...], str]]) -> str:
 
 def _copied(array: Any) -> Any:
     """Return the bits of an array, as NumPy has them."""
-    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    is_key = compat.dtypes.issubdtype(array.dtype, compat.dtypes.prng_key)
     return np.array(jax.random.key_data(array) if is_key else array)
 
 
 def _restored(kept: Any, like: Any) -> Any:
-    is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
+    is_key = compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key)
     return jax.random.wrap_key_data(kept) if is_key else jnp.array(kept)
 
 
 def _has_nan(array: Any) -> bool:
-    return is_inexact(array) and bool(jnp.isnan(array).any())
-
-
-def _reworded(row: CheckRow, old: str, new: str) -> CheckRow:
-    reason = row.reason.replace(old, new).replace("the heuristic's", new)
-    return CheckRow(
-        check=row.check, config=row.config, status=row.status, reason=reason, error=row.error, allowed=row.allowed
-    )
+    return is_inexact(array) and bool(np.isnan(np.asarray(array)).any())

@@ -22,10 +22,21 @@ _ALLOWED: Final = 0.1  # a wrong sign or factor is off by one; a kink of the fun
 
 
 def numeric_row(
-    gradient: Callable[[Arrays, Arrays], Results], config: Any, arrays: Arrays, cotangents: Arrays, wrt: Sequence[bool]
+    gradient: Callable[[Arrays, Arrays], Results],
+    config: Any,
+    arrays: Arrays,
+    cotangents: Arrays,
+    called: Sequence[str | None],
 ) -> CheckRow:
-    """Compare gradients, along a few directions of each argument, with the difference of results on both sides."""
-    dtypes = {str(array.dtype) for array, has in zip(arrays, wrt, strict=True) if has}
+    """Compare gradients, along a few directions of each argument, with the difference of results on both sides.
+
+    Args:
+        gradient: Results and gradients, of arrays and cotangents.
+        config: The configuration that it runs with.
+        arrays, cotangents: What it takes.
+        called: The names of the arrays; `None` for those that have no gradient.
+    """
+    dtypes = {str(array.dtype) for array, name in zip(arrays, called, strict=True) if name is not None}
     dtypes |= {str(cotangent.dtype) for cotangent in cotangents}
     if not dtypes <= set(_STEP):
         reason = f"differences say little in {', '.join(sorted(dtypes - set(_STEP)))}"
@@ -34,12 +45,12 @@ def numeric_row(
     rng, worst, reason = np.random.default_rng(0), 0.0, ""
     gradients = iter(program(arrays, cotangents).gradients or ())
     for index, array in enumerate(arrays):
-        if wrt[index]:
+        if called[index] is not None:
             found = next(gradients)
             ways = [_unit(found), *(random_array(array, rng) for _ in range(_DIRECTIONS))]
             error = max(_off(program, index, (arrays, cotangents), found, way) for way in ways)
             if error > max(worst, _ALLOWED):
-                reason = f"the gradient of array {index} is not what differences of results say: {error:.2g} off"
+                reason = f"the gradient of {called[index]} is not what differences of results say: {error:.2g} off"
             worst = max(worst, error)
     status = FAILED if worst > _ALLOWED else OK
     return CheckRow(check=_CHECK, config=config, status=status, reason=reason, error=worst, allowed=_ALLOWED)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.core.examples import random_array, stacked
+from ejkernel.ops.core.examples import random_array, stack, stacked
 from ejkernel.ops.core.nodes import Flat, is_inexact
 
 Arrays = list[Any]
@@ -82,8 +82,12 @@ class Pattern:
     def _joined(self, parts: Sequence[Any], axes: Sequence[int | None]) -> Any:
         for axis, size in zip(reversed(axes), reversed(self.sizes), strict=True):
             groups = [parts[index : index + size] for index in range(0, len(parts), size)]
-            parts = [sum(group) if axis is None else jnp.stack(group, axis) for group in groups]
+            parts = [_sum(group) if axis is None else stack(group, axis) for group in groups]
         return parts[0]
+
+
+def _sum(gradients: Sequence[Any]) -> Any:
+    return jnp.asarray(sum(np.asarray(gradient) for gradient in gradients))
 
 
 def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:

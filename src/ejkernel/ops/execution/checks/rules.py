@@ -24,9 +24,7 @@ def rule_row(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: S
         reasons = _wrong_types(subject, config, arrays, cotangents)
     except Exception as error:  # noqa: BLE001 - a rule may fail in every way; the reason is the row's
         reasons = [f"{type(error).__name__}: {error}"]
-    yield CheckRow(
-        check="gradient types", config=config, status=FAILED if reasons else OK, reason="; ".join(reasons)
-    )
+    yield CheckRow(check="gradient types", config=config, status=FAILED if reasons else OK, reason="; ".join(reasons))
 
 
 def _wrong_types(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[str]:
@@ -36,6 +34,8 @@ def _wrong_types(subject: Subject, config: Any, arrays: Sequence[Any], cotangent
         spec, own = subject.taken_apart(arrays)
         args, _ = spec.join(own)
         found = _answer(spec, config, subject.platform, own, cotangents)
+        if len(found) != len(args):  # the row of the gradient says it
+            return
         names, at = array_names(spec), 0
         for argument, gradient in zip(args, found, strict=True):
             count = sum(spec_is_array for spec_is_array in map(_is_array, jax.tree.leaves(argument)))
@@ -48,7 +48,8 @@ def _wrong_types(subject: Subject, config: Any, arrays: Sequence[Any], cotangent
 
 def _answer(spec: Any, config: Any, platform: str, own: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
     """Return what the kernel's rule returns, as it is."""
-    kernel, trees = spec.kernel, []
+    kernel = spec.kernel
+    trees: list[Any] = []
     args, kwargs = spec.join(own)
     choice = Choice(config=config, platform=platform, trees=trees)
     if overrides(kernel, "custom_vjp"):
@@ -58,8 +59,8 @@ def _answer(spec: Any, config: Any, platform: str, own: Sequence[Any], cotangent
         return found
     out, residuals = hook(kernel, "fwd_with_residuals", platform, config)(*args, cfg=config, **kwargs)
     given = _outputs(jax.tree.structure(out), jax.tree.leaves(out), cotangents)
-    found = hook(kernel, "vjp", platform, config)(residuals, out, given, *args, cfg=config, **kwargs)
-    return found
+    gradients: Sequence[Any] = hook(kernel, "vjp", platform, config)(residuals, out, given, *args, cfg=config, **kwargs)
+    return gradients
 
 
 def _outputs(tree: Any, outs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:

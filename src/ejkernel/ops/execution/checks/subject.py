@@ -142,4 +142,3 @@ class Subject:
         made = example_arrays(self.inv, rng, Choice())
         fits = [(like.shape, like.dtype) for like in made] == [(like.shape, like.dtype) for like in self.types]
         return made if fits else [random_array(like, rng) for like in self.types]
-
