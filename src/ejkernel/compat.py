@@ -268,6 +268,14 @@ def compiled_for_one_run(lowered: Any, platform: str) -> Any:
     return lowered.compile()
 
 
+def compiled_to_be_checked(lowered: Any, platform: str) -> Any:
+    """Return a program that is small and runs once: on a CPU, optimising it takes most of the time."""
+    if platform == "cpu":
+        with contextlib.suppress(Exception):  # as above
+            return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    return compiled_for_one_run(lowered, platform)
+
+
 def serialized(compiled: Any) -> bytes:
     """Return a compiled program as bytes, for `loaded` in a process with the same JAX."""
     from jax.experimental.serialize_executable import serialize

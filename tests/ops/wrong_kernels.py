@@ -114,16 +114,17 @@ def _like(x, w):
 
 
 class InPlace(Plain):
-    """Overwrites the first element of `x`."""
+    """Overwrites what is at `address`, where somebody's array is."""
+
+    address = None
 
     def run(self, x, w, *, cfg):
-        return jax.pure_callback(_overwriting, _like(x, w), x, w, vmap_method="sequential")
+        return jax.pure_callback(self._overwriting, _like(x, w), x, w)
 
-
-def _overwriting(x, w):
-    out = np.tanh(np.asarray(x) @ np.asarray(w))
-    ctypes.memset(np.asarray(x).ctypes.data, 0, 4)
-    return out
+    def _overwriting(self, x, w):
+        if self.address is not None:
+            ctypes.memset(self.address, 0, 4)
+        return np.tanh(np.asarray(x) @ np.asarray(w))
 
 
 class Leaking(Plain):
@@ -152,9 +153,9 @@ def _second_unbatched(x, w):
 
 @_second_unbatched.def_vmap
 def _first_of_second(axis_size, in_batched, x, w):
-    return jax.vmap(tanh_matmul, (0 if in_batched[0] else None, None), axis_size=axis_size)(
-        x, w[0] if in_batched[1] and not in_batched[0] else w
-    ) if not (in_batched[0] and in_batched[1]) else jax.vmap(tanh_matmul)(x, w), True
+    if in_batched[0]:
+        return jax.vmap(tanh_matmul, [0 if batched else None for batched in in_batched])(x, w), True
+    return jnp.broadcast_to(tanh_matmul(x, w[0]), (axis_size, x.shape[0], w.shape[2])), True
 
 
 class UnderVmap(WithRule):
@@ -167,6 +168,43 @@ class BatchedSecond(WithRule):
 
     def run(self, x, w, *, cfg):
         return _second_unbatched(x, w)
+
+
+@custom_vmap
+def _gradients(x, w, ct):
+    return tanh_matmul_gradients(x, w, tanh_matmul(x, w), ct)
+
+
+@_gradients.def_vmap
+def _unsummed(axis_size, in_batched, x, w, ct):
+    axes = [0 if batched else None for batched in in_batched]
+    dx, dw = jax.vmap(_gradients.fun, axes)(x, w, ct)
+    return (dx, dw * 2 if in_batched[1] else dw), (True, True)
+
+
+class WrongUnderVmapOfGrad(WithRule):
+    """Its gradient is wrong where `w` is batched."""
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return _gradients(*primals, cotangents[0])
+
+
+@jax.custom_jvp
+def _pushed_wrongly(x):
+    return jnp.tanh(x)
+
+
+@_pushed_wrongly.defjvp
+def _wrong_tangent(primals, tangents):
+    return jnp.tanh(primals[0]), tangents[0]
+
+
+class WrongTangents(Referenced):
+    def run(self, x, w, *, cfg):
+        return _pushed_wrongly(x @ w)
+
+    def config_space(self, inv):
+        return [0]
 
 
 class Take(Kernel[int, jax.Array]):
@@ -291,6 +329,16 @@ class Trees(Kernel[int, dict]):
         return 0
 
 
+class Dropout(Kernel[int, jax.Array]):
+    """Takes a random key."""
+
+    def run(self, x, key, *, cfg):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+    def heuristic_cfg(self, inv):
+        return 0
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _scaled(x, factor):
     return factor * jnp.sin(x)
@@ -316,3 +364,19 @@ large = ConfigSpace({"a": list(range(10)), "b": list(range(10))})
 @tune(space=large)
 def of_many(x, *, a=0, b=0):
     return x + 0 * (a + b)
+
+
+def made_inside():
+    """Return a kernel that no other process finds."""
+
+    @tune(space={"rows": [1, 2]})
+    def inner(x, *, rows=1):
+        return x
+
+    return inner
+
+
+_RIGHT = (Referenced, Take, Float32Alone, Undifferentiable, UndifferentiableWithRule, Trees, Dropout, Activated)
+for _kind in list(vars().values()):
+    if isinstance(_kind, type) and issubclass(_kind, Kernel) and _kind.__module__ == __name__:
+        _kind.is_wrong = _kind not in _RIGHT

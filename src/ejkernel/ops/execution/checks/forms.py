@@ -19,7 +19,7 @@ from ejkernel.ops.core.nodes import Choice, is_inexact
 from ejkernel.ops.core.rebuild import rebuild
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.execution.checking import deviations
-from ejkernel.ops.execution.checks.programs import Arrays, cotangents_of, pulled
+from ejkernel.ops.execution.checks.programs import Arrays, compiled, cotangents_of, pulled
 from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.discovery import discover
@@ -76,11 +76,12 @@ def weak_type_row(subject: Subject, config: Any) -> CheckRow | None:
         return None
     run = subject.executed(config)
 
-    def weakly(*given: Any) -> tuple[Any, ...]:
-        return run(*(compat.weakly_typed(array) if array.dtype in default else array for array in given))
+    def both(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        weak = [compat.weakly_typed(array) if array.dtype in default else array for array in given]
+        return run(*given), run(*weak)
 
     try:
-        strong, weak = jax.jit(run)(*arrays), jax.jit(weakly)(*arrays)
+        strong, weak = compiled(both, *arrays)(*arrays)
     except Exception as error:  # noqa: BLE001 - the reason is the row's
         return _row("weak types", config, _told(error))
     if [out.dtype for out in weak] != [out.dtype for out in strong]:

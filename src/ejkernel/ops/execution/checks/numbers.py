@@ -24,6 +24,7 @@ from ejkernel.ops.execution.checks.programs import (
     Pattern,
     Results,
     alone,
+    compiled,
     computed,
     cotangents_of,
     patterns,
@@ -36,6 +37,7 @@ from ejkernel.ops.execution.checks.subject import Subject
 
 _ALONE = Pattern("under grad")
 _ELEMENTS = 6  # examples, as many as the largest batch has
+_BEFORE = "the same call before"
 _REPEATS = 2  # further calls, which must give the same
 
 
@@ -62,6 +64,7 @@ class Numbers:
         rng = np.random.default_rng(subject.seed)
         self._cotangents = [cotangents_of(self._truth, self._elements[0], rng) for _ in self._elements]
         self._tangents = [random_array(like, rng) for like in subject.types if is_inexact(like)]
+        self._batches: dict[str, Results] = {}
         self._choose_derivatives()
 
     def _choose_derivatives(self) -> None:
@@ -144,8 +147,7 @@ class Numbers:
         truths = [self._true(_ALONE, element).outs for element in (0, 1)]
         found = [*self._deviations(first, truths[0]), *self._deviations(fresh, truths[1])]
         yield self._judged("outputs", config, found)
-        before = "the same call before"  # so that NaN counts once
-        repeated = [deviation for other in again for deviation in self._deviations(other, first, whose=before)]
+        repeated = [deviation for other in again for deviation in self._deviations(other, first, whose=_BEFORE)]
         yield self._judged("repeated", config, repeated)
         yield self._intact(config)
 
@@ -248,17 +250,18 @@ class Numbers:
 
     @functools.cached_property
     def _true_tangents(self) -> Results:
-        push = jax.jit(pushed(self._truth, self._tangents_of))
-        found: Results = push(self._elements[0], self._tangents)
+        inputs = self._elements[0], self._tangents
+        found: Results = compiled(pushed(self._truth, self._tangents_of), *inputs)(*inputs)
         return found
 
     @functools.cached_property
     def _truth_program(self) -> Any:
-        return jax.jit(pulled(self._derivative, self._wrt) if self._has_gradient else alone(self._truth))
+        function = pulled(self._derivative, self._wrt) if self._has_gradient else alone(self._truth)
+        return compiled(function, self._elements[0], self._cotangents[0])
 
     @functools.cached_property
     def _outputs_program(self) -> Any:
-        return jax.jit(alone(self._truth))
+        return compiled(alone(self._truth), self._elements[0], self._cotangents[0])
 
     def _true(self, pattern: Pattern, index: int) -> Results:
         """Return what is right for one example of a batch; for the call itself, of any of the examples."""
@@ -268,9 +271,12 @@ class Numbers:
             return Results(self._outputs_program(own, self._cotangents[index]).outs, found.gradients)
         return found
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - as many as there are patterns, and gone with this object's report
     def _gathered(self, pattern: Pattern) -> Results:
-        return pattern.gathered([self._true(pattern, index) for index in range(pattern.count)], self._wrt)
+        """Return what is right for a batch, one example at a time."""
+        if pattern.name not in self._batches:
+            results = [self._true(pattern, index) for index in range(pattern.count)]
+            self._batches[pattern.name] = pattern.gathered(results, self._wrt)
+        return self._batches[pattern.name]
 
     def _batched_cotangents(self, pattern: Pattern) -> Arrays:
         axes = (0,) * len(self._cotangents[0])
@@ -314,7 +320,7 @@ class Numbers:
 
 
 def _with_nan(name: str, array: Any, deviation: Deviation, whose: str) -> Deviation:
-    if deviation.reason or whose.startswith("the reference") or not _has_nan(array):
+    if deviation.reason or whose.startswith(("the reference", _BEFORE)) or not _has_nan(array):
         return deviation
     return Deviation(np.inf, deviation.allowed, f"{name} has NaN, and there is no reference that has it too")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ejkernel.ops.core.examples import random_array
 from ejkernel.ops.core.nodes import is_inexact
-from ejkernel.ops.execution.checks.programs import Arrays, Results
+from ejkernel.ops.execution.checks.programs import Arrays, Results, compiled
 from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
 
 _CHECK: Final = "gradient, by differences"
@@ -41,7 +41,7 @@ def numeric_row(
     if not dtypes <= set(_STEP):
         reason = f"differences say little in {', '.join(sorted(dtypes - set(_STEP)))}"
         return CheckRow(check=_CHECK, config=config, status=SKIPPED, reason=reason)
-    program = jax.jit(gradient)
+    program = compiled(gradient, arrays, cotangents)
     rng, worst, reason = np.random.default_rng(0), 0.0, ""
     gradients = iter(program(arrays, cotangents).gradients or ())
     for index, array in enumerate(arrays):

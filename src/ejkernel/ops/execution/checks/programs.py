@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel import compat
 from ejkernel.ops.core.examples import random_array, stack, stacked
 from ejkernel.ops.core.nodes import Flat, is_inexact
 
@@ -151,6 +152,13 @@ def _merged(arrays: Sequence[Any], own: Sequence[Any], wrt: Sequence[bool]) -> A
 
 jax.tree_util.register_dataclass(Results, ["outs", "gradients"], [])
 
+
+def compiled(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+    """Return the function as a program for inputs of these types, made quickly rather than well."""
+    program: Callable[..., Any] = compat.compiled_to_be_checked(jax.jit(function).lower(*inputs), jax.default_backend())
+    return program
+
+
 Job = tuple[Callable[[Arrays, Arrays], Results], Arrays, Arrays]
 
 
@@ -167,7 +175,7 @@ def _together(jobs: dict[str, Job]) -> dict[str, Results]:
         return {name: jobs[name][0](*given) for name, given in inputs.items()}
 
     inputs = {name: (arrays, cotangents) for name, (_, arrays, cotangents) in jobs.items()}
-    found: dict[str, Results] = jax.block_until_ready(jax.jit(program)(inputs))
+    found: dict[str, Results] = jax.block_until_ready(compiled(program, inputs)(inputs))
     return found
 
 
