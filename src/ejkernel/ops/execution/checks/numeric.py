@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
