@@ -79,6 +79,11 @@ def match_varying(primal: Any, gradient: Any) -> Any:
     return gradient
 
 
+def key_implementation(dtype: Any) -> str:
+    """Return the name of the generator that random keys of this dtype are for."""
+    return str(dtype._impl.name)
+
+
 def weakly_typed(value: Any) -> Any:
     """Return `value` as an array whose type gives way to others', as that of a Python number does."""
     from jax._src.lax.lax import _convert_element_type

@@ -156,6 +156,7 @@ RIGHT = {
     "for float32": (wrong_kernels.Float32Alone(), (x, w), {}),
     "function": (wrong_kernels.right_sine, (x,), {}),
     "function with its configuration": (wrong_kernels.right_sine, (x,), {"rows": 2}),
+    "of random keys": (wrong_kernels.Dropout(), (x, jax.random.key(0, impl="rbg")), {}),
     "rms_norm": (_rms_norm, (x, x[0]), {"eps": 1e-5}),
 }
 RIGHT_IN_NUMBERS = {
@@ -164,7 +165,6 @@ RIGHT_IN_NUMBERS = {
     "of the documents": (document_kernels.MATMUL, (document_kernels.A, document_kernels.B), {}),
     "by keyword": (document_kernels.DOUBLE, (), {"x": document_kernels.X}),
     "abstract": (sample_kernels.WithRule(), [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)], {}),
-    "random keys": (wrong_kernels.Dropout(), (x, jax.random.key(0, impl="rbg")), {}),
     "bfloat16": (sample_kernels.WithRule(), (x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), {}),
 }
 
@@ -193,6 +193,7 @@ def test_attention_passes():
     [
         ("undifferentiable", "gradient", "the kernel has no gradient: ValueError: Pure callbacks"),
         ("undifferentiable", "export", "serialization of host_callbacks"),
+        ("of random keys", "vmap", "numbers of such random keys depend on the batch"),
         ("for float32", "bfloat16", "the kernel does not take it: TypeError: x must be float32"),
         ("with a rule alone", "tangents", "there are none: ValueError: Pure callbacks"),
     ],
@@ -256,6 +257,12 @@ def test_the_table_has_a_line_for_each_check_and_the_reasons_below():
         "pickle   skipped  -            -        1",
         "    a script's own",
     ]
+
+
+def test_a_long_name_has_a_line_of_its_own():
+    name = "gradient of state['optimizer']['second_moment']"
+    text = str(CheckReport("adam@v0", (1,), (CheckRow(check=name, config=1, status="ok", error=0.5, allowed=1.0),)))
+    assert text.splitlines()[2:] == [name, "       ok      0.5          1        1"]
 
 
 def test_what_is_no_kernel_or_no_group_is_an_error():

@@ -26,7 +26,8 @@ _LARGE = 1 << 20  # elements from which random arrays are made on the device
 def random_array(like: Any, rng: np.random.Generator) -> Any:
     """Return a random array of the shape and dtype of `like`; see `Kernel.example_inputs`."""
     if compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key):
-        keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), max(1, int(np.prod(like.shape))))
+        first = jax.random.key(int(rng.integers(2**31)), impl=compat.key_implementation(like.dtype))
+        keys = jax.random.split(first, max(1, int(np.prod(like.shape))))
         return keys[: int(np.prod(like.shape))].reshape(like.shape)
     if like.dtype == np.bool_:
         return jnp.asarray(rng.integers(0, 2, like.shape).astype(np.bool_))

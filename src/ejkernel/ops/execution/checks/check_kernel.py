@@ -11,7 +11,7 @@ import numpy as np
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
-from ejkernel.ops.errors import ArgumentError, KernelError, NoConfigError
+from ejkernel.ops.errors import ArgumentError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.execution.bench import config_id
 from ejkernel.ops.execution.checks.forms import (
     dtype_rows,
@@ -25,8 +25,10 @@ from ejkernel.ops.execution.checks.numbers import Numbers
 from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckReport, CheckRow
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.task import LISTED, heuristic_of
+from ejkernel.ops.execution.threads import apart
 from ejkernel.ops.utils.tables import arguments
 
+_TOO_FEW: Final = 2  # rows of a configuration that does not run
 GROUPS: Final = ("gradient", "tangents", "vmap", "dtypes", "platforms", "key", "pickle", "export")
 
 
@@ -80,7 +82,7 @@ def check_kernel(
     unknown = [name for name in without if name not in GROUPS]
     if unknown:
         raise ArgumentError(f"without must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
-    report = _checked(Subject.of(kernel, args, kwargs, seed), configs, frozenset(without))
+    report = apart(lambda: _checked(Subject.of(kernel, args, kwargs, seed), configs, frozenset(without)))
     if strict:
         report.raise_if_failed()
     return report
@@ -108,26 +110,36 @@ def arguments_of(inv: Invocation[Any, Any]) -> str:
 
 def _rows(subject: Subject, configs: Sequence[Any], without: frozenset[str]) -> Iterator[CheckRow]:
     yield CheckRow(check="configurations", config=None, status=OK)
-    numbers = Numbers(subject, configs[0], tuple(without))
-    works = True
-    for config in configs:
-        rows = list(numbers.rows(config))
-        yield from rows
-        works = works and (config is not configs[0] or len(rows) > 2)
-    if not works:  # what the heuristic cannot run, has no other form
+    try:
+        numbers = Numbers(subject, configs[0], tuple(without))
+    except UnsupportedError as error:  # it is for another platform than this process has
+        yield CheckRow(check="outputs", config=None, status=SKIPPED, reason=str(error))
+        without |= {"dtypes", "export", "pickle"}
+    except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
+        yield CheckRow(check="outputs", config=configs[0], status=FAILED, reason=f"{type(error).__name__}: {error}")
         return
+    else:
+        for config in configs:
+            rows = list(numbers.rows(config))
+            yield from rows
+            if config is configs[0] and len(rows) <= _TOO_FEW:  # it does not run, so that nothing else would
+                return
+    yield from _form_rows(subject, configs[0], without)
+
+
+def _form_rows(subject: Subject, config: Any, without: frozenset[str]) -> Iterator[CheckRow]:
     if "dtypes" not in without:
         yield from dtype_rows(subject, _dtype_row)
-        weak = weak_type_row(subject, configs[0])
+        weak = weak_type_row(subject, config)
         yield from [] if weak is None else [weak]
     if "platforms" not in without:
         yield from platform_rows(subject, lambda inv: _configs(subject, inv, None)[0])
     if "key" not in without:
         yield key_row(subject)
     if "export" not in without:
-        yield export_row(subject, configs[0])
+        yield export_row(subject, config)
     if "pickle" not in without:
-        yield pickle_row(subject, configs[0])
+        yield pickle_row(subject, config)
 
 
 def _dtype_row(subject: Subject, name: str) -> CheckRow:

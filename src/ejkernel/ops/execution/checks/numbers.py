@@ -172,7 +172,7 @@ class Numbers:
         run = self._subject.executed(config)
         differentiates, why = self._differentiates(config, run)
         with_gradient = differentiates and "gradient" not in self._without
-        batches = [] if "vmap" in self._without else self._patterns
+        batches = [] if "vmap" in self._without or self._why_no_batches else self._patterns
         jobs: dict[str, Job] = {"jit": (alone(run), self._elements[0], [])}
         for pattern in [*([_ALONE] if with_gradient else []), *batches]:
             batched = pattern.batched(run)
@@ -185,6 +185,8 @@ class Numbers:
         yield self._outputs_row("jit", config, found["jit"])
         for pattern in batches:
             yield self._pattern_row(config, pattern, found[pattern.name])
+        if self._why_no_batches and "vmap" not in self._without:
+            yield CheckRow(check="vmap", config=config, status=SKIPPED, reason=self._why_no_batches)
         if with_gradient:
             yield from self._gradient_rows(config, found[_ALONE.name])
         elif "gradient" not in self._without:
@@ -243,6 +245,13 @@ class Numbers:
         return self._judged("tangents", config, [*self._deviations(found.outs, true.outs), *compared])
 
     # --- what is right ---
+
+    @property
+    def _why_no_batches(self) -> str:
+        kinds = [compat.key_implementation(like.dtype) for like in self._subject.types if _is_key(like)]
+        if any(kind in ("rbg", "unsafe_rbg") for kind in kinds):
+            return "numbers of such random keys depend on the batch: one example at a time has others"
+        return "" if self._subject.types else "there is no array to batch"
 
     @functools.cached_property
     def _patterns(self) -> list[Pattern]:
@@ -333,15 +342,19 @@ def _listed(types: Sequence[tuple[tuple[int, ...], str]]) -> str:
     return ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in types)
 
 
+def _is_key(array: Any) -> bool:
+    return bool(compat.dtypes.issubdtype(array.dtype, compat.dtypes.prng_key))
+
+
 def _copied(array: Any) -> Any:
     """Return the bits of an array, as NumPy has them."""
-    is_key = compat.dtypes.issubdtype(array.dtype, compat.dtypes.prng_key)
-    return np.array(jax.random.key_data(array) if is_key else array)
+    return np.array(jax.random.key_data(array) if _is_key(array) else array)
 
 
 def _restored(kept: Any, like: Any) -> Any:
-    is_key = compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key)
-    return jax.random.wrap_key_data(kept) if is_key else jnp.array(kept)
+    if not _is_key(like):
+        return jnp.array(kept)
+    return jax.random.wrap_key_data(jnp.array(kept), impl=compat.key_implementation(like.dtype))
 
 
 def _has_nan(array: Any) -> bool:

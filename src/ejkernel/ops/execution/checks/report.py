@@ -17,6 +17,7 @@ FAILED: Final = "failed"
 SKIPPED: Final = "skipped"
 
 _WIDTH: Final = 80
+_NAME: Final = 36  # characters of a check's name that fit beside the rest
 _SHOWN: Final = 3  # reasons of one check that the table shows
 
 
@@ -79,7 +80,10 @@ class CheckReport:
             by_check.setdefault(row.check, []).append(row)
         header = ("check", "status", "worst error", "allowed", "of")
         table, *lines = text_table(header, [_cells(rows) for rows in by_check.values()]).split("\n")
-        shown = [part for line, rows in zip(lines, by_check.values(), strict=True) for part in (line, *_reasons(rows))]
+        shown: list[str] = []
+        for line, rows in zip(lines, by_check.values(), strict=True):
+            name = [] if len(rows[0].check) <= _NAME else textwrap.wrap(rows[0].check, _WIDTH)
+            shown += [*name, line, *_reasons(rows)]
         count = f"{len(self.configs)} configuration{'s' * (len(self.configs) != 1)}"
         title = f"{self.call}: {count}, {len(self.failures)} of {len(self.rows)} checks failed"
         notes = textwrap.wrap(self.note, _WIDTH)
@@ -92,9 +96,10 @@ def _cells(rows: Sequence[CheckRow]) -> tuple[str, ...]:
     compared = [row for row in rows if row.error is not None and row.allowed is not None]
     worst = max(compared, key=_share, default=None)
     of = str(len(rows)) if status != FAILED else f"{statuses.count(FAILED)} of {len(rows)}"
+    name = rows[0].check if len(rows[0].check) <= _NAME else ""  # a longer one has a line of its own
     if worst is None:
-        return rows[0].check, status, "-", "-", of
-    return rows[0].check, status, f"{worst.error:.2g}", f"{worst.allowed:g}", of
+        return name, status, "-", "-", of
+    return name, status, f"{worst.error:.2g}", f"{worst.allowed:g}", of
 
 
 def _share(row: CheckRow) -> float:
