@@ -114,6 +114,11 @@ def lowering_names(platform: str) -> tuple[str, ...]:
     return ("cuda",) if platform == "gpu" else (platform,)
 
 
+def lacks_lowering(error: Exception) -> bool:
+    """Return whether a program was not lowered for want of what jaxlib has for that platform."""
+    return isinstance(error, ImportError) or "install jaxlib" in str(error)
+
+
 def leave_devices_alone() -> None:
     """Let JAX use nothing but the CPU in this process, whatever there is; to be called before its first use."""
     jax.config.update("jax_platforms", "cpu")

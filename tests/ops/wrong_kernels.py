@@ -264,6 +264,42 @@ class TritonThatRaises(Plain):
         raise ValueError("no such tile")
 
 
+class OnlyForGpu(Kernel[int, jax.Array]):
+    def run_triton(self, x, w, *, cfg):
+        return tanh_matmul(x, w)
+
+    def heuristic_cfg(self, inv):
+        return 0
+
+
+class ForTpu(Kernel[int, jax.Array]):
+    """Doubles `x`, `cfg` rows at a time; in Pallas for TPUs."""
+
+    def run(self, x, *, cfg):
+        return x + x
+
+    def run_pallas(self, x, *, cfg):
+        from jax.experimental import pallas as pl
+
+        def double(x_ref, out_ref):
+            out_ref[...] = x_ref[...] + x_ref[...]
+
+        block = pl.BlockSpec((cfg, x.shape[1]), lambda i: (i, 0))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(double, grid=(len(x) // cfg,), in_specs=[block], out_specs=block, out_shape=shape)(x)
+
+    def heuristic_cfg(self, inv):
+        return 8
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (2 * cotangents[0],)
+
+
+class MisalignedForTpu(ForTpu):
+    def config_space(self, inv):
+        return [8, 4]
+
+
 class WeaklyTyped(Plain):
     def run(self, x, w, *, cfg):
         return tanh_matmul(x, w).astype(jnp.result_type(x, jnp.bfloat16))
@@ -376,7 +412,18 @@ def made_inside():
     return inner
 
 
-_RIGHT = (Referenced, Take, Float32Alone, Undifferentiable, UndifferentiableWithRule, Trees, Dropout, Activated)
+_RIGHT = (
+    Referenced,
+    Take,
+    Float32Alone,
+    Undifferentiable,
+    UndifferentiableWithRule,
+    Trees,
+    Dropout,
+    Activated,
+    ForTpu,
+    OnlyForGpu,
+)
 for _kind in list(vars().values()):
     if isinstance(_kind, type) and issubclass(_kind, Kernel) and _kind.__module__ == __name__:
         _kind.is_wrong = _kind not in _RIGHT

@@ -81,7 +81,7 @@ def test_a_wrong_kernel_is_found_where_it_is_wrong(name):
 
 def test_each_wrong_kernel_is_tried():
     kinds = {name for name, value in vars(wrong_kernels).items() if getattr(value, "is_wrong", False)}
-    assert kinds == set(WRONG) | {"TakeWithoutMask", "InPlace"}
+    assert kinds == set(WRONG) | {"TakeWithoutMask", "InPlace", "MisalignedForTpu"}
 
 
 def test_a_rule_inside_the_function_is_held_against_differences_where_there_is_no_reference():
@@ -104,6 +104,19 @@ def test_an_argument_that_is_overwritten_is_found_and_put_back(monkeypatch):
     report = check_kernel(kernel, x, w, strict=False, without=GROUPS)
     changed = [row for row in report.failures if row.check == "arguments"]
     assert [row.reason for row in changed] == ["the call changes its argument x"]
+
+
+def test_a_platform_that_a_kernel_has_a_form_for_is_lowered_for_under_each_configuration():
+    args = np.ones((16, 128), np.float32)
+    assert failed(wrong_kernels.ForTpu(), args, without=only("platforms")) == []
+    report = check_kernel(wrong_kernels.MisalignedForTpu(), args, strict=False, without=only("platforms"))
+    assert [(row.check, row.config) for row in report.failures] == [("lowered for tpu", 4)]
+
+
+def test_a_kernel_for_another_platform_than_this_process_has_is_lowered_for_it():
+    report = check_kernel(wrong_kernels.OnlyForGpu(), x, w)
+    statuses = {row.check: row.status for row in report.rows}
+    assert (statuses["outputs"], statuses["lowered for gpu"], statuses["key"]) == ("skipped", "ok", "ok")
 
 
 def test_a_static_argument_without_a_name_is_found():

@@ -10,7 +10,7 @@ import jax
 
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.derived import innermost
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, run_forms
 from ejkernel.ops.core.nodes import Node
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -35,7 +35,8 @@ def leaf_name(kernel: Kernel[Any, Any], path: Any) -> str:
 
 
 def _parameters(kernel: Kernel[Any, Any]) -> list[str]:
-    for name in ("run", "prepare"):  # a `run` that takes whatever `prepare` returns has no names of its own
+    # a `run` that takes whatever `prepare` returns has no names of its own
+    for name in ("run", *run_forms(kernel), "prepare"):
         parameters = inspect.signature(getattr(kernel, name)).parameters.values()
         named = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
         if named:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle  # noqa: TID251 - of a kernel that is there already, as worker processes are sent it
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.execution.targets import Target
 
 _PLATFORMS: Final = ("cpu", "gpu", "tpu")
 _CLAIMED_BY: Final = {  # forms of `run` that are for a platform, and for nothing else
@@ -31,6 +33,7 @@ _CLAIMED_BY: Final = {  # forms of `run` that are for a platform, and for nothin
     "gpu": ("run_mosaic_gpu", "run_triton", "run_gpu", "run_cuda"),
     "tpu": ("run_pallas", "run_tpu"),
 }
+_TARGET: Final = "nvidia_h200"  # the GPU that is lowered for where there is none
 _OTHER_DTYPES: Final = ("float32", "bfloat16")
 
 
@@ -126,7 +129,13 @@ def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]]
             yield _row(check, None, _told(error), status=FAILED if claims else SKIPPED)
             continue
         for config in configs if claims else configs[:1]:
-            yield _lowered_row(subject, check, platform, config, claims)
+            with _seen_as(platform):
+                yield _lowered_row(subject, check, platform, config, claims)
+
+
+def _seen_as(platform: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which what is traced sees some GPU, if one is lowered for and this process has none."""
+    return contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered()
 
 
 def _lowered_row(subject: Subject, check: str, platform: str, config: Any, claims: bool) -> CheckRow:
@@ -135,10 +144,9 @@ def _lowered_row(subject: Subject, check: str, platform: str, config: Any, claim
     names = compat.lowering_names(platform)
     try:
         jax.jit(run).trace(*arrays).lower(lowering_platforms=names)
-    except ImportError as error:  # what lowers for it is not installed here, which is not the kernel's fault
-        return _row(check, config, _told(error), status=SKIPPED)
     except Exception as error:  # noqa: BLE001 - the reason is the row's
-        return _row(check, config, _told(error), status=FAILED if claims else SKIPPED)
+        is_fault = claims and not compat.lacks_lowering(error)
+        return _row(check, config, _told(error), status=FAILED if is_fault else SKIPPED)
     wrt = subject.differentiable()
     try:
         cotangents = cotangents_of(run, arrays, np.random.default_rng(subject.seed))
