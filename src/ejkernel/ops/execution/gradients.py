@@ -109,6 +109,8 @@ def rule_fault(bench: Bench) -> str:
 def _backward(bench: Bench, choice: Choice) -> tuple[Node, list[Any], list[str]] | None:
     """Return the backward that belongs to a bench's call: the call itself, if it is one."""
     if bench.inv.direction == "fwd":
+        if not any(differentiable(bench.inv.node.spec, bench.arrays)):
+            return None
         return gradient_of(bench, jax.eval_shape(bench.inv.node.flat(choice), *bench.arrays))
     return bench.inv.node, bench.arrays, result_names(bench.inv.node)
 
