@@ -259,14 +259,15 @@ def test_the_table_has_a_line_for_each_check_and_the_reasons_below():
     rows = [CheckRow(check="outputs", config={"rows": n}, status="ok", error=n * 1e-6, allowed=1e-4) for n in (1, 2)]
     reason = "result 0 differs"
     rows += [CheckRow(check="vmap", config={"rows": 1}, status="failed", reason=reason, error=0.5, allowed=1e-4)]
-    rows += [CheckRow(check="vmap", config={"rows": 2}, status="ok", error=1e-7, allowed=1e-4)]
+    rows += [CheckRow(check="vmap", config={"rows": 2}, status="failed", reason=reason, error=0.1, allowed=1e-4)]
+    rows += [CheckRow(check="vmap", config={"rows": 4}, status="ok", error=1e-7, allowed=1e-4)]
     rows += [CheckRow(check="pickle", config=None, status="skipped", reason="a script's own")]
     assert str(CheckReport("sine@v0 f32[4]", ({"rows": 1}, {"rows": 2}), tuple(rows))).splitlines() == [
-        "sine@v0 f32[4]: 2 configurations, 1 of 5 checks failed",
+        "sine@v0 f32[4]: 2 configurations, 2 of 6 checks failed",
         "check    status   worst error  allowed  of",
         "outputs  ok       2e-06        0.0001   2",
-        "vmap     failed   0.5          0.0001   1 of 2",
-        "    rows=1: result 0 differs",
+        "vmap     failed   0.5          0.0001   2 of 3",
+        "    rows=1 and 1 more: result 0 differs",
         "pickle   skipped  -            -        1",
         "    a script's own",
     ]

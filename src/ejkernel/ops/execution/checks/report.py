@@ -110,11 +110,15 @@ def _share(row: CheckRow) -> float:
 def _reasons(rows: Sequence[CheckRow]) -> list[str]:
     """Return why rows failed or were skipped, wrapped below their line."""
     told = [row for row in rows if row.status == FAILED] or [row for row in rows if row.reason]
+    by_reason: dict[str, list[CheckRow]] = {}
+    for row in told:
+        by_reason.setdefault(row.reason, []).append(row)
     lines: list[str] = []
-    for row in told[:_SHOWN]:
-        name = f"{compact(row.config)}: " if row.config is not None else ""
-        text = " ".join(f"{name}{row.reason}".split())
+    for reason, same in list(by_reason.items())[:_SHOWN]:
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        name = f"{compact(same[0].config)}{more}: " if same[0].config is not None else ""
+        text = " ".join(f"{name}{reason}".split())
         lines += textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="      ", max_lines=6)
-    if len(told) > _SHOWN:
-        lines.append(f"    ... and {len(told) - _SHOWN} more")
+    if len(by_reason) > _SHOWN:
+        lines.append(f"    ... and {len(by_reason) - _SHOWN} other reasons")
     return lines
