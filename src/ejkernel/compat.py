@@ -9,16 +9,24 @@ import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import core, effects
+from jax._src.interpreters import mlir as private_mlir
+from jax._src.state import types as state_types
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
+_core: Any = core
+_effects: Any = effects
+_state_types: Any = state_types
+_mlir: Any = private_mlir
+_ir: Any = _mlir.ir
 make_user_context: Any = jax.make_user_context
 # `jax.extend.core` names this class, but it imports Pallas: a third of the time that `import ejkernel.ops` took.
 Primitive: Any = type(jax.lax.add_p)
@@ -40,15 +48,48 @@ def x64_enabled() -> bool:
     return bool(_config.jax_enable_x64)
 
 
+class Numerics(NamedTuple):
+    """JAX's settings that decide what a traced function computes, as `jax.config` has them."""
+
+    default_matmul_precision: str | None
+    enable_x64: bool
+    default_prng_impl: str
+    numpy_dtype_promotion: str
+    numpy_rank_promotion: str
+    threefry_partitionable: bool
+    softmax_custom_jvp: bool
+
+
+def numerics_in_force() -> Numerics:
+    """Return this thread's settings."""
+    return Numerics(
+        _config.jax_default_matmul_precision,
+        _config.jax_enable_x64,
+        _config.jax_default_prng_impl,
+        _config.jax_numpy_dtype_promotion,
+        _config.jax_numpy_rank_promotion,
+        _config.jax_threefry_partitionable,
+        _config.jax_softmax_custom_jvp,
+    )
+
+
 @contextlib.contextmanager
-def numerics(precision: str | None, x64: bool) -> Iterator[None]:
-    """Put a default matmul precision and a 64-bit mode in force.
+def numerics(wanted: Numerics) -> Iterator[None]:
+    """Put settings in force.
 
     Raises:
-        ValueError: JAX knows no such precision.
+        ValueError: JAX knows no such value of one of them.
     """
-    with jax.default_matmul_precision(precision), jax.enable_x64(x64):
+    with contextlib.ExitStack() as stack:
+        for name, now, value in zip(Numerics._fields, numerics_in_force(), wanted, strict=True):
+            if now != value:
+                stack.enter_context(getattr(jax, name)(value))
         yield
+
+
+def settings_name(value: Any) -> str:
+    """Return the name of a setting's value, which is an enumeration's member in some versions of JAX."""
+    return str(getattr(value, "value", value))
 
 
 def jit_disabled() -> bool:
@@ -99,6 +140,11 @@ def zeros_of_tangent(value: Any) -> Any:
     return match_varying(value, jnp.zeros(value.shape, dtype))
 
 
+def instantiated(aval: Any) -> Any:
+    """Return zeros of a type."""
+    return ad.instantiate_zeros(ad.Zero(aval))
+
+
 def is_zero_tangent(tangent: Any) -> bool:
     """Return whether a differentiation rule was handed "no tangent"."""
     return isinstance(tangent, ad.Zero) or tangent.dtype == jax.dtypes.float0
@@ -138,43 +184,167 @@ _axis_context: contextvars.ContextVar[Any] = contextvars.ContextVar("axis_contex
 _platforms: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("platforms", default=())
 
 
-def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: Any) -> Any:
-    """Lower `function` in place of a primitive."""
+@contextlib.contextmanager
+def lowering(ctx: Any) -> Iterator[None]:
+    """Let the functions below tell what the program that is being lowered is for."""
     token, platforms = _axis_context.set(ctx.module_context.axis_context), _platforms.set(lowering_platforms(ctx))
     try:
-        return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+        yield
     finally:
         _axis_context.reset(token)
         _platforms.reset(platforms)
 
 
+def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: Any) -> Any:
+    """Lower `function` in place of a primitive."""
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+
+
 def lowered_platform() -> str | None:
-    """Return the platform of the program that `lower_function` is lowering; `None` outside it, or for several."""
+    """Return the platform of the program that is being lowered; `None` outside it, or for several."""
     platforms = _platforms.get()
-    return platforms[0] if len(platforms) == 1 else None
+    return _answered(lowered_platform, platforms[0] if len(platforms) == 1 else None)
 
 
 def is_partitioned() -> bool:
-    """Return whether XLA's partitioner spreads the program that `lower_function` is lowering over several devices.
+    """Return whether XLA's partitioner spreads the program that is being lowered over several devices.
 
     Under `shard_map` over a whole mesh it does not: each device's part is a call of its own there.
     """
     context = _axis_context.get()
     mesh = getattr(context, "mesh", None)
     if mesh is not None:
-        return bool(mesh.size > 1 and set(context.manual_axes) != set(mesh.axis_names))
-    return int(getattr(context, "num_devices", None) or 1) > 1
+        return _answered(is_partitioned, bool(mesh.size > 1 and set(context.manual_axes) != set(mesh.axis_names)))
+    return _answered(is_partitioned, int(getattr(context, "num_devices", None) or 1) > 1)
 
 
 def knows_devices() -> bool:
     """Return whether that program's devices are known while it is lowered, as custom partitioning needs it."""
-    return getattr(_axis_context.get(), "device_assignment", None) is not None
+    return _answered(knows_devices, getattr(_axis_context.get(), "device_assignment", None) is not None)
 
 
-def typed_jaxpr(function: Any, avals: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-    """Return the result types and effects of `function`, which is under `jax.jit`."""
-    jaxpr = function.trace(*avals).jaxpr  # as make_jaxpr, but straight from jit's own cache: 6 us for 150
-    return jaxpr.out_avals, jaxpr.effects
+Answers = dict[Callable[[], Any], Any]
+_answers: contextvars.ContextVar[Answers | None] = contextvars.ContextVar("answers", default=None)
+T = TypeVar("T")
+
+
+def _answered(question: Callable[[], T], answer: T) -> T:
+    noted = _answers.get()
+    if noted is not None:
+        noted[question] = answer
+    return answer
+
+
+@contextlib.contextmanager
+def noting_answers(noted: Answers) -> Iterator[None]:
+    """Note what the functions above say: a trace that asked holds only where they say the same."""
+    token = _answers.set(noted)
+    try:
+        yield
+    finally:
+        _answers.reset(token)
+
+
+def traced(function: Any, avals: Sequence[Any]) -> Any:
+    """Return the closed jaxpr of `function`, which is under `jax.jit`, as jit's own cache has it."""
+    return function.trace(*avals).jaxpr  # 6 us for the 150 of make_jaxpr
+
+
+def outer_effects(jaxpr: Any) -> Any:
+    """Return the effects of a closed jaxpr that whoever calls it has too: not those on its own references."""
+    return {
+        effect for effect in _core.positional_effects(jaxpr) if not isinstance(effect, _core.InternalMutableArrayEffect)
+    }
+
+
+def has_references(jaxpr: Any) -> bool:
+    """Return whether a closed jaxpr makes or takes references (`jax.new_ref`), which are gone in a lowered program."""
+    return any(
+        isinstance(effect, _core.InternalMutableArrayEffect | _effects.JaxprInputEffect) for effect in jaxpr.effects
+    )
+
+
+def observable(effects: Any) -> bool:
+    """Return whether effects are more than collectives: something that must happen once, such as printing."""
+    return any(not isinstance(effect, _core.NamedAxisEffect) for effect in effects)
+
+
+def cache_weakly(cls: type) -> None:
+    """Have JAX's caches refer weakly to the instances of `cls` that are parameters of primitives."""
+    from jax._src import util
+
+    kinds: Any = util.weakref_cache_key_types
+    kinds.add(cls)
+
+
+def is_reference(aval: Any) -> bool:
+    """Return whether a type is that of a reference, `jax.Ref`."""
+    return isinstance(aval, _state_types.AbstractRef)
+
+
+def register_discharge(primitive: Any, rule: Callable[..., tuple[list[Any], Sequence[Any]]]) -> None:
+    """Say how a primitive computes on the values of references: `rule(in_avals, *values, **params)`.
+
+    The rule returns the new value of each argument that is a reference, `None` for others, and the results.
+    """
+    from jax._src.state import discharge
+
+    def discharged(first: Any, *rest: Any, **params: Any) -> tuple[list[Any], Sequence[Any]]:
+        in_avals = getattr(
+            first, "in_avals", None
+        )  # of a context; before JAX 0.11 both lists of types came by themselves
+        return rule(first, *rest[1:], **params) if in_avals is None else rule(in_avals, *rest, **params)
+
+    discharge.register_discharge_rule(primitive)(discharged)
+
+
+def ordered_effects(function: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
+    """Return those effects of a function that must happen in the order of the program."""
+    return list(_effects.ordered_effects.filter_in(jax.make_jaxpr(function)(*avals).effects))
+
+
+def named_axes(effects: Any) -> set[Any]:
+    """Return the names of axes that collectives with these effects go over."""
+    return {effect.name for effect in effects if isinstance(effect, _core.NamedAxisEffect)}
+
+
+def is_named(axis_name: Any) -> bool:
+    """Return whether somebody gave a `vmap` its axis name; its default is an object of JAX's own."""
+    return axis_name is not _core.no_axis_name
+
+
+def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]:
+    """Lower a closed jaxpr in place of a primitive, as part of the function around it, in a named scope."""
+    consts = _mlir.ir_consts(jaxpr.consts, [var.aval for var in jaxpr.jaxpr.constvars])
+    out, tokens = _mlir.jaxpr_subcomp(
+        ctx.module_context,
+        jaxpr.jaxpr,
+        ctx.name_stack.extend(scope),
+        ctx.tokens_in,
+        consts,
+        *values,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=None,
+    )
+    ctx.set_tokens_out(tokens)
+    return list(out)
+
+
+def label_value(value: Any, inputs: Sequence[Any], name: str, payload: str) -> bool:
+    """Set a frontend attribute on the operation that made a value of a program's text.
+
+    Returns:
+        Whether there is one: a value that *is* an input, or an argument of the function around, was made elsewhere.
+    """
+    if any(value == given for given in inputs) or not isinstance(value.owner, _ir.Operation | _ir.OpView):
+        return False
+    attributes = value.owner.attributes
+    known = "mhlo.frontend_attributes"
+    found = {entry.name: entry.attr for entry in attributes[known]} if known in attributes else {}
+    found[name] = _ir.StringAttr.get(payload)
+    attributes[known] = _ir.DictAttr.get(found)
+    return True
 
 
 def run_on_platform(branches: Mapping[str, Callable[..., Any]], *values: Any) -> Any:

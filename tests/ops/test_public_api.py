@@ -52,6 +52,7 @@ DOCUMENTED = [
     "Kernel",
     "KernelCheckError",
     "KernelError",
+    "KernelWarning",
     "LABEL_RE",
     "Measurement",
     "NoConfigError",

@@ -25,6 +25,7 @@ from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError, ConfigError, UnsupportedError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.fingerprint import platform_kind
+from ejkernel.ops.utils.signature import is_known
 
 from . import _attention_arguments as arguments
 
@@ -96,7 +97,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     def fwd_with_residuals(self, *args: Any, cfg: FlashAttentionConfig, **options: Any) -> tuple[Any, Any]:
         """Return the output, and the log-sum-exp of every row."""
         operands, rules = _operands(args), _rules(options)
-        implementation = _checked_implementation(cfg, describe(operands, rules, platform=_platform()), options)
+        implementation = _checked_implementation(cfg, operands, rules, options)
         out, lse = load(implementation).forward(operands, rules, cfg.fwd)
         return out, lse
 
@@ -111,8 +112,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     ) -> tuple[Any, ...]:
         """Return the gradients of query, key, value and bias."""
         operands, rules = _operands(args), _rules(options)
-        call = describe(operands, rules, platform=_platform(), backward=True)
-        implementation = _checked_implementation(cfg, call, options)
+        implementation = _checked_implementation(cfg, operands, rules, options, backward=True)
         found = load(implementation).backward(operands, (out, residuals), cotangents[0], rules, cfg.bwd)
         return (*found, None, None)
 
@@ -127,6 +127,8 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
         best = _implementations(inv, call)[0]
         if best != "xla":
             return FlashAttentionConfig(implementation=best)
+        if not xla.has_blocks(call):
+            return FlashAttentionConfig()
         return _xla_config(call, *xla.default_blocks(call, math.prod(inv.batch_sizes)))
 
     def config_space(self, inv: _Invocation) -> Sequence[FlashAttentionConfig]:
@@ -325,6 +327,8 @@ def _xla_config(call: AttentionCall, q_block: int, kv_block: int) -> FlashAttent
 
 def _xla_configs(call: AttentionCall) -> list[FlashAttentionConfig]:
     """Return `xla` with each pair of block sizes that the lengths can tell apart, and whose scores fit in memory."""
+    if not xla.has_blocks(call) or not is_known(*call.query):
+        return [FlashAttentionConfig()]
     sizes, most = (_CPU_BLOCKS, 1 << 26) if call.platform == "cpu" else (_BLOCKS, 1 << 28)
     q_blocks, kv_blocks = (
         dict.fromkeys(xla.even_block(length, size) for size in choices)
@@ -336,7 +340,9 @@ def _xla_configs(call: AttentionCall) -> list[FlashAttentionConfig]:
     return [_xla_config(call, *pair) for pair in pairs]
 
 
-def _checked_implementation(cfg: FlashAttentionConfig, call: AttentionCall, options: dict[str, Any]) -> str:
+def _checked_implementation(
+    cfg: FlashAttentionConfig, operands: Operands, rules: Rules, options: dict[str, Any], *, backward: bool = False
+) -> str:
     """Return the implementation that runs: what `cfg` says, where that is possible.
 
     A forward's configuration may reach a gradient, and one that was measured on one device may reach a program that is
@@ -351,6 +357,9 @@ def _checked_implementation(cfg: FlashAttentionConfig, call: AttentionCall, opti
         raise ConfigError(
             f"cfg.implementation is {cfg.implementation!r}, but implementation={named!r} was asked for; leave one out."
         )
+    if cfg.implementation == "xla":  # it runs everywhere, so what the program is lowered for need not be asked
+        return cfg.implementation
+    call = describe(operands, rules, platform=_platform(), backward=backward)
     reason = load(cfg.implementation).unsupported_reason(call)
     if reason is None:
         return cfg.implementation

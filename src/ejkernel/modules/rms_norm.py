@@ -18,7 +18,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError, ConfigError
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.signature import is_array, is_known
 
 _Invocation = Invocation["RmsNormConfig", jax.Array]
 
@@ -112,13 +112,17 @@ class RmsNorm(Kernel[RmsNormConfig, jax.Array]):
         rows, dim = _rows_and_dim(inv)
         direction = "bwd" if inv.direction == "bwd" else "fwd"
         narrow = inv.args[0].dtype.itemsize < 4
-        if inv.platform != "cpu" or rows * dim < _WORTHWHILE[direction] or (direction == "fwd" and not narrow):
+        if not is_known(rows, dim) or inv.platform != "cpu" or rows * dim < _WORTHWHILE[direction]:
+            return RmsNormConfig()
+        if direction == "fwd" and not narrow:
             return RmsNormConfig()
         return _config(inv, _even(rows, max(1, _BLOCK // dim)))
 
     def config_space(self, inv: _Invocation) -> Sequence[RmsNormConfig]:
         """Return one pass, and blocks of several sizes."""
         rows, dim = _rows_and_dim(inv)
+        if not is_known(rows, dim):
+            return [RmsNormConfig()]
         sizes = dict.fromkeys(_even(rows, max(1, elements // dim)) for elements in (1 << 15, 1 << 17, _BLOCK, 1 << 21))
         return [RmsNormConfig(), *(_config(inv, size) for size in sizes if size < rows)]
 

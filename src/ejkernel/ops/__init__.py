@@ -29,6 +29,7 @@ from ejkernel.ops.errors import GradientError as GradientError
 from ejkernel.ops.errors import GradientWarning as GradientWarning
 from ejkernel.ops.errors import KernelCheckError as KernelCheckError
 from ejkernel.ops.errors import KernelError as KernelError
+from ejkernel.ops.errors import KernelWarning as KernelWarning
 from ejkernel.ops.errors import NoConfigError as NoConfigError
 from ejkernel.ops.errors import OfflineWarning as OfflineWarning
 from ejkernel.ops.errors import SerializationError as SerializationError

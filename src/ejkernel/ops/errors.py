@@ -90,6 +90,10 @@ class UnstableKeyWarning(EjkernelWarning):
     """A call cannot be remembered, because one of its static arguments has no stable name."""
 
 
+class KernelWarning(EjkernelWarning):
+    """Two kernels cannot be told apart, or one breaks its contract in a way that does not end the program."""
+
+
 class OfflineWarning(EjkernelWarning):
     """A program's calls could not be tuned, because nothing is known about them but their labels."""
 

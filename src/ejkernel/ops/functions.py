@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ class TunedFunction(Kernel[Config, Out]):
             raise KernelError(f"{declared.called} has no name to be kept under; pass tune(..., name=...).")
         super().__init__(name or declared.called)
         self._declared = declared
+        self.choices = frozenset(declared.names)  # saying the default fixes what is to be tuned
         functools.update_wrapper(self, function)
         self.__signature__ = declared.signature
 
@@ -109,6 +111,10 @@ class TunedFunction(Kernel[Config, Out]):
         """Pickle by name, as functions are: another process has a kernel of its own under it."""
         del protocol
         return str(self.__qualname__)  # type: ignore[attr-defined] # the function's
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Return the function as a method of `instance`, which is then the first argument of every call."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check tunable arguments; all of them together are the call's configuration."""
@@ -316,7 +322,7 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         for p in declared.signature.parameters.values()
     ]
     at = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    first = inspect.Parameter("_kernel", inspect.Parameter.POSITIONAL_ONLY)  # a method's function has a self of its own
     run.__signature__ = inspect.Signature([first, *parameters[:at], cfg, *parameters[at:]])  # type: ignore[attr-defined]
     return run
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,9 +32,10 @@ class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
 Invocations = dict[str, dict[str, dict[str, Recorded]]]
 
 _invocations: Invocations = {}
-_missed: dict[ConfigKey, Recorded] = {}
+_missed: dict[ConfigKey, tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]] = {}
 _collectors: dict[int, list[Invocation[Any, Any]]] = {}
 _tokens = itertools.count(1)
+_unused: list[int] = []  # tokens under which no call was lowered
 _lock = threading.Lock()
 
 
@@ -74,17 +76,19 @@ def missed() -> Invocations:
     """
     found: Invocations = {}
     with _lock:
-        for (device, op, call), recorded in _missed.items():
-            found.setdefault(device, {}).setdefault(op, {})[call] = recorded
+        noted = list(_missed.items())
+    for (device, op, call), (owner, inv) in noted:
+        kernel = owner()
+        if kernel is not None:
+            found.setdefault(device, {}).setdefault(op, {})[call] = Recorded(dataclasses.replace(inv, kernel=kernel))
     return found
 
 
 def note_missed(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], key: ConfigKey) -> None:
-    """Keep a call that nothing was measured for."""
+    """Keep a call that nothing was measured for, as long as somebody else keeps its kernel."""
     if key not in _missed:
-        recorded = Recorded(dataclasses.replace(inv, kernel=kernel).abstract())
-        with _lock:
-            _missed[key] = recorded
+        owner = weakref.ref(kernel, lambda _: _missed.pop(key, None))
+        _missed[key] = owner, inv.abstract().without_kernel()
 
 
 def forget_missed(key: ConfigKey) -> None:
@@ -99,9 +103,9 @@ def recording() -> Iterator[list[Invocation[Any, Any]]]:
 
     Functions that `jit` has compiled are traced again inside, so their calls are seen too.
     """
-    token = next(_tokens)
     seen: list[Invocation[Any, Any]] = []
     with _lock:
+        token = _unused.pop() if _unused else next(_tokens)
         _collectors[token] = seen
     try:
         scope = current_scope()
@@ -110,3 +114,5 @@ def recording() -> Iterator[list[Invocation[Any, Any]]]:
     finally:
         with _lock:
             del _collectors[token]
+            if not seen:  # what was compiled meanwhile has no call in it, and need not be compiled anew the next time
+                _unused.append(token)

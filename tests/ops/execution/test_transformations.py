@@ -324,8 +324,8 @@ def test_a_program_with_a_symbolic_batch_is_exported():
     assert "rows" in str(chooser.asked[0].description)
 
 
-@pytest.mark.parametrize("lowered_inside", [True, False], ids=["lowered inside", "lowered outside"])
-def test_a_trace_is_resolved_where_it_is_lowered(lowered_inside):
+@pytest.mark.parametrize("traced_inside", [True, False], ids=["traced inside", "traced outside"])
+def test_a_call_belongs_to_the_overlay_that_it_was_traced_in(traced_inside):
     kernel = ShowsConfig()
     executor = Executor(ConfigSelectorChain())
     overlay = {Invocation(kernel=kernel, args=(x,)).key: 7}
@@ -333,7 +333,7 @@ def test_a_trace_is_resolved_where_it_is_lowered(lowered_inside):
     with overlay_cache(overlay):
         inside = jax.jit(functools.partial(executor, kernel)).trace(x)
         here = traced.lower()
-    lowered, expected = (here, 7) if lowered_inside else (inside.lower(), 0)
+    lowered, expected = (inside.lower(), 7) if traced_inside else (here, 0)
     assert expected == lowered.compile()(x)
 
 

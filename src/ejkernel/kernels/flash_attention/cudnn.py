@@ -13,6 +13,7 @@ from jax.custom_batching import custom_vmap
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.ops.utils.signature import is_known
 
 from . import xla
 from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
@@ -27,6 +28,8 @@ _HIDDEN = {"bfloat16": -float(2 << 40), "float16": -float(2 << 14)}
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why cuDNN does not run `call`, and what would; `None` if it does."""
+    if not is_known(*call.query, *call.key, *call.value):
+        return "it needs shapes that are numbers, and this program is exported for many; use 'xla'"
     return _platform_reason(call) or _arguments_reason(call) or _masking_reason(call) or _length_reason(call)
 
 

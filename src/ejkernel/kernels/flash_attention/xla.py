@@ -11,6 +11,7 @@ Source: online softmax after Dao, FlashAttention-2, arXiv:2307.08691.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jax import lax
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.fingerprint import platform_kind
+from ejkernel.ops.utils.signature import is_known
 
 from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, accumulator, describe, within_window
 
@@ -109,6 +111,11 @@ def backward(
     )
 
 
+def has_blocks(call: AttentionCall) -> bool:
+    """Return whether the lengths are numbers: a length that is a symbol, in an exported program, is one block."""
+    return is_known(call.query[1], call.key[1])
+
+
 def default_blocks(call: AttentionCall, examples: int = 1) -> tuple[int, int]:
     """Return the block sizes of queries and keys that are used where none are given.
 
@@ -121,7 +128,7 @@ def default_blocks(call: AttentionCall, examples: int = 1) -> tuple[int, int]:
     """
     on_cpu = (call.platform or platform_kind(jax.default_backend())) == "cpu"
     most = (1 << 18 if call.backward else 1 << 19) if on_cpu else 1 << 26
-    rows = examples * call.query[0] * call.query[2]
+    rows = math.prod(size for size in (examples, call.query[0], call.query[2]) if is_known(size))
     q_block, kv_block = min(1024, call.query[1]), min(1024, call.key[1])
     while rows * q_block * kv_block > most and (q_block > 64 or kv_block > 128):
         if kv_block <= 128 or (q_block >= kv_block and q_block > 64):
@@ -205,8 +212,12 @@ class _Grid:
 
 def _grid(call: AttentionCall, params: FwdParams | BwdParams) -> _Grid:
     queries, keys = call.query[1], call.key[1]
-    defaults = default_blocks(call)
-    q_block, kv_block = min(params.q_blocksize or defaults[0], queries), min(params.kv_blocksize or defaults[1], keys)
+    if has_blocks(call):
+        q_most, kv_most = default_blocks(call)
+        q_block, kv_block = min(params.q_blocksize or q_most, queries), min(params.kv_blocksize or kv_most, keys)
+        pairs = _visible_pairs(queries, keys, q_block, kv_block, call.rules)
+    else:
+        q_block, kv_block, pairs = queries, keys, np.zeros((1, 2), np.int32)
     return _Grid(
         queries=queries,
         keys=keys,
@@ -214,7 +225,7 @@ def _grid(call: AttentionCall, params: FwdParams | BwdParams) -> _Grid:
         q_block=q_block,
         kv_block=kv_block,
         dtype=accumulator(call.dtype),
-        pairs=_visible_pairs(queries, keys, q_block, kv_block, call.rules),
+        pairs=pairs,
     )
 
 
@@ -250,7 +261,7 @@ def _masks(blocks: _Blocks, rules: Rules, grid: _Grid, pair: jax.Array) -> list[
     queries = pair[0] * grid.q_block + jnp.arange(grid.q_block, dtype=jnp.int32)
     window = within_window(queries + (grid.keys - grid.queries), keys, rules)
     masks = [] if window is None else [window]
-    if grid.keys % grid.kv_block:
+    if _missing(grid.keys, grid.kv_block):
         masks.append(keys < grid.keys)
     if blocks.mask is not None:
         masks.append(_window(blocks.mask, grid, pair))
@@ -276,9 +287,14 @@ def _split(operands: Operands, grid: _Grid) -> _Blocks:
     )
 
 
+def _missing(length: int, block: int) -> int:
+    """Return how much padding makes whole blocks of a length."""
+    return 0 if length == block else -length % block
+
+
 def _blocked(x: jax.Array, axis: int, block: int, fill: float = 0) -> jax.Array:
     """Pad `axis` to whole blocks, cut it, and bring the axis of blocks to the front."""
-    padding = [(0, -x.shape[axis] % block if a == axis else 0) for a in range(x.ndim)]
+    padding = [(0, _missing(x.shape[axis], block) if a == axis else 0) for a in range(x.ndim)]
     x = jnp.pad(x, padding, constant_values=fill) if any(after for _, after in padding) else x
     x = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
@@ -317,7 +333,7 @@ def _split_heads(x: jax.Array, grid: _Grid) -> jax.Array:
     """Cut the axis of heads of a bias or mask into groups, and pad queries and keys to whole blocks."""
     batch, heads, queries, keys = x.shape
     x = x.reshape(batch, *((1, 1) if heads == 1 else (grid.groups, -1)), queries, keys)
-    after = [0 if n == 1 else -n % block for n, block in ((queries, grid.q_block), (keys, grid.kv_block))]
+    after = [0 if n == 1 else _missing(n, block) for n, block in ((queries, grid.q_block), (keys, grid.kv_block))]
     return jnp.pad(x, [(0, 0)] * 3 + [(0, n) for n in after]) if any(after) else x
 
 
@@ -329,7 +345,7 @@ def _join_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
 def _window(x: jax.Array, grid: _Grid, pair: jax.Array) -> jax.Array:
     """Return the part of a bias or mask that belongs to one pair; an axis of 1 stays."""
     for axis, block, index in ((3, grid.q_block, pair[0]), (4, grid.kv_block, pair[1])):
-        if x.shape[axis] > 1:
+        if x.shape[axis] != 1:
             x = lax.dynamic_slice_in_dim(x, index * block, block, axis)
     return x
 
@@ -337,9 +353,9 @@ def _window(x: jax.Array, grid: _Grid, pair: jax.Array) -> jax.Array:
 def _add_bias(dbias: jax.Array, dlogits: jax.Array, grid: _Grid, pair: jax.Array) -> jax.Array:
     """Add the gradient of one pair, summed over the axes along which the bias was broadcast."""
     old = _window(dbias, grid, pair)
-    axes = tuple(a for a in range(5) if old.shape[a] == 1 and dlogits.shape[a] > 1)
+    axes = tuple(a for a in range(5) if old.shape[a] == 1 and dlogits.shape[a] != 1)
     start = [0, 0, 0] + [
-        index * block if dbias.shape[axis] > 1 else 0
+        index * block if dbias.shape[axis] != 1 else 0
         for axis, block, index in ((3, grid.q_block, pair[0]), (4, grid.kv_block, pair[1]))
     ]
     return lax.dynamic_update_slice(dbias, old + dlogits.sum(axis=axes, keepdims=True), start)

@@ -9,7 +9,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
@@ -44,11 +44,16 @@ def join_key(arguments: tuple[Any, ...]) -> Hashable:
     raise TypeError(f"get takes (key) or (device, op, call), got {len(arguments)} arguments.")
 
 
+# Answers that hold only as long as nobody has measured: they are remembered, but never pre-empt a better tier.
+PROVISIONAL: Final = ("heuristic", "forward")
+
+
 class ConfigCache:
     """Configurations in this process's memory, under any hashable key. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Remembered] = {}
+        self._answered_provisionally: set[Hashable] = set()  # operations, without what gradients add to their names
         self._lock = threading.Lock()
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -70,7 +75,12 @@ class ConfigCache:
         with self._lock:
             before = self._entries.get(key)
             self._entries[key] = Remembered(config, source)
-        if before is not None and not same_config(before.config, config):
+        if source in PROVISIONAL:
+            self._answered_provisionally.add(_family(key))
+            return
+        # What was answered without measuring, here or for a call that asks this one, is answered by this entry now.
+        provisional = before.source in PROVISIONAL if before else _family(key) in self._answered_provisionally
+        if provisional or (before is not None and not same_config(before.config, config)):
             self._changed()
 
     def remembered(self, key: Hashable) -> Remembered | None:
@@ -116,6 +126,11 @@ class ConfigCache:
         for _, listener in alive:
             if listener is not None:
                 listener()
+
+
+def _family(key: Hashable) -> Hashable:
+    """Return the operation that a key is of, the same for a forward and for all that is derived from it."""
+    return key.op.partition("@")[0].partition(".")[0] if isinstance(key, ConfigKey) else key
 
 
 def same_config(left: Any, right: Any) -> bool:

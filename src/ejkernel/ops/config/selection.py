@@ -11,18 +11,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Generic
 
-from ejkernel.ops.config.cache import ConfigCache, same_config
+from ejkernel.ops.config.cache import PROVISIONAL, ConfigCache, same_config
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, hook, overrides
+from ejkernel.ops.core.kernel import Kernel, check_config, hook, living_kernels, overrides, same_code
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import (
     CacheWarning,
     ConfigError,
+    KernelWarning,
     NoConfigError,
     TuningError,
     TuningWarning,
@@ -31,12 +32,10 @@ from ejkernel.ops.errors import (
 )
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.perobject import IdentitySet
 from ejkernel.ops.utils.tables import arguments
 
 logger = logging.getLogger(__name__)
-
-# Answers that hold only as long as nobody has measured: they are remembered, but never pre-empt a better tier.
-_PROVISIONAL = ("heuristic", "forward")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +101,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._locks: dict[ConfigKey, threading.RLock] = {}
         self._locks_guard = threading.Lock()
         self._warned: set[str] = set()
+        self._known = IdentitySet()
+        self._namesakes: set[str] = set()
         self._notes: MissedNotes | None = None
 
     @property
@@ -140,11 +141,12 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         """
         tried = []
         request = self._request(inv, kernel, dry=False)
+        self._warn_of_namesake(kernel)
         for consulted in self._consult(request):
             tried.append(consulted.tier)
             if consulted.resolution is not None:
                 self._remember(consulted.resolution, shared=overrides(kernel, "bucket"))
-                if consulted.resolution.source in _PROVISIONAL:
+                if consulted.resolution.source in PROVISIONAL:
                     self._note_miss(request, consulted.resolution.source)
                 logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
                 return consulted.resolution
@@ -203,7 +205,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if key is None or source in ("override", "overlay"):
             return
         before = self.cache.remembered(key)
-        if before is not None and shared and before.source == source and source in _PROVISIONAL:
+        if before is not None and shared and before.source == source and source in PROVISIONAL:
             return
         if before is None or before.source != source or not same_config(before.config, resolution.config):
             self.cache.remember(key, resolution.config, source)
@@ -233,6 +235,20 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._warned.add(inv.op_id_v)
         text = f"{inv.op_id}: the call cannot be remembered or tuned, and runs with its heuristic: {error}"
         warnings.warn(text, UnstableKeyWarning, stacklevel=2)
+
+    def _warn_of_namesake(self, kernel: Kernel[Any, Any]) -> None:
+        if kernel in self._known:
+            return
+        self._known.add(kernel)
+        others = [other for other in living_kernels().get(kernel.op_id_v, ()) if not same_code(kernel, other)]
+        if others and kernel.op_id_v not in self._namesakes:
+            self._namesakes.add(kernel.op_id_v)
+            text = (
+                f"{kernel.op_id_v}: two kernels of this name and version compute by different code, "
+                f"{type(kernel).__qualname__} and {type(others[0]).__qualname__}; what is tuned for one is used for "
+                "the other; give one another name, or raise its version."
+            )
+            warnings.warn(text, KernelWarning, stacklevel=2)
 
     def _consult(self, request: _Request) -> Iterator[Consulted]:
         tiers = (
@@ -264,8 +280,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return request.no_key
         for layer in reversed(layers):
             config = layer.lookup(request.key)
-            if config is not None:
-                return request.answer(config, "overlay")
+            if config is None:
+                continue
+            misfit = self._misfit(request, config, "the overlay's configuration")
+            return misfit or request.answer(config, "overlay")
         return f"not among the entries of {len(layers)} overlay(s)"
 
     def _from_memory(self, request: _Request) -> Resolution[Any] | str:
@@ -274,9 +292,20 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         found = self.cache.remembered(request.key)
         if found is None:
             return "nothing remembered"
-        if found.source in _PROVISIONAL:
+        if found.source in PROVISIONAL:
             return f"remembered only what the {found.source} tier said"
-        return request.answer(found.config, found.source)
+        misfit = self._misfit(request, found.config, "the configuration in memory")
+        return misfit or request.answer(found.config, found.source)
+
+    def _misfit(self, request: _Request, config: Any, what: str) -> str:
+        """Return why a configuration that was found is not one of the kernel's, and warn; empty if it is one."""
+        try:
+            check_config(request.kernel, config, what)
+        except ConfigError as error:  # such as of a class that was defined again since, or of an older version
+            if not request.dry:
+                warnings.warn(f"ignoring a configuration: {error}", CacheWarning, stacklevel=2)
+            return f"it does not fit: {error}"
+        return ""
 
     def _from_persistent(self, request: _Request) -> Resolution[Any] | str:
         if self.persistent is None:
@@ -286,13 +315,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         config = self.persistent.get(request.key, cfg_type=request.kernel.config_type)
         if config is None:
             return "no entry"
-        try:
-            check_config(request.kernel, config, "its entry in the persistent cache")
-        except ConfigError as error:  # of an older version of the kernel: like an entry that cannot be decoded, a miss
-            if not request.dry:
-                warnings.warn(f"ignoring a cache entry: {error}", CacheWarning, stacklevel=2)
-            return f"its entry does not fit: {error}"
-        return request.answer(config, "persistent")
+        misfit = self._misfit(request, config, "its entry in the persistent cache")
+        return misfit or request.answer(config, "persistent")
 
     def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.autotune:
@@ -331,7 +355,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return "the call is a forward"
         for consulted in self._consult(self._request(forward, request.kernel, dry=True)):
             found = consulted.resolution
-            if found is not None and found.source not in _PROVISIONAL:
+            if found is not None and found.source not in PROVISIONAL:
                 # an overlay's answer stays one, for it holds only as long as the overlay
                 return request.answer(found.config, "overlay" if found.source == "overlay" else "forward")
         return "its forward has no measured configuration either"

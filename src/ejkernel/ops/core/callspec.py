@@ -6,15 +6,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Sequence
+import typing
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ejkernel.ops.core.kernel import Kernel, overrides, run_forms
-from ejkernel.ops.errors import ArgumentError, KernelError, UnstableKeyError
-from ejkernel.ops.utils.signature import is_array, typed_token
+from ejkernel.ops.errors import KernelError
+from ejkernel.ops.utils.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
+from ejkernel.ops.utils.signature import as_array, is_array, stands_for_array
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 METHODS = ("shard_map",)  # ways in which an executor can be asked to run a call
 
 
@@ -29,6 +34,11 @@ class _Hole:
 
 
 _HOLE = _Hole()
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, np.str_, type})
+
+
+def _no_leaf() -> Any:
+    return _HOLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,51 +46,68 @@ class CallSpec:
     """All of a call but its arrays; equal for calls that may share a compiled program.
 
     Attributes:
-        kernel: The kernel, compared by identity.
-        treedef: Structure of `(args, kwargs)`.
-        tokens: Hashable stand-ins for the static leaves, which tell `1`, `1.0` and `True` apart.
+        token: Who the kernel is, the structure of `(args, kwargs)` and the static leaves, each by its identity.
         method: How the executor was asked to run the call (`"shard_map"`), or `None`.
-        statics: The leaves, with a placeholder where an array goes.
+        treedef: Structure of `(args, kwargs)`.
+        held: The kernel, and the leaves with a placeholder where an array goes, each behind a function.
     """
 
-    kernel: Kernel[Any, Any]
-    treedef: Any
-    tokens: tuple[Any, ...]
+    token: Hashable
     method: str | None
-    statics: tuple[Any, ...] = dataclasses.field(compare=False, repr=False)
+    treedef: Any = dataclasses.field(compare=False, repr=False)
+    held: tuple[Held, ...] = dataclasses.field(compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A PyTreeDef with nodes of the user's own classes cannot be pickled, but the tree itself can; nor can the type
-        # of functions, which tokens have.
+        # A PyTreeDef with nodes of the user's own classes cannot be pickled, but the tree itself can.
         return _restored, (self.kernel, jax.tree.unflatten(self.treedef, self.statics), self.method)
 
-    @property
-    def num_arrays(self) -> int:
-        """How many arrays the call has."""
-        return sum(leaf is _HOLE for leaf in self.statics)
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.token, self.method))
 
     @property
+    def kernel(self) -> Kernel[Any, Any]:
+        """The kernel."""
+        return typing.cast("Kernel[Any, Any]", self.held[0]())
+
+    @property
+    def statics(self) -> tuple[Any, ...]:
+        """The leaves, with a placeholder where an array goes."""
+        return tuple(hold() for hold in self.held[1:])
+
+    @functools.cached_property
+    def num_arrays(self) -> int:
+        """How many arrays the call has."""
+        return sum(self.structure[1])
+
+    @functools.cached_property
     def structure(self) -> tuple[Any, tuple[bool, ...]]:
         """The structure of `(args, kwargs)`, and which of their leaves are arrays."""
-        return self.treedef, tuple(leaf is _HOLE for leaf in self.statics)
+        return self.treedef, tuple(hold is _no_leaf for hold in self.held[1:])
+
+    def weak(self) -> CallSpec:
+        """Return the same for what outlives the call: it keeps neither the kernel nor the user's objects alive."""
+        held = tuple(held_weakly(hold()) if isinstance(hold, Strong) else hold for hold in self.held)
+        return dataclasses.replace(self, held=held)
 
     def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `(args, kwargs)` with `arrays` in their places."""
         remaining = iter(arrays)
-        leaves = [next(remaining) if leaf is _HOLE else leaf for leaf in self.statics]
+        leaves = [next(remaining) if hold is _no_leaf else hold() for hold in self.held[1:]]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         return args, kwargs
 
     def flags_by_argument(self) -> list[tuple[Any, list[bool]]]:
         """Return, for each positional argument, its structure and which of its leaves are arrays."""
-        args, _ = jax.tree.unflatten(self.treedef, [leaf is _HOLE for leaf in self.statics])
+        args, _ = jax.tree.unflatten(self.treedef, self.structure[1])
         return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
 
 
 def _restored(kernel: Kernel[Any, Any], tree: Any, method: str | None) -> CallSpec:
-    leaves, treedef = jax.tree.flatten(tree)
-    tokens = tuple(None if leaf is _HOLE else typed_token(leaf) for leaf in leaves)
-    return CallSpec(kernel, treedef, tokens, method, tuple(leaves))
+    return _spec_of(kernel, tree, method)[0]
 
 
 def take_apart(
@@ -90,16 +117,42 @@ def take_apart(
 
     Raises:
         TypeError: the arguments do not fit the signature of the kernel's `run`.
-        ArgumentError: a static argument is not hashable.
     """
-    args, kwargs = _bind(kernel, args, kwargs)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    try:
-        tokens = tuple(None if is_array(leaf) else typed_token(leaf) for leaf in leaves)
-    except UnstableKeyError as error:
-        raise ArgumentError(f"{kernel.op_id}: a static argument must be hashable, got {error}") from None
-    statics = tuple(_HOLE if is_array(leaf) else leaf for leaf in leaves)
-    return CallSpec(kernel, treedef, tokens, method, statics), [leaf for leaf in leaves if is_array(leaf)]
+    return _spec_of(kernel, _bind(kernel, args, kwargs), method)
+
+
+def _spec_of(kernel: Kernel[Any, Any], tree: Any, method: str | None) -> tuple[CallSpec, list[Any]]:
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays: list[Any] = []
+    held: list[Held] = [Strong(kernel)]
+    for leaf in leaves:
+        if is_array(leaf) or stands_for_array(leaf):
+            arrays.append(as_array(leaf))
+            held.append(_no_leaf)
+        else:
+            held.append(_no_leaf if leaf is _HOLE else Strong(set(leaf) if type(leaf) is set else leaf))
+    return CallSpec((by_is(kernel), tokens_of(tree)), method, treedef, tuple(held)), arrays
+
+
+def tokens_of(tree: Any) -> Hashable:
+    """Return what tells arguments apart that share no trace: structure and static leaves, but of arrays only that."""
+    kind: Any = type(tree)
+    if kind is tuple or kind is list:
+        return (kind, *[tokens_of(item) for item in tree])
+    if kind is dict:
+        names = sorted(tree)  # as JAX takes a dictionary apart
+        return (kind, *[identity(name) for name in names], *[tokens_of(tree[name]) for name in names])
+    if kind in _LEAVES:
+        return identity(tree)
+    if is_array(tree) or tree is _HOLE:
+        return _HOLE
+    node = jax.tree_util.default_registry.flatten_one_level(tree)
+    if node is None:
+        if stands_for_array(tree):
+            return _HOLE
+        return (set, frozenset(map(identity, tree))) if kind is set else identity(tree)
+    children, aux = node
+    return (kind, identity_of_node(tree, aux), *[tokens_of(child) for child in children])
 
 
 def _bind(
@@ -121,11 +174,36 @@ def _bind(
 
 def _fill_gaps(bound: inspect.BoundArguments) -> None:
     """Give a positional parameter its default if a later one was passed; `bound.args` would end before it."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [p for p in bound.signature.parameters.values() if p.kind in positional]
+    parameters = [p for p in bound.signature.parameters.values() if p.kind in _POSITIONAL]
     passed = [index for index, parameter in enumerate(parameters) if parameter.name in bound.arguments]
     for parameter in parameters[: max(passed, default=0)]:
         bound.arguments.setdefault(parameter.name, parameter.default)
+
+
+def without_defaults(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments without those that are what the kernel's `run` takes them for when they are left out."""
+    signature = _run_signature(type(kernel), _signature_source(kernel))
+    if signature is None:
+        return args, dict(kwargs)
+    parameters = {
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if parameter.default is not parameter.empty and name not in kernel.choices
+    }
+    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL][1:]
+    kept = len(args)
+    while 0 < kept <= len(positional) and _is_default(parameters.get(positional[kept - 1].name), args[kept - 1]):
+        kept -= 1
+    rest = {name: value for name, value in kwargs.items() if not _is_default(parameters.get(name), value)}
+    return args[:kept], rest
+
+
+def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
+    if parameter is None or is_array(value) or is_array(parameter.default):
+        return False
+    return tokens_of(parameter.default) == tokens_of(value)
 
 
 def _signature_source(kernel: Kernel[Any, Any]) -> str:
@@ -137,9 +215,18 @@ def _signature_source(kernel: Kernel[Any, Any]) -> str:
     return forms[0]
 
 
-@functools.lru_cache(maxsize=1024)
+_signatures: weakref.WeakKeyDictionary[type, dict[str, inspect.Signature | None]] = weakref.WeakKeyDictionary()
+
+
 def _run_signature(cls: Any, name: str) -> inspect.Signature | None:
     """Return the signature of `cls.<name>`, or `None` where it cannot take a keyword `cfg` by name."""
+    known = _signatures.setdefault(cls, {})
+    if name not in known:
+        known[name] = _signature_of(cls, name)
+    return known[name]
+
+
+def _signature_of(cls: Any, name: str) -> inspect.Signature | None:
     function = getattr(cls, name, None)
     if function is None:  # set on the instance: positions are taken as given
         return None

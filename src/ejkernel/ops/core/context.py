@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Hashable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ejkernel import compat
 
@@ -35,6 +35,33 @@ class Scope:
     layers: tuple[Layer, ...] = ()
     policies: tuple[Any, ...] = ()
     recording: tuple[int, ...] = ()
+
+
+class Settings(NamedTuple):
+    """All that is in force around a call when it is traced: it computes, and is resolved, under that and nothing else.
+
+    Attributes:
+        numerics: JAX's settings.
+        scope: Ours.
+    """
+
+    numerics: compat.Numerics
+    scope: Scope
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Put them in force inside the `with` block, where others may be."""
+        with contextlib.ExitStack() as stack:
+            if self.numerics != compat.numerics_in_force():
+                stack.enter_context(compat.numerics(self.numerics))
+            if self.scope != current_scope():
+                stack.enter_context(entered(self.scope))
+            yield
+
+
+def settings_in_force() -> Settings:
+    """Return what is in force in this thread."""
+    return Settings(compat.numerics_in_force(), current_scope())
 
 
 # Made at import: JAX says that making one is not thread-safe.

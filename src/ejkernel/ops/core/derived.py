@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that `vmap` and differentiation make of a forward: batched calls, and linear calls with their transposes."""
+"""Nodes that differentiation and references make of a call: linear calls, their transposes, calls on values."""
 
 from __future__ import annotations
 
@@ -8,55 +8,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
+from ejkernel.ops.core.batched import LinearVmapped, TransposedVmapped, Vmapped, no_cotangent
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.nodes import Choice, Flat, Forward, Node, autodiff_vjp, run_vjp, zero_tangent
 from ejkernel.ops.errors import GradientError
 
 
 @dataclasses.dataclass(frozen=True)
-class Level:
-    """One `vmap`: its size, the axis of each argument, and its name for collectives."""
-
-    size: int
-    axes: tuple[int | None, ...]
-    axis_name: str | None
-    spmd_axis_name: Any
-
-    def map(self, function: Flat, axes: Sequence[int | None]) -> Flat:
-        """Return `function` batched over `axes`."""
-        named: dict[str, Any] = {} if self.axis_name is None else {"axis_name": self.axis_name}
-        return jax.vmap(function, in_axes=tuple(axes), axis_size=self.size, spmd_axis_name=self.spmd_axis_name, **named)
-
-    def batched(self, like: Any, axis: int | None) -> jax.ShapeDtypeStruct:
-        """Return the type `like` with this level's axis in it."""
-        shape = list(like.shape)
-        if axis is not None:
-            shape.insert(axis, self.size)
-        return jax.ShapeDtypeStruct(tuple(shape), like.dtype)
-
-
-def _unbatch(gradient: Any, axis: int | None) -> Any:
-    """Return the gradient of an argument whose batch axis was `axis`; an unbatched argument's is the sum."""
-    if gradient is None:
-        return None
-    return gradient.sum(0) if axis is None else jnp.moveaxis(gradient, 0, axis)
-
-
-def _no_cotangent(shape: tuple[int, ...]) -> Any:
-    """Return what stands for the cotangent of an integer result."""
-    return np.zeros(shape, jax.dtypes.float0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Vmapped:
-    """`of` under one `vmap`; results are batched along their first axis."""
+class Discharged:
+    """`of` on the values of references: its results are followed by the values that the references have then."""
 
     of: Node
-    level: Level
+    references: tuple[bool, ...]
+
+    types_are_whole = False  # they make references of their own
 
     @property
     def spec(self) -> CallSpec:
@@ -66,8 +32,7 @@ class Vmapped:
     @property
     def forward(self) -> Node:
         """See `Node`."""
-        axes = self.level.axes[self.of.lead : self.of.lead + self.spec.num_arrays]
-        return Vmapped(self.of.forward, dataclasses.replace(self.level, axes=axes))
+        return self.of.forward
 
     @property
     def suffix(self) -> str:
@@ -86,75 +51,23 @@ class Vmapped:
 
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
-        axes = self.level.axes[self.lead : self.lead + self.spec.num_arrays]
-        return [*self.of.steps(), ["vmap", self.level.size, list(axes)]]
-
-    def argument_axes(self, count: int) -> list[int | None]:
-        """Return the batch axis of each of `count` arguments."""
-        del count
-        return list(self.level.axes)
+        return [*self.of.steps(), ["references", list(self.references)]]
 
     def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
-        types = self.of.argument_types(choice, own)
-        return list(map(self.level.batched, types, self.argument_axes(len(types))))
-
-    def flat(self, choice: Choice) -> Flat:
-        """See `Node`."""
-        return self.level.map(self.of.flat(choice), self.level.axes)
-
-    def flat_vjp(self, choice: Choice, count: int) -> Flat:
-        """See `Node`."""
-
-        def gradients(*arrays: Any) -> tuple[Any, ...]:
-            cts = [_no_cotangent(ct.shape[1:]) if ct.dtype == jax.dtypes.float0 else ct for ct in arrays[count:]]
-            cotangent_axes = [None if ct.dtype == jax.dtypes.float0 else 0 for ct in cts]
-            batched = self.level.map(self.of.flat_vjp(choice, count), [*self.level.axes, *cotangent_axes])
-            return tuple(map(_unbatch, batched(*arrays[:count], *cts), self.level.axes))
-
-        return gradients
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearVmapped(Vmapped):
-    """A linear call under one `vmap`; arguments before `linear_from` are not linear."""
-
-    linear_from: int = 0
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return TransposedVmapped(self.of.transpose, self.level, self)
-
-    def flat_vjp(self, choice: Choice, count: int) -> Flat:
-        """See `Node`."""
-        return autodiff_vjp(self.flat(choice), count)
-
-
-@dataclasses.dataclass(frozen=True)
-class TransposedVmapped(Vmapped):
-    """The transpose of a `LinearVmapped`: gradients of unbatched arguments are summed."""
-
-    original: LinearVmapped
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        return self.original
-
-    def argument_axes(self, count: int) -> list[int | None]:
-        """Return the batch axis of each argument; cotangents are batched along their first."""
-        fixed = self.level.axes[: self.original.linear_from]
-        return [*fixed, *[0] * (count - len(fixed))]
+        return self.of.argument_types(choice, own)
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
 
-        def transposed(*arrays: Any) -> tuple[Any, ...]:
-            batched = self.level.map(self.of.flat(choice), self.argument_axes(len(arrays)))(*arrays)
-            return tuple(map(_unbatch, batched, self.level.axes[self.original.linear_from :]))
+        def discharged(*arrays: Any) -> tuple[Any, ...]:
+            given = [
+                jax.new_ref(array) if is_one else array for array, is_one in zip(arrays, self.references, strict=True)
+            ]
+            out = self.of.flat(choice)(*given)
+            return (*out, *[ref[...] for ref, is_one in zip(given, self.references, strict=True) if is_one])
 
-        return transposed
+        return discharged
 
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
         """See `Node`."""
@@ -176,6 +89,8 @@ class _Linear:
     count: int
     wrt: tuple[bool, ...]
     outs: tuple[bool, ...]
+
+    types_are_whole = False  # see `flat`
 
     @property
     def spec(self) -> CallSpec:
@@ -292,12 +207,10 @@ class Vjp(_Linear):
         def gradients(*arrays: Any) -> tuple[Any, ...]:
             primals = arrays[: self.count]
             if choice.types_only:  # gradients have the types of the arguments
-                if not has_gradient_rule(self.spec.kernel):
-                    self.of.flat(choice)(*primals)  # will run again: its effects are this call's too
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
             results = jax.eval_shape(self.of.flat(choice), *primals) if not all(self.outs) else self.outs
             given = iter(arrays[self.count :])
-            cts = [next(given) if has else _no_cotangent(r.shape) for r, has in zip(results, self.outs, strict=True)]
+            cts = [next(given) if has else no_cotangent(r.shape) for r, has in zip(results, self.outs, strict=True)]
             return self._wanted(self.of.flat_vjp(choice, self.count)(*primals, *cts))
 
         return gradients
@@ -388,7 +301,7 @@ class ResidualVjp(_ThroughResiduals):
                 return Vjp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
             remaining = iter(given)
             results = zip(saved, self.outs, strict=False)
-            cts = [next(remaining) if has else _no_cotangent(result.shape) for result, has in results]
+            cts = [next(remaining) if has else no_cotangent(result.shape) for result, has in results]
             return self._wanted(run_vjp(self.spec, choice, self.trees, saved, primals, cts))
 
         return gradients
@@ -442,13 +355,16 @@ def wiring(node: Any) -> list[dict[str, Any]]:
     forward that also returns its residuals. `spmd_axis_name` is left out: it says where on a mesh results are put, not
     what they are.
     """
+    if isinstance(node, Discharged):
+        return [*wiring(node.of), {}]
     if isinstance(node, _Linear):
         root = innermost(node.of)
         through = {"residuals": True} if isinstance(root, Forward) and root.residuals else {}
         return [*([] if isinstance(node, _ThroughResiduals) else wiring(node.of)), through]
     if not isinstance(node, Vmapped):
         return []
-    more: dict[str, Any] = {} if node.level.axis_name is None else {"axis_name": node.level.axis_name}
+    name = None if node.level.axis_name is None else node.level.axis_name.name
+    more: dict[str, Any] = {"axis_name": name} if type(name) is str else {}
     if isinstance(node, LinearVmapped | TransposedVmapped):
         more["axes"] = list(node.level.axes)
     if isinstance(node, TransposedVmapped):

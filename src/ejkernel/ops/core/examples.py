@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.derived import Level, Vmapped
+from ejkernel.ops.core.batched import Level, Vmapped
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact

@@ -9,21 +9,25 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.core.batched import Level, Vmapped
 from ejkernel.ops.core.bucketing import representative_of
-from ejkernel.ops.core.callspec import take_apart
-from ejkernel.ops.core.derived import Level, Vmapped, wiring
+from ejkernel.ops.core.callspec import take_apart, without_defaults
+from ejkernel.ops.core.derived import wiring, with_spec
 from ejkernel.ops.core.kernel import Kernel, hook, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
-from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, is_array
+from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, describe_static, is_array
 
+# What JAX begins with; only what differs from it is in a key.
+DEFAULT_PRNG: Final = "threefry2x32"
+DEFAULT_PROMOTION: Final = "standard"
 _NOT_IN_KEY = ("op", "wiring")  # parts of a description: the first stands beside the key, the other says how, not what
 
 
@@ -48,6 +52,8 @@ class Invocation(Generic[Cfg, Out]):
         device: Fingerprint of the device that the call is for; the default device's if empty.
         precision: The default matmul precision in force.
         x64: Whether 64-bit types are enabled.
+        prng: The implementation of random numbers in force.
+        promotion: The rule in force for mixed dtypes.
         array_types: Types of all arrays that the node of a traced call takes, batch axes and cotangents included.
     """
 
@@ -64,6 +70,8 @@ class Invocation(Generic[Cfg, Out]):
     device: str = ""
     precision: str | None = dataclasses.field(default_factory=compat.matmul_precision)
     x64: bool = dataclasses.field(default_factory=compat.x64_enabled)
+    prng: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().default_prng_impl)
+    promotion: str = dataclasses.field(default_factory=lambda: _promotion(compat.numerics_in_force()))
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
 
@@ -96,6 +104,16 @@ class Invocation(Generic[Cfg, Out]):
         """What the call computes: `fwd`, `bwd` (gradients) or `jvp` (tangents)."""
         suffix = self._node.suffix if self._node is not None else ""
         return suffix.rpartition(".")[2] if suffix else "fwd"
+
+    @property
+    def numerics(self) -> compat.Numerics:
+        """The settings of JAX that the call is computed under."""
+        return compat.numerics_in_force()._replace(
+            default_matmul_precision=self.precision,
+            enable_x64=self.x64,
+            default_prng_impl=self.prng,
+            numpy_dtype_promotion=self.promotion,
+        )
 
     @property
     def abstract_args(self) -> tuple[Any, ...]:
@@ -173,27 +191,32 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             UnstableKeyError: a static argument cannot be named stably.
         """
-        args, kwargs = self.representative.args, dict(self.representative.kwargs)
-        if self.kernel is not None:  # a keyword for a positional parameter is the same call
-            spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
-            args, kwargs = spec.join([abstract(array) for array in arrays])
-        described: dict[str, Any] = {
-            "op": self.op_id_v,
-            "args": describe(tuple(args)),
-            "kwargs": {name: describe(value) for name, value in sorted(kwargs.items())},
-        }
+        args, kwargs = self._canonical
         optional = {
+            "kernel": None if self.kernel is None else _fields_of(self.kernel),
             "steps": self._steps(),
             "method": self.method,
             "precision": self.precision,
             "x64": self.x64,
+            "prng": self.prng if self.prng != DEFAULT_PRNG else None,
+            "promotion": self.promotion if self.promotion != DEFAULT_PROMOTION else None,
             "wiring": self._wiring(),
         }
+        described = {"op": self.op_id_v} | _described(args, kwargs)
         return described | {name: value for name, value in optional.items() if value}
+
+    @functools.cached_property
+    def _canonical(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the representative; a keyword for a positional parameter is the same call."""
+        args, kwargs = self.representative.args, dict(self.representative.kwargs)
+        if self.kernel is None:
+            return tuple(args), kwargs
+        spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
+        return spec.join([abstract(array) for array in arrays])
 
     def _steps(self) -> list[list[Any]]:
         if self._node is not None:
-            return self._node.steps()
+            return [_step(*step) for step in self._node.steps()]
         axes = self.batch_axes or ()
         sizes = self.batch_sizes or (None,) * len(axes)
         return [["vmap", size, list(level)] for level, size in zip(reversed(axes), reversed(sizes), strict=True)]
@@ -210,6 +233,8 @@ class Invocation(Generic[Cfg, Out]):
             UnstableKeyError: a static argument cannot be named stably.
         """
         content = {name: value for name, value in self.description.items() if name not in _NOT_IN_KEY}
+        if self.kernel is not None:  # a default is the same value whether or not it is spelled out
+            content |= _described(*without_defaults(self.kernel, *self._canonical))
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
@@ -228,11 +253,41 @@ class Invocation(Generic[Cfg, Out]):
         own = self.array_types[lead : lead + count]
         return dataclasses.replace(self, op_id=kernel.op_id, array_types=own, _node=self._node.forward)
 
+    def without_kernel(self) -> Invocation[Cfg, Out]:
+        """Return the call for a store that must not keep its kernel alive; `dataclasses.replace` gives it back."""
+        return dataclasses.replace(self, kernel=None, _node=_weakly(self._node))
+
     def abstract(self) -> Invocation[Cfg, Out]:
         """Return the call without any array or tracer, fit to be stored."""
         return dataclasses.replace(
             self, args=self.abstract_args, kwargs=self.abstract_kwargs, device=self.device_fingerprint
         )
+
+
+def _step(kind: str, *rest: Any) -> list[Any]:
+    return [kind, *[part if isinstance(part, int | list) else str(part) for part in rest]]  # a symbol has a name
+
+
+def _weakly(node: Node | None) -> Node | None:
+    return None if node is None else with_spec(node, node.spec.weak())
+
+
+def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "args": describe(tuple(args)),
+        "kwargs": {name: describe(value) for name, value in sorted(kwargs.items())},
+    }
+
+
+def _fields_of(kernel: Any) -> Any:
+    """Return the fields of a kernel that is a dataclass: it computes something else with others."""
+    if not dataclasses.is_dataclass(kernel):
+        return None
+    return {field.name: describe_static(getattr(kernel, field.name)) for field in dataclasses.fields(kernel)}
+
+
+def _promotion(numerics: compat.Numerics) -> str:
+    return compat.settings_name(numerics.numpy_dtype_promotion)
 
 
 def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
@@ -245,7 +300,7 @@ def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
 def invocation_of(
     node: Node, avals: Sequence[Any], *, platform: str, override: Any = None, stamp: bool = True
 ) -> Invocation[Any, Any]:
-    """Return the invocation of `node` on arrays of types `avals`, as lowering sees it."""
+    """Return the invocation of `node` on arrays of types `avals`, as lowering sees it under the call's settings."""
     axes, sizes, example = [], [], list(avals[node.lead : node.lead + node.spec.num_arrays])
     for step in reversed(node.steps()):
         if step[0] == "vmap":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic
@@ -46,9 +47,11 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
     Attributes:
         version: Part of every key and label; raise it when old configurations or measurements no longer apply.
+        choices: Parameters of `run` for which saying the default is not the same as saying nothing.
     """
 
     version: ClassVar[str] = "0"
+    choices: frozenset[str] = frozenset()
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None and not _NAME.fullmatch(name):
@@ -213,6 +216,25 @@ def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
     for kernel in reversed(living(Kernel)):
         found.setdefault(kernel.op_id_v, []).append(kernel)
     return found
+
+
+def same_code(left: Kernel[Any, Any], right: Kernel[Any, Any]) -> bool:
+    """Return whether two kernels compute by the same code; what they hold may differ."""
+    return type(left) is type(right) or _code_of(left) == _code_of(right)
+
+
+def _code_of(kernel: Kernel[Any, Any]) -> list[Any]:
+    names = [*run_forms(kernel), "run", "custom_vjp", "fwd_with_residuals", "vjp"]
+    functions = [getattr(type(kernel), name, None) for name in names] + [vars(kernel).get("__wrapped__")]
+    return [_code(getattr(function, "__code__", None)) for function in functions]
+
+
+def _code(code: Any) -> Any:
+    """Return what a function does, whatever lines of whatever file it is on."""
+    if not isinstance(code, types.CodeType):
+        return None
+    constants = tuple(_code(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts)
+    return code.co_code, code.co_names, constants
 
 
 def overrides(kernel: Kernel[Any, Any], name: str) -> bool:

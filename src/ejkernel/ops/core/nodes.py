@@ -66,6 +66,10 @@ class Node(Protocol):
         """How many residuals come before the call's own arrays."""
 
     @property
+    def types_are_whole(self) -> bool:
+        """Whether the trace that gives the call's types is all of its computation."""
+
+    @property
     def transpose(self) -> Node:
         """The transpose of a linear node."""
 
@@ -111,6 +115,7 @@ class Forward:
 
     suffix = ""
     lead = 0
+    types_are_whole = True
 
     @property
     def forward(self) -> Node:

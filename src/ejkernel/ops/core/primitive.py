@@ -10,17 +10,40 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 
 from ejkernel import compat
 from ejkernel.compat import ad
-from ejkernel.ops.core.derived import Level, LinearVmapped, Vmapped, differentiate, innermost
+from ejkernel.ops.core.batched import AxisName, Level, LinearVmapped, Vmapped
+from ejkernel.ops.core.context import Settings, settings_in_force
+from ejkernel.ops.core.derived import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import has_residual_form, hook, overrides, platform_to_trace_for
-from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
-from ejkernel.ops.errors import NoConfigError
+from ejkernel.ops.core.kernel import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
+from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact, zero_tangent
+from ejkernel.ops.errors import ArgumentError, GradientError, NoConfigError
+from ejkernel.ops.utils.fingerprint import platform_kind
+from ejkernel.ops.utils.identity import Held, Strong, held_weakly
+from ejkernel.ops.utils.perobject import Bounded, PerObject
+
+
+class Body(Protocol):
+    """A call with its configuration: what is put in the primitive's place."""
+
+    @property
+    def jaxpr(self) -> Any:
+        """The computation, where the trace that gave its types is it; else `None`."""
+
+    @property
+    def scope(self) -> str:
+        """The name that the computation has for people who read profiles."""
+
+    def compute(self, *arrays: Any) -> Sequence[Any]:
+        """Compute it, label included."""
+
+    def label(self, values: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Label what was made of `jaxpr`: results and arguments are values of the program's text."""
 
 
 class Host(Protocol):
@@ -30,10 +53,8 @@ class Host(Protocol):
     def generation(self) -> int:
         """A number that changes when eager programs must be compiled again."""
 
-    def lower_call(
-        self, call: Call, platform: str, expected: Sequence[Any] | None, arrays: Sequence[Any]
-    ) -> tuple[Any, ...]:
-        """Resolve the call's configuration, compute it, and check the results against the `expected` types."""
+    def body_of(self, call: Call, platform: str, avals: Sequence[Any], expected: Sequence[Any] | None) -> Body:
+        """Resolve the call's configuration; what it computes is checked against the `expected` types."""
 
     def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
         """Return any configuration for a kernel that has no heuristic."""
@@ -52,55 +73,149 @@ class Call:
     """The primitive's parameter: all of a call but its arrays.
 
     Attributes:
-        host: The executor.
+        held: The executor, behind a function.
         node: What is computed.
         linear: How many of the last arguments the call is linear in.
         override: The configuration that the caller insists on, for the call and its gradients.
+        settings: What was in force where the call was made; its gradients are computed under the same.
     """
 
-    host: Host
+    held: Held
     node: Node
     linear: int = 0
     override: Override | None = None
+    settings: Settings = dataclasses.field(default_factory=settings_in_force)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.held, self.node, self.linear, self.override, self.settings))
+
+    @property
+    def host(self) -> Host:
+        """The executor."""
+        return cast(Host, self.held())
+
+    @functools.cached_property
+    def weak(self) -> Call:
+        """The same for what outlives the call: it keeps neither executor nor kernel nor the user's objects alive."""
+        held = held_weakly(self.held()) if isinstance(self.held, Strong) else self.held
+        return dataclasses.replace(self, held=held, node=with_spec(self.node, self.node.spec.weak()))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def call_of(host: Host, node: Node, override: Override | None = None) -> Call:
+    """Return the call of a node under what is in force."""
+    return Call(Strong(host), node, override=override)
+
+
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """What a trace for types left: structures of its results, its configuration, and what it asked of the program."""
+
+    trees: list[Any] = dataclasses.field(default_factory=list)
+    config: Any = None
+    answers: compat.Answers = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Types:
-    """What is known of a call before it has a configuration."""
+    """What is known of a call before it has a configuration.
 
-    avals: Sequence[Any]
+    Attributes:
+        jaxpr: The computation that its types were taken from.
+        effects: Its effects.
+        platform: The platform whose hooks it is of.
+    """
+
+    jaxpr: Any
     effects: Any
-    trees: tuple[Any, ...]
+    platform: str
+    found: _Found
+
+    @property
+    def avals(self) -> Sequence[Any]:
+        """Types of the results."""
+        return cast("Sequence[Any]", self.jaxpr.out_avals)
+
+    @property
+    def trees(self) -> tuple[Any, ...]:
+        """Structure of the output, and of residuals if there are any."""
+        return tuple(self.found.trees)
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the trace."""
+        return self.found.config
+
+    def still_hold(self, platform: str) -> bool:
+        """Return whether a trace for the program that is being lowered would be the same, with that configuration."""
+        answers = self.found.answers.items()
+        return platform_kind(self.platform) == platform and all(question() == said for question, said in answers)
 
 
 call_p = compat.Primitive("ejkernel_call")
 call_p.multiple_results = True
 
 
-def types_of(call: Call, avals: Sequence[Any]) -> Types:
-    """Return the result types, effects and structure of `call`, with any valid configuration and no measurement."""
-    function, trees = _typed_function(call)
-    out_avals, effects = compat.typed_jaxpr(function, avals)
-    return Types(out_avals, effects, trees.get(_shapes(avals), ()))
+class _Traces:
+    """A call's traces for its types. JAX's own cache has them, under everything that they depend on."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
+        self.jitted = jax.jit(self._typed)
+        self.found: dict[Any, _Found] = {}
+
+    def of(self, avals: Sequence[Any]) -> Types:
+        jaxpr = compat.traced(self.jitted, avals)
+        if len(jaxpr.in_avals) != len(avals):
+            raise _closed_over(self.call, jaxpr.in_avals[: len(jaxpr.in_avals) - len(avals)])
+        found = self.found.get(_shapes(avals), _Found())
+        return Types(jaxpr=jaxpr, effects=compat.outer_effects(jaxpr), found=found, platform=self.platform)
+
+    def _typed(self, *arrays: Any) -> tuple[Any, ...]:
+        found = self.found[_shapes(arrays)] = _Found()
+
+        def pick(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found.config = _config_for_types(self.call, self.platform, args, kwargs)
+            return found.config
+
+        choice = Choice(platform=self.platform, config_for_types=pick, trees=found.trees)
+        with compat.noting_answers(found.answers):
+            return self.call.node.flat(choice)(*arrays)
 
 
 def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((aval.shape, aval.dtype) for aval in avals)
 
 
-@functools.lru_cache(maxsize=1024)
-def _typed_function(call: Call) -> tuple[Callable[..., Any], dict[tuple[Any, ...], tuple[Any, ...]]]:
-    trees: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
+_traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)
+_eager: PerObject[Bounded[Callable[..., Any]]] = PerObject(Bounded)
 
-    def typed(*arrays: Any) -> tuple[Any, ...]:
-        found: list[Any] = []
-        pick = functools.partial(_config_for_types, call, platform)
-        out = call.node.flat(Choice(platform=platform, config_for_types=pick, trees=found))(*arrays)
-        trees[_shapes(arrays)] = tuple(found)
-        return out
 
-    return jax.jit(typed), trees  # jit remembers the trace under everything that it depends on
+def types_of(call: Call, avals: Sequence[Any]) -> Types:
+    """Return the result types, effects and structure of `call`, with any valid configuration and no measurement.
+
+    Raises:
+        ArgumentError: the kernel computes with a traced array that is not among its arguments.
+    """
+    traces = _traces.of(call.node.spec.kernel)
+    found = traces.get(call.weak)
+    if found is None:
+        found = traces.keep(call.weak, _Traces(call.weak))
+    with call.settings.entered():
+        return found.of(avals)
+
+
+def _closed_over(call: Call, avals: Sequence[Any]) -> ArgumentError:
+    kernel = call.node.spec.kernel
+    shown = ", ".join(str(aval) for aval in avals)
+    return ArgumentError(
+        f"{kernel.op_id}: a traced array that is not among the arguments is used, {shown}: it was closed over, or is "
+        "part of the kernel or of a static argument; pass it as an argument of the call."
+    )
 
 
 def _config_for_types(call: Call, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,29 +234,49 @@ def _abstract_eval(*avals: Any, call: Call) -> tuple[Sequence[Any], Any]:
     return types.avals, types.effects
 
 
-@functools.lru_cache(maxsize=4096)
-def _eager(call: Call, generation: int) -> Callable[..., Any]:
-    del generation  # a part of the key: a new one makes a new function, which is lowered anew
-    return jax.jit(lambda *arrays: call_p.bind(*arrays, call=call))
-
-
 def _impl(*arrays: Any, call: Call) -> Sequence[Any]:
     if compat.jit_disabled():
-        return _run(call, (jax.default_backend(),), None, *arrays)
-    return list(_eager(call, call.host.generation)(*arrays))
+        return _compute(call, (jax.default_backend(),), None, *arrays)
+    compiled, key = _eager.of(call.node.spec.kernel), (call.weak, call.host.generation)
+    function = compiled.get(key)
+    if function is None:
+        weak = call.weak
+        function = compiled.keep(key, jax.jit(lambda *arrays: call_p.bind(*arrays, call=weak)))
+    return list(function(*arrays))
 
 
-def _run(call: Call, platforms: Sequence[str], expected: Sequence[Any] | None, *arrays: Any) -> Sequence[Any]:
+def _compute(call: Call, platforms: Sequence[str], expected: Sequence[Any] | None, *arrays: Any) -> Sequence[Any]:
     if len(platforms) == 1:
-        return call.host.lower_call(call, platforms[0], expected, arrays)
-    branches = {platform: functools.partial(_run, call, (platform,), expected) for platform in platforms}
+        avals = [jax.typeof(array) for array in arrays]
+        return call.host.body_of(call, platforms[0], avals, expected).compute(*arrays)
+    branches = {platform: functools.partial(_compute, call, (platform,), expected) for platform in platforms}
     out: Sequence[Any] = compat.run_on_platform(branches, *arrays)
     return out
 
 
 def _lower(ctx: Any, *values: Any, call: Call) -> Any:
-    run = functools.partial(_run, call, compat.lowering_platforms(ctx), ctx.avals_out)
-    return compat.lower_function(ctx, run, *values)
+    platforms = compat.lowering_platforms(ctx)
+    with call.settings.entered(), compat.lowering(ctx):
+        if len(platforms) > 1:
+            return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
+        body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
+        if body.jaxpr is None:
+            return _lower_computed(ctx, body, call, *values)
+        out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
+        body.label(out, values)
+        return out
+
+
+def _lower_computed(ctx: Any, body: Body, call: Call, *values: Any) -> Any:
+    try:
+        return compat.lower_function(ctx, body.compute, *values)
+    except KeyError as error:  # what JAX says of an ordered effect that it was not told of
+        if not call.linear or not compat.ordered_effects(body.compute, ctx.avals_in):
+            raise
+        raise GradientError(
+            f"{body.scope}: the gradient rule has ordered effects (such as jax.debug.print(..., ordered=True)), which "
+            "a program's order has no place for; make them unordered, or move them into run."
+        ) from error
 
 
 call_p.def_effectful_abstract_eval(_abstract_eval)
@@ -150,12 +285,13 @@ compat.mlir.register_lowering(call_p, _lower)
 
 
 def _batch(axis_data: Any, arrays: Sequence[Any], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
+    named = compat.is_named(axis_data.name)
     if all(axis is None for axis in axes):  # also called when nothing is batched
-        out = call_p.bind(*arrays, call=call)
-        return out, [None] * len(out)
-    # vmap's own default name is a bare object: only names that somebody gave are passed on
-    name = axis_data.name if isinstance(axis_data.name, str) else None
-    level = Level(axis_data.size, tuple(axes), name, axis_data.spmd_name)
+        effects = types_of(call, [jax.typeof(array) for array in arrays]).effects if named else ()
+        if axis_data.name not in compat.named_axes(effects):
+            out = call_p.bind(*arrays, call=call)
+            return out, [None] * len(out)
+    level = Level(axis_data.size, tuple(axes), AxisName(axis_data.name) if named else None, axis_data.spmd_name)
     node: Node = (
         LinearVmapped(call.node, level, len(arrays) - call.linear) if call.linear else Vmapped(call.node, level)
     )
@@ -180,8 +316,15 @@ def _differentiate(
     primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, ...], call: Call
 ) -> tuple[Any, Any]:
     avals = [jax.typeof(p) for p in primals]
+    if any(map(compat.is_reference, avals)):
+        raise GradientError(
+            f"{call.node.spec.kernel.op_id}: a call that takes a reference (jax.Ref) has no gradient; pass the "
+            "reference's value, and write the result back outside."
+        )
     trees = residual_trees(call, avals)
     plain_types = types_of(call, avals)
+    if compat.observable(plain_types.effects) and not has_gradient_rule(call.node.spec.kernel):
+        return _through(primals, tangents, wrt, call)
     outs = tuple(is_inexact(aval) for aval in plain_types.avals)
     forward, linear = differentiate(call.node, wrt, outs, trees)
     results = call_p.bind(*primals, call=dataclasses.replace(call, node=forward))
@@ -189,6 +332,17 @@ def _differentiate(
     derived = dataclasses.replace(call, node=linear, linear=len(tangents))
     found = iter(call_p.bind(*saved, *primals, *tangents, call=derived) if any(outs) else ())
     return out, [next(found) if has else compat.zero_for(value) for value, has in zip(out, outs, strict=True)]
+
+
+def _through(primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, ...], call: Call) -> tuple[Any, Any]:
+    """Differentiate the call as if the primitive were not there: computed anew, effects would happen twice."""
+    given = iter(tangents)
+    all_tangents = [next(given) if has else zero_tangent(p) for p, has in zip(primals, wrt, strict=True)]
+    with call.settings.entered():
+        compute = functools.partial(_compute, call, (jax.default_backend(),), None)
+        out, found = jax.jvp(lambda *arrays: tuple(compute(*arrays)), tuple(primals), tuple(all_tangents))
+    pairs = zip(out, found, strict=True)
+    return list(out), [compat.zero_for(v) if compat.is_zero_tangent(t) else t for v, t in pairs]
 
 
 def residual_trees(call: Call, avals: Sequence[Any]) -> tuple[Any, Any] | None:
@@ -210,10 +364,33 @@ ad.primitive_jvps[call_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *arguments: Any, call: Call) -> list[Any]:
+    if not call.linear:
+        return _transpose_forward(cotangents, arguments, call)
     fixed = len(arguments) - call.linear
     given = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
     transposed = dataclasses.replace(call, node=call.node.transpose, linear=len(given))
     return [None] * fixed + list(call_p.bind(*arguments[:fixed], *given, call=transposed))
 
 
+def _transpose_forward(cotangents: Sequence[Any], arguments: Sequence[Any], call: Call) -> list[Any]:
+    """Transpose a call that is linear in what is asked for: its gradient, at zero as well as anywhere."""
+    wanted = tuple(ad.is_undefined_primal(argument) for argument in arguments)
+    pairs = zip(arguments, wanted, strict=True)
+    primals = [compat.instantiated(argument.aval) if unknown else argument for argument, unknown in pairs]
+    given = [ct for ct in map(ad.instantiate_zeros, cotangents) if ct.dtype != jax.dtypes.float0]
+    outs = tuple(is_inexact(aval) for aval in types_of(call, [jax.typeof(primal) for primal in primals]).avals)
+    node = Jvp(call.node, len(primals), wanted, outs).transpose
+    found = iter(call_p.bind(*primals, *given, call=dataclasses.replace(call, node=node, linear=len(given))))
+    return [next(found) if unknown else None for unknown in wanted]
+
+
+def _discharge(in_avals: Sequence[Any], *arrays: Any, call: Call) -> tuple[list[Any], Sequence[Any]]:
+    references = tuple(map(compat.is_reference, in_avals))
+    out = call_p.bind(*arrays, call=dataclasses.replace(call, node=Discharged(call.node, references)))
+    after = iter(out[len(out) - sum(references) :])
+    return [next(after) if is_one else None for is_one in references], out[: len(out) - sum(references)]
+
+
+compat.cache_weakly(Call)
+compat.register_discharge(call_p, _discharge)
 ad.primitive_transposes[call_p] = _transpose

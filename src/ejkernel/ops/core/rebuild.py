@@ -10,12 +10,13 @@ from typing import Any, Final
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.core.batched import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
 from ejkernel.ops.core.callspec import METHODS, take_apart
-from ejkernel.ops.core.derived import Level, LinearVmapped, TransposedVmapped, Vmapped, differentiate
-from ejkernel.ops.core.invocation import Invocation, invocation_of
+from ejkernel.ops.core.derived import differentiate
+from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, living_kernels
 from ejkernel.ops.core.nodes import Forward, Node, is_inexact
-from ejkernel.ops.core.primitive import Call, residual_trees, types_of
+from ejkernel.ops.core.primitive import Call, call_of, residual_trees, types_of
 from ejkernel.ops.errors import DescriptionError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_kind
@@ -24,7 +25,7 @@ from ejkernel.ops.utils.signature import abstract
 from ejkernel.ops.utils.undescribe import MAX_RANK, Trust, undescribe
 
 _REQUIRED: Final = {"op", "args", "kwargs"}
-_OPTIONAL: Final = {"steps", "method", "precision", "x64", "wiring"}
+_OPTIONAL: Final = {"kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}
 _SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}
 _WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # of derivatives, of vmap
 _MAX_STEPS: Final = 16
@@ -73,7 +74,7 @@ def _rebuilt(
     key: str | None,
 ) -> Invocation[Any, Any]:
     try:
-        with compat.numerics(data.get("precision"), data.get("x64", False)):
+        with compat.numerics(_numerics(data)):
             inv = _invocation(kernel, data, steps, modules).abstract()
             description, call_key = inv.description, inv.call_key
     except DescriptionError:
@@ -144,8 +145,17 @@ def _invocation(
     building = _Building(Forward(spec), [abstract(array) for array in arrays])
     for step, more in steps:
         building = building.vmapped(step, more) if step[0] == "vmap" else building.derived(step, more)
-    inv = invocation_of(building.node, building.types, platform=device_kind())
-    return dataclasses.replace(inv, precision=data.get("precision"), x64=data.get("x64", False))
+    return invocation_of(building.node, building.types, platform=device_kind())
+
+
+def _numerics(data: dict[str, Any]) -> compat.Numerics:
+    """Return the settings that a description tells of; those that it does not are the ones that JAX begins with."""
+    return compat.numerics_in_force()._replace(
+        default_matmul_precision=data.get("precision"),
+        enable_x64=data.get("x64", False),
+        default_prng_impl=data.get("prng", DEFAULT_PRNG),
+        numpy_dtype_promotion=data.get("promotion", DEFAULT_PROMOTION),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +176,7 @@ class _Building:
 
     @property
     def call(self) -> Call:
-        return Call(services.default_executor(), self.node, self.linear)
+        return dataclasses.replace(call_of(services.default_executor(), self.node), linear=self.linear)
 
     def vmapped(self, step: list[Any], more: dict[str, Any]) -> _Building:
         """Return the node under one `vmap`."""
@@ -181,7 +191,7 @@ class _Building:
         count = fixed + self.results if transposed else len(self.types)
         if type(axes) is not list or len(axes) != count or not all(map(_is_axis, axes, self._ranks(count))):
             raise DescriptionError(f"the axes {shown(axes)} are not those of {count} arrays")
-        level = Level(size, tuple(axes), name, None)
+        level = Level(size, tuple(axes), None if name is None else AxisName(name), None)
         if not self.linear:
             return _Building(Vmapped(self.node, level), _batched(self.types, axes, size))
         node: Node = LinearVmapped(self.node.transpose if transposed else self.node, level, fixed)

@@ -91,7 +91,7 @@ def compile_for(inv: Invocation[Any, Any], choice: Choice, target: Target, *, on
         only_once: It need not be fast, so that it is compiled even where XLA would tune it on the device.
     """
     types = [target.placed(like) for like in example_types(inv)]
-    with target.entered(), compat.numerics(inv.precision, inv.x64):
+    with target.entered(), compat.numerics(inv.numerics):
         try:
             lowered = jax.jit(inv.node.flat(choice)).lower(*types)
         except RuntimeError as error:

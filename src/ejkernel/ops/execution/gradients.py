@@ -22,6 +22,7 @@ from ejkernel.ops.execution.bench import Bench
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.memory import check_room, peak_bytes
 from ejkernel.ops.execution.naming import array_names, result_names
+from ejkernel.ops.utils.identity import Strong
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,10 @@ class _RunAsReference:
 
 def without_rule(node: Node, choice: Choice) -> Node:
     """Return a node that differentiates `run`, under `choice`, where `node` has the kernel's rule; for truths alone."""
-    kernel: Any = _RunAsReference(node.spec.kernel, choice)
-    changed: Node = with_spec(node, dataclasses.replace(node.spec, kernel=kernel))
+    spec, stand_in = node.spec, _RunAsReference(node.spec.kernel, choice)
+    changed: Node = with_spec(
+        node, dataclasses.replace(spec, token=(stand_in, spec.token), held=(Strong(stand_in), *spec.held[1:]))
+    )
     return changed
 
 

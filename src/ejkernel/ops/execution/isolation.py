@@ -58,7 +58,7 @@ def _carry_out(task: TuningTask, scope: Scope) -> AutotuneData:
     with (
         entered(scope),
         on_device_of(task.inv),
-        compat.numerics(task.inv.precision, task.inv.x64),
+        compat.numerics(task.inv.numerics),
         on_event(lambda event: mine.send("event", event)),
     ):
         return apart(run.run)

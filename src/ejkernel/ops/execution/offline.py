@@ -154,7 +154,7 @@ def _tune_one(
     step = None if progress is None else (lambda done, total: progress(inv, done, total))
     policy = effective_policy(selector.policy, selector)
     more: dict[str, Any] = {} if compiled is None else {"compiled": compiled}
-    with compat.numerics(inv.precision, inv.x64):  # the call's, which may not be the ones in force here
+    with compat.numerics(inv.numerics):  # the call's, which may not be the ones in force here
         data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, progress=step, **more)
     return data
 

@@ -42,14 +42,14 @@ def carried(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
     """
     depth = _depth() + deeper
     device = default_device()
-    precision, x64 = compat.matmul_precision(), compat.x64_enabled()
+    numerics = compat.numerics_in_force()
     scope = dataclasses.replace(current_scope(), recording=())
 
     def inside() -> T:
         before, _inside.depth = _depth(), depth
         try:
             with (
-                compat.numerics(precision, x64),
+                compat.numerics(numerics),
                 jax.default_device(device),
                 entered(scope),
             ):

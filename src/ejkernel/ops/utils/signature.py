@@ -15,23 +15,40 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.errors import UnstableKeyError
+from ejkernel.ops.utils.identity import state_of
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.core.ShapedArray)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref, jax.ShapeDtypeStruct, jax.core.ShapedArray)
+_NO_ARRAYS = (np.flexible, np.object_, np.datetime64, np.timedelta64)  # scalars of NumPy that JAX has no dtype for
+_LONGEST = 200
+_JAX_DTYPES = type(jnp.float32)
+# What these make of a function computes the same.
+_TRANSPARENT: tuple[Any, ...] = (type(jax.jit(lambda: None)), type(functools.cache(lambda: None)))
 # Where JAX's own functions are known by; their __module__ is a private path that moves between releases.
 _PUBLIC_JAX = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax")
 
 
 def is_array(value: object) -> bool:
     """Return whether `value` is an array to a call: concrete, traced or abstract."""
-    return isinstance(value, _ARRAYS)
+    return isinstance(value, _ARRAYS) and not isinstance(value, _NO_ARRAYS)
+
+
+def stands_for_array(value: object) -> bool:
+    """Return whether `value` is an array in disguise, such as a parameter of a model: it has `__jax_array__`."""
+    return hasattr(type(value), "__jax_array__") and not isinstance(value, _ARRAYS)
+
+
+def as_array(value: Any) -> Any:
+    """Return the array that `value` is, or stands for."""
+    return value.__jax_array__() if stands_for_array(value) else value
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
@@ -40,32 +57,61 @@ def abstract(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
+def is_known(*sizes: Any) -> bool:
+    """Return whether sizes are numbers: in a program that is exported for many shapes some may be symbols."""
+    return all(isinstance(size, int | np.integer) for size in sizes)
+
+
 def abstract_tree(tree: Any) -> Any:
     """Return `tree` with every array replaced by its `ShapeDtypeStruct`."""
     return jax.tree.map(lambda leaf: abstract(leaf) if is_array(leaf) else leaf, tree)
 
 
 def describe(value: Any) -> Any:
-    """Return `value` as JSON data that depends on nothing but its content.
+    """Return `value`, an argument or a container of arguments, as JSON data that depends on nothing but its content.
+
+    Arrays are their types: they are what a call is given, not a part of what it is. Inside static values, such as a
+    partial function, an array would be computed with, and no description tells it from another of its type.
 
     Raises:
         UnstableKeyError: `value` holds something without a stable name; the message says what to pass instead.
     """
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, enum.Enum):  # before int: an IntEnum is both
-        return {"enum": _type_name(type(value)), "name": value.name}
     if is_array(value):
         return _describe_array(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return {"float": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real.hex(), value.imag.hex()]}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    return _describe_container(value)
+    if value is None or type(value) is bool or type(value) is str:
+        return value
+    items = _describe_container(value, describe)
+    if items is not None:
+        return items
+    if not isinstance(value, type) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
+        return _describe_node(value)
+    return describe_static(value)
+
+
+def describe_static(value: Any) -> Any:
+    """Return the same for a static value, in which arrays have no place.
+
+    Raises:
+        UnstableKeyError: as `describe`, and for a value that holds an array.
+    """
+    plain = _describe_plain(value)
+    if plain is not None or value is None:
+        return plain
+    if is_array(value) or stands_for_array(value):
+        raise UnstableKeyError(
+            f"{_shown(value)} is an array inside a static argument, whose values no key holds; pass it as an argument."
+        )
+    items = _describe_container(value, describe_static)
+    return _describe_object(value) if items is None else items
+
+
+def _describe_plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):  # before its value: an enumeration of strings has other members than strings
+        return {"enum": _type_name(type(value)), "name": value.name}
+    kind = type(value)
+    if kind in _EXACT:
+        return _EXACT[kind](value)
+    return {"dtype": str(np.dtype(value))} if _is_dtype(value) else None
 
 
 def _describe_array(value: Any) -> dict[str, Any]:
@@ -75,36 +121,39 @@ def _describe_array(value: Any) -> dict[str, Any]:
     return described | {"weak": True} if aval.weak_type else described
 
 
-def _describe_container(value: Any) -> Any:
+def _describe_container(value: Any, describe: Callable[[Any], Any]) -> Any:
+    """Return a standard container with its items described by `describe`; `None` for anything else."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {"namedtuple": _type_name(type(value)), "items": [describe(item) for item in value]}
-    if type(value) is tuple:
-        return [describe(item) for item in value]
-    if type(value) is list:
-        return {"list": [describe(item) for item in value]}
-    if isinstance(value, Mapping) and type(value) is dict:
-        return {"map": _sorted([[describe(key), describe(item)] for key, item in value.items()])}
-    if isinstance(value, set | frozenset):
-        return {"set": _sorted([describe(item) for item in value])}
-    if isinstance(value, slice):
-        return {"slice": [describe(value.start), describe(value.stop), describe(value.step)]}
-    if isinstance(value, range):
-        return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, jax.sharding.PartitionSpec):
         return {"spec": [describe(item) for item in value]}
-    return _describe_object(value)
+    kind: Any = type(value)
+    if kind is tuple:
+        return [describe(item) for item in value]
+    if kind is list:
+        return {"list": [describe(item) for item in value]}
+    if kind is dict:
+        return {"map": _sorted([[describe_static(key), describe(item)] for key, item in value.items()])}
+    if kind in {set, frozenset}:
+        return {"set": _sorted([describe_static(item) for item in value])}
+    return None
 
 
 def _describe_object(value: Any) -> Any:
-    dtype = _dtype_of(value)
-    if dtype is not None:
-        return {"dtype": dtype}
-    if isinstance(value, functools.partial) and not isinstance(value, jax.tree_util.Partial):
-        return {"partial": describe(value.func), "args": describe(value.args), "kwargs": describe(value.keywords)}
+    if type(value) is slice:
+        return {"slice": [describe_static(part) for part in (value.start, value.stop, value.step)]}
+    if type(value) is functools.partial and not vars(value):
+        return {
+            "partial": describe_static(value.func),
+            "args": describe_static(value.args),
+            "kwargs": describe_static(value.keywords),
+        }
     if not isinstance(value, type) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
-        return _describe_node(value)
+        return _describe_node(value, describe_static)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field.name: describe_static(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        if not fields.keys() >= dict(state_of(value)).keys():
+            raise _unstable(value)
         return {"dataclass": _type_name(type(value)), "fields": fields}
     if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
         return {"name": value.__name__}
@@ -113,21 +162,20 @@ def _describe_object(value: Any) -> Any:
     raise _unstable(value)
 
 
-def _describe_node(value: Any) -> dict[str, Any]:
+def _describe_node(value: Any, describe: Callable[[Any], Any] = describe) -> dict[str, Any]:
     flat = jax.tree_util.default_registry.flatten_one_level(value)
-    if flat is None:
+    if flat is None or flat[1] is value:
         raise _unstable(value)
     children, aux = flat
-    return {"node": _type_name(type(value)), "children": [describe(child) for child in children], "aux": describe(aux)}
+    described = [describe(child) for child in children]
+    return {"node": _type_name(type(value)), "children": described, "aux": describe_static(aux)}
 
 
-def _dtype_of(value: Any) -> str | None:
-    """Return the dtype that `value` stands for (`np.dtype`, `np.int8`, `jnp.bfloat16`), or `None`."""
+def _is_dtype(value: Any) -> bool:
+    """Return whether `value` stands for a dtype: `np.dtype`, `np.int8`, `jnp.bfloat16`."""
     if isinstance(value, type) and issubclass(value, np.generic):
-        return str(np.dtype(value))
-    if callable(value) and isinstance(getattr(value, "dtype", None), np.dtype):
-        return str(value.dtype)
-    return str(value) if isinstance(value, np.dtype) else None
+        return True
+    return isinstance(value, np.dtype | _JAX_DTYPES)
 
 
 def name_of(function: Any) -> str:
@@ -140,14 +188,13 @@ def name_of(function: Any) -> str:
         public = _public_jax_names().get(id(function))
         if public is not None:
             return public
-    target = function
-    while True:
-        module, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
-        if module and qualname and "<" not in qualname and _look_up(module, qualname) in (function, target):
-            return f"{importable(module)}.{qualname}"
-        target = getattr(target, "__wrapped__", None)
-        if target is None:
-            raise _unstable(function)
+    target: Any = function
+    while isinstance(target, _TRANSPARENT):
+        target = target.__wrapped__
+    module, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if module and qualname and "<" not in qualname and any(_look_up(module, qualname) is f for f in (function, target)):
+        return f"{importable(module)}.{qualname}"
+    raise _unstable(function)
 
 
 @functools.cache
@@ -184,7 +231,7 @@ def importable(module: str) -> str:
 
 
 def _type_name(cls: type) -> str:
-    if "<" in cls.__qualname__ and "<locals>" not in cls.__qualname__:
+    if "<" in cls.__qualname__ or _look_up(cls.__module__, cls.__qualname__) is not cls:
         raise _unstable(cls)
     return f"{importable(cls.__module__)}.{cls.__qualname__}"
 
@@ -195,26 +242,30 @@ def _sorted(items: list[Any]) -> list[Any]:
 
 def _unstable(value: Any) -> UnstableKeyError:
     return UnstableKeyError(
-        f"{value!r} has no name that is the same in every process; pass a number, a string, an enum, a dataclass, "
-        "or a function defined at the top level of a module."
+        f"{_shown(value)} has no name that is the same in every process; pass a number, a string, an enum, a "
+        "dataclass, or a function defined at the top level of a module."
     )
 
 
-def typed_token(value: Any) -> Any:
-    """Return a hashable stand-in for a static value that tells `1`, `1.0` and `True` apart, and `0.0` and `-0.0`.
-
-    Raises:
-        UnstableKeyError: `value` is neither hashable nor nameable.
-    """
-    if isinstance(value, float):
-        return (type(value), value.hex())
-    if value is None or isinstance(value, bool | int | str | bytes | types.FunctionType | np.dtype | type):
-        return (type(value), value)
+def _shown(value: Any) -> str:
+    """Return `repr(value)`, no longer than a line, and even if that raises."""
     try:
-        return (type(value), json.dumps(describe(value), sort_keys=True))
-    except UnstableKeyError:
-        try:
-            hash(value)
-        except TypeError:
-            raise _unstable(value) from None
-        return (type(value), value)
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - the user's own code; what it raises is said
+        return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+# By exact type: an instance of a subclass may compute something else.
+_EXACT: dict[type, Callable[[Any], Any]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    str: lambda value: value,
+    np.str_: str,
+    int: int,
+    float: lambda value: {"float": value.hex()},
+    complex: lambda value: {"complex": [value.real.hex(), value.imag.hex()]},
+    bytes: lambda value: {"bytes": value.hex()},
+    np.bytes_: lambda value: {"bytes": bytes(value).hex()},
+    range: lambda value: {"range": [value.start, value.stop, value.step]},
+}

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is put in a call's place when it is lowered: the computation under its configuration, checked and labelled."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ejkernel import compat, settings
+from ejkernel.ops.config.cache import same_config
+from ejkernel.ops.config.selection import Resolution
+from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.invocation import Invocation, invocation_of
+from ejkernel.ops.core.kernel import hook
+from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.primitive import Call, types_of
+from ejkernel.ops.errors import CacheWarning, KernelError, NoConfigError, SerializationError
+from ejkernel.ops.registry import record_invocation
+from ejkernel.ops.utils.meta import label, stamp
+from ejkernel.ops.utils.serialize import stable_json
+
+logger = logging.getLogger(__name__)
+
+# Where an answer comes from that was given for this very call, rather than for all calls of its bucket.
+_FOR_THE_CALL_ITSELF = ("override", "heuristic", "chooser")
+_SAVED = ("persistent", "forward")  # found by another process, maybe for another version of the kernel
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedCall:
+    """A call with its configuration.
+
+    Attributes:
+        call: The call.
+        inv: The same as its kernel sees it.
+        resolution: Its configuration, and who says so.
+        expected: The types that it was traced with; `None` where nothing depends on them yet.
+        jaxpr: The computation, where the trace that gave the types has this configuration; else `None`.
+        stamp_prefix: What its label begins with.
+    """
+
+    call: Call
+    inv: Invocation[Any, Any]
+    resolution: Resolution[Any]
+    expected: Sequence[Any] | None
+    jaxpr: Any
+    stamp_prefix: str
+
+    @property
+    def scope(self) -> str:
+        """The name that the computation has for people who read profiles."""
+        return self.inv.op_id
+
+    def compute(self, *arrays: Any) -> tuple[Any, ...]:
+        """Compute the call, check the types of its results, and label one of them."""
+        with jax.named_scope(self.scope):
+            resolution, out = self._computed(arrays)
+        _check_types(self.inv, resolution, self.expected, out)
+        self._record()
+        labelled = self._label()
+        if labelled is None:
+            return tuple(out)
+        stamped, found = stamp(out, arrays, *labelled)
+        if not found:
+            self._say_unlabelled()
+        return tuple(stamped)
+
+    def label(self, values: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Do the same for what was made of `jaxpr`, whose types are those that were expected."""
+        self._record()
+        labelled = self._label()
+        if labelled is not None and not any(compat.label_value(value, inputs, *labelled) for value in values):
+            self._say_unlabelled()
+
+    def _record(self) -> None:
+        if self.resolution.key is not None and (current_scope().recording or settings.current().record):
+            record_invocation(self.call.node.spec.kernel, self.inv)
+
+    def _label(self) -> tuple[str, str] | None:
+        """Return the label and what is said with it; `None` if there is none."""
+        mode = settings.current().stamp
+        if mode == "none" or self.resolution.key is None:
+            return None
+        payload = stable_json(self.inv.description) if mode == "json" else self.inv.call_key
+        return label(self.inv.op_id_v, self.inv.call_key, self.stamp_prefix), payload
+
+    def _say_unlabelled(self) -> None:
+        logger.debug("%s carries no label: each of its results is one of its inputs", self.inv.op_id_v)
+
+    def _computed(self, arrays: Sequence[Any]) -> tuple[Resolution[Any], Sequence[Any]]:
+        """Compute the call; where a configuration that was saved does not run, with the heuristic's, and a warning."""
+        inv, node, resolution = self.inv, self.call.node, self.resolution
+        try:
+            return resolution, node.flat(Choice(config=resolution.config, platform=inv.platform))(*arrays)
+        except Exception as error:
+            if inv.representative is not inv and resolution.source not in _FOR_THE_CALL_ITSELF:
+                raise _does_not_fit(inv, resolution) from error
+            if resolution.source not in _SAVED:
+                raise
+            try:
+                config = hook(node.spec.kernel, "heuristic_cfg", inv.platform)(inv)
+            except NoConfigError:
+                raise error from None
+            text = (
+                f"{inv.op_id}: ignoring the saved configuration {resolution.config!r} (call {inv.call_key}), which "
+                f"does not run: {type(error).__name__}: {error}; `ejkernel tune --force` finds another."
+            )
+            warnings.warn(text, CacheWarning, stacklevel=2)
+        out = node.flat(Choice(config=config, platform=inv.platform))(*arrays)
+        return Resolution(config, "heuristic", resolution.key), out
+
+
+def resolved(
+    call: Call,
+    platform: str,
+    avals: Sequence[Any],
+    expected: Sequence[Any] | None,
+    *,
+    resolve: Callable[[Invocation[Any, Any]], Resolution[Any]],
+    stamp_prefix: str,
+) -> ResolvedCall:
+    """Return the call on arrays of types `avals` with the configuration that `resolve` finds for it."""
+    override = None if call.override is None else call.override.config
+    inv = invocation_of(call.node, avals, platform=platform, override=override)
+    resolution = resolve(inv)
+    jaxpr = None if expected is None else _trace_with(resolution.config, call, avals, inv.platform)
+    return ResolvedCall(
+        call=call, inv=inv, resolution=resolution, expected=expected, jaxpr=jaxpr, stamp_prefix=stamp_prefix
+    )
+
+
+def _trace_with(config: Any, call: Call, avals: Sequence[Any], platform: str) -> Any:
+    """Return what was traced for the call's types, if it is the whole call under this configuration."""
+    if not call.node.types_are_whole:
+        return None
+    types = types_of(call, avals)
+    if types.config is None or not types.still_hold(platform) or compat.has_references(types.jaxpr):
+        return None
+    try:
+        return types.jaxpr if same_config(types.config, config) else None
+    except SerializationError:  # a configuration that is not data, and not the same object
+        return None
+
+
+def _does_not_fit(inv: Invocation[Any, Any], resolution: Resolution[Any]) -> KernelError:
+    stands_for_it = (inv.representative.args, dict(inv.representative.kwargs))
+    return KernelError(
+        f"{inv.op_id}: {resolution.config!r} (from {resolution.source}) was found for {stands_for_it!r} and does not "
+        f"run for {(inv.args, dict(inv.kwargs))!r}; a kernel with a bucket hook must run every call of a bucket with "
+        "every configuration. Pad inside run, or return a bucket of its own for such a call."
+    )
+
+
+def _check_types(
+    inv: Invocation[Any, Any], resolution: Resolution[Any], expected: Sequence[Any] | None, out: Sequence[Any]
+) -> None:
+    """Raise if the results are not what the call was traced with: then shapes depend on the configuration."""
+    if expected is None:
+        return
+    want = [(tuple(aval.shape), aval.dtype) for aval in expected]
+    got = [(tuple(value.shape), value.dtype) for value in out]
+    if want != got:
+        raise KernelError(
+            f"{inv.op_id}: results must have the same shapes and dtypes under every configuration; "
+            f"{resolution.config!r} (from {resolution.source}) gives {_shown(got)}, the heuristic gives {_shown(want)}."
+        )
+
+
+def _shown(types: list[tuple[tuple[int, ...], Any]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eager calls: one compiled function for each sort of call, found without looking at any shape."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.core.callspec import tokens_of
+from ejkernel.ops.utils.perobject import Bounded, PerObject
+from ejkernel.ops.utils.signature import as_array, is_array, stands_for_array
+
+Plan = Callable[..., Any]
+
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
+_BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
+_DTYPES = (np.dtype, type(jnp.float32))
+
+
+class NotByEquality(Exception):
+    """A plan that goes by types met a float that `jit` takes for another: it finds 0.0 equal to -0.0."""
+
+
+class Bind(Protocol):
+    """Binds the primitive for a call that will be kept, on behalf of an executor that may not be."""
+
+    def __call__(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Any:
+        """Bind it."""
+
+
+class Plans:
+    """The compiled functions of one executor, for each kernel; they keep neither of them alive.
+
+    A plan is found by the types of the arguments where these tell which are arrays, and where `==` tells the others
+    apart; else by what tells static values apart in general, `tokens_of`.
+
+    Args:
+        bind: Binds the primitive.
+    """
+
+    def __init__(self, bind: Bind) -> None:
+        self.tables: PerObject[Bounded[Plan]] = PerObject(Bounded)
+        self._bind = weakref.WeakMethod(bind)
+
+    def run(
+        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any, override: Hashable | None
+    ) -> Any:
+        """Run a call that is not the traced part of another, and keep what was compiled for it."""
+        # The table of before the call: another may be there after it, for which this plan would be too old.
+        table = self.tables.of(kernel)
+        values = (*args, *kwargs.values())
+        types = (*map(type, args), *kwargs, *map(type, kwargs.values()))
+        if override is None and types not in table and all(map(_goes_by_type, values)):
+            plan = self._by_types(kernel, args, kwargs)
+            out = plan(*args, **kwargs)
+            table.keep(types, plan)
+            return out
+        if override is None and any(map(_is_exception, values)):
+            table[types] = _Detour(self, weakref.ref(kernel))
+        return self.run_by_tokens(kernel, args, kwargs, cfg, override)
+
+    def run_by_tokens(
+        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any, override: Hashable | None
+    ) -> Any:
+        """Run a call with arguments of any kind."""
+        table, key = self.tables.of(kernel), (override, tokens_of(args), *kwargs, *map(tokens_of, kwargs.values()))
+        plan = table.get(key)
+        if plan is not None:
+            return plan(args, kwargs)
+        plan = _TokenPlan(self._bind, weakref.ref(kernel), cfg)
+        out = plan(args, kwargs)
+        table.keep(key, plan)
+        return out
+
+    def _by_types(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        bind, owner = self._bind, weakref.ref(kernel)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if any(map(_is_exception, (*args, *kwargs.values()))):
+                raise NotByEquality
+            return _alive(bind)(_alive(owner), args, kwargs, None)
+
+        positions = [index for index, value in enumerate(args) if is_static(value)]
+        names = [name for name, value in kwargs.items() if is_static(value)]
+        plan: Plan = jax.jit(run, static_argnums=positions, static_argnames=names)
+        return plan
+
+
+class _Detour:
+    """In the place of a plan that goes by types, where one of the values must not be compared by `==`."""
+
+    def __init__(self, plans: Plans, kernel: weakref.ref[Any]) -> None:
+        self._plans, self._kernel = weakref.ref(plans), kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _alive(self._plans).run_by_tokens(_alive(self._kernel), args, kwargs, None, None)
+
+
+class _TokenPlan:
+    """A compiled function of the arrays of a call; all else is taken from the call that has it traced."""
+
+    def __init__(self, bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: Any) -> None:
+        current = self._current = threading.local()
+
+        def run(*arrays: Any) -> Any:
+            leaves, tree = jax.tree.flatten(current.call, is_leaf=stands_for_array)
+            given = iter(arrays)
+            filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(tree, filled)
+            return _alive(bind)(_alive(kernel), args, kwargs, cfg)
+
+        self._jitted: Any = jax.jit(run)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._current.call = args, kwargs
+        try:
+            leaves = jax.tree.leaves((args, kwargs), is_leaf=stands_for_array)
+            return self._jitted(*[as_array(leaf) for leaf in leaves if _is_given(leaf)])
+        finally:
+            del self._current.call
+
+
+def _is_given(leaf: Any) -> bool:
+    return is_array(leaf) or stands_for_array(leaf)
+
+
+def is_static(value: Any) -> bool:
+    """Return whether an argument holds no array."""
+    return not any(map(_is_given, jax.tree.leaves(value, is_leaf=stands_for_array))) and value is not None
+
+
+def _goes_by_type(value: Any) -> bool:
+    """Return whether the type of `value` tells whether it is an array, and equal values of the type are the same."""
+    if type(value) in _BY_EQUALITY:
+        return not _is_exception(value)
+    return isinstance(value, _DTYPES) or (isinstance(value, _ARRAY_TYPES) and is_array(value))
+
+
+def _is_exception(value: Any) -> bool:
+    return type(value) is float and (value == 0.0 or math.isnan(value))
+
+
+def _alive(reference: Callable[[], Any]) -> Any:
+    """Return what is referred to weakly; whoever calls holds it."""
+    found = reference()
+    assert found is not None
+    return found
