@@ -122,6 +122,18 @@ def match_varying(primal: Any, gradient: Any) -> Any:
     return gradient
 
 
+def key_implementation(dtype: Any) -> str:
+    """Return the name of the generator that random keys of this dtype are for."""
+    return str(dtype._impl.name)
+
+
+def weakly_typed(value: Any) -> Any:
+    """Return `value` as an array whose type gives way to others', as that of a Python number does."""
+    from jax._src.lax.lax import _convert_element_type
+
+    return _convert_element_type(value, jnp.dtype(value.dtype), weak_type=True)
+
+
 def zeros_of_tangent(value: Any) -> Any:
     """Return the zero tangent of `value`: `float0` for integers, and varying as `value` does."""
     dtype = jax.typeof(value).to_tangent_aval().dtype
@@ -148,6 +160,11 @@ def zero_for(value: Any) -> Any:
 def lowering_names(platform: str) -> tuple[str, ...]:
     """Return what JAX calls a kind of device that it lowers programs for."""
     return ("cuda",) if platform == "gpu" else (platform,)
+
+
+def lacks_lowering(error: Exception) -> bool:
+    """Return whether a program was not lowered for want of what jaxlib has for that platform."""
+    return isinstance(error, ImportError) or "install jaxlib" in str(error)
 
 
 def leave_devices_alone() -> None:
@@ -435,6 +452,14 @@ def compiled_for_one_run(lowered: Any, platform: str) -> Any:
         with contextlib.suppress(Exception):  # such as of a version that has no such option; what follows tells
             return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
     return lowered.compile()
+
+
+def compiled_to_be_checked(lowered: Any, platform: str) -> Any:
+    """Return a program that is small and runs once: on a CPU, optimising it takes most of the time."""
+    if platform == "cpu":
+        with contextlib.suppress(Exception):  # as above
+            return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    return compiled_for_one_run(lowered, platform)
 
 
 def serialized(compiled: Any) -> bytes:

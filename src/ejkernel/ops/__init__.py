@@ -26,6 +26,8 @@ from ejkernel.ops.errors import DeviceLostError as DeviceLostError
 from ejkernel.ops.errors import EjkernelError as EjkernelError
 from ejkernel.ops.errors import EjkernelWarning as EjkernelWarning
 from ejkernel.ops.errors import GradientError as GradientError
+from ejkernel.ops.errors import GradientWarning as GradientWarning
+from ejkernel.ops.errors import KernelCheckError as KernelCheckError
 from ejkernel.ops.errors import KernelError as KernelError
 from ejkernel.ops.errors import KernelWarning as KernelWarning
 from ejkernel.ops.errors import NoConfigError as NoConfigError
@@ -38,6 +40,9 @@ from ejkernel.ops.errors import UnstableKeyWarning as UnstableKeyWarning
 from ejkernel.ops.errors import UnsupportedError as UnsupportedError
 from ejkernel.ops.execution.batch import pmap_with_config as pmap_with_config
 from ejkernel.ops.execution.batch import vmap_with_config as vmap_with_config
+from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
+from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
+from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
 from ejkernel.ops.execution.events import CandidateFinished as CandidateFinished
 from ejkernel.ops.execution.events import Event as Event
 from ejkernel.ops.execution.events import SearchFinished as SearchFinished

@@ -57,6 +57,17 @@ class DeviceLostError(TuningError):
     """The device does not work in this process any more, as after an illegal access."""
 
 
+class KernelCheckError(EjkernelError, AssertionError):
+    """`check_kernel` found something wrong; the message is its table, and `report` the report."""
+
+    def __init__(self, report: object) -> None:
+        super().__init__(report)  # args keep the report, so the error survives pickling
+        self.report = report
+
+    def __str__(self) -> str:
+        return f"a kernel does not keep its contract\n{self.report}"
+
+
 class NoConfigError(EjkernelError, LookupError):
     """No tier had a configuration."""
 
@@ -97,3 +108,7 @@ class OfflineWarning(EjkernelWarning):
 
 class TuningWarning(EjkernelWarning):
     """A search ended without measuring what it was asked to measure."""
+
+
+class GradientWarning(TuningWarning):
+    """A kernel's gradients are not the derivatives of what it computes, whatever its configuration."""

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.ops.errors import CandidateError
-from ejkernel.ops.execution.checking import check_results, tolerance
+from ejkernel.ops.execution import checking
+from ejkernel.ops.execution.checking import check_results, deviations, tolerance
 
 INF, NAN = float("inf"), float("nan")
 
@@ -158,3 +159,33 @@ def test_the_message_names_the_result():
 
 def test_empty_results_are_right():
     check(np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int32", "float8_e4m3fn"])
+def test_the_host_and_the_device_compare_alike(dtype, monkeypatch):
+    truth = jnp.arange(1, 9).astype(dtype)
+    results = [truth, truth * 2, truth.at[3].set(0), truth + truth * 0]
+    found = []
+    for small in (checking._SMALL, 0):
+        monkeypatch.setattr(checking, "_SMALL", small)
+        found.append(list(deviations(results, [truth] * 4, platform="cpu", precision=None)))
+    host, device = found
+    assert [deviation.reason for deviation in device] == [deviation.reason for deviation in host]
+    np.testing.assert_allclose([d.error for d in device], [d.error for d in host], rtol=1e-5)
+
+
+def test_a_deviation_says_how_far_a_right_result_is_off_too():
+    (deviation,) = deviations(*[[value] for value in arrays([1.00001], [1.0])], platform="cpu", precision=None)
+    assert deviation == (pytest.approx(1e-5, rel=0.1), 1e-4, "")
+
+
+def test_a_reference_of_less_precision_allows_more():
+    truth = jnp.linspace(1.0, 2.0, 50)
+    check(truth, truth.astype(jnp.bfloat16))
+    with pytest.raises(CandidateError):
+        check(truth, truth.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_the_message_has_the_names_that_are_given():
+    with pytest.raises(CandidateError, match=r"^the gradient of w differs from the reference"):
+        check_results(arrays(1.0), arrays(2.0), platform="cpu", precision=None, names=["the gradient of w"])

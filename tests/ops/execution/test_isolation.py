@@ -116,7 +116,7 @@ def test_a_fast_candidate_with_a_wrong_gradient_is_not_admitted(monkeypatch):
     data = tune(faulty_kernels.failing, isolate=False)
     assert data.config == BEST
     assert fates(data)["wrong gradient"][0] == "wrong"
-    assert fates(data)["wrong gradient"][1].startswith("gradient: result 0 differs from the reference")
+    assert fates(data)["wrong gradient"][1].startswith("the gradient of x differs from the reference")
 
 
 def test_failed_candidates_leave_no_arrays():

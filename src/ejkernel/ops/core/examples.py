@@ -26,18 +26,19 @@ _LARGE = 1 << 20  # elements from which random arrays are made on the device
 def random_array(like: Any, rng: np.random.Generator) -> Any:
     """Return a random array of the shape and dtype of `like`; see `Kernel.example_inputs`."""
     if compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key):
-        keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), max(1, int(np.prod(like.shape))))
+        first = jax.random.key(int(rng.integers(2**31)), impl=compat.key_implementation(like.dtype))
+        keys = jax.random.split(first, max(1, int(np.prod(like.shape))))
         return keys[: int(np.prod(like.shape))].reshape(like.shape)
     if like.dtype == np.bool_:
         return jnp.asarray(rng.integers(0, 2, like.shape).astype(np.bool_))
     if not is_inexact(like):
-        return jnp.asarray(rng.integers(0, 2, like.shape)).astype(like.dtype)
+        return jnp.asarray(rng.integers(0, 2, like.shape).astype(like.dtype))
     if math.prod(like.shape) > _LARGE:
         return _normal(int(rng.integers(2**31)), like.shape, jnp.dtype(like.dtype))
     values = rng.standard_normal(like.shape, np.float32)
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         values = values + 1j * rng.standard_normal(like.shape, np.float32)
-    return jnp.asarray(values).astype(like.dtype)
+    return jnp.asarray(values.astype(like.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -93,7 +94,7 @@ def _primals(inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
         return [random_array(like, rng) for like in _batched_types(inv, levels)]
     count = int(np.prod(inv.batch_sizes)) if overrides(kernel, "example_inputs") else 1
     examples = [_one_example(kernel, inv, rng) for _ in range(max(1, count))]
-    return _stack(examples, levels)
+    return stacked(examples, levels)
 
 
 def _one_example(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
@@ -114,15 +115,23 @@ def _batched_types(inv: Invocation[Any, Any], levels: Sequence[tuple[Any, int]])
     return types
 
 
-def _stack(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> list[Any]:
+def stacked(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> list[Any]:
     """Combine one example a batch element into batched arrays; an unbatched argument is the first one's."""
     for axes, size in reversed(levels):
         groups = [examples[index : index + size] for index in range(0, len(examples), size)]
         examples = [
             [
-                group[0][i] if axis is None else jnp.stack([example[i] for example in group], axis)
+                group[0][i] if axis is None else stack([example[i] for example in group], axis)
                 for i, axis in enumerate(axes)
             ]
             for group in groups
         ]
     return examples[0]
+
+
+def stack(arrays: Sequence[Any], axis: int) -> Any:
+    """Return arrays along a new axis; small ones take the way through the host, which compiles nothing."""
+    first = arrays[0]
+    if first.size > _LARGE or compat.dtypes.issubdtype(first.dtype, compat.dtypes.prng_key):
+        return jnp.stack(arrays, axis)
+    return jnp.asarray(np.stack([np.asarray(array) for array in arrays], axis))

@@ -27,6 +27,7 @@ from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.measuring import Measurement, Runner, interleaved, sets_for_cold
 from ejkernel.ops.execution.memory import check_room, device_bytes, num_bytes, peak_bytes
+from ejkernel.ops.execution.naming import result_names
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, PRUNED, READY, SAME, SKIPPED, WRONG, Outcome
 from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import carried
@@ -395,7 +396,8 @@ class Bench:
 
     def compare(self, results: Sequence[Any], truth: Sequence[Any]) -> None:
         """Raise a `CandidateError` unless the results are as near to the truth as their dtypes allow."""
-        check_results(results, truth, platform=self.inv.platform, precision=self.inv.precision)
+        names = result_names(self.inv.node)
+        check_results(results, truth, platform=self.inv.platform, precision=self.inv.precision, names=names)
 
     def _probe(self, culprit: Candidate) -> None:
         """Find out whether the device still works: after an illegal access every later call in the process fails."""

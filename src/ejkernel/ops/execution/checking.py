@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.errors import CandidateError
@@ -38,6 +40,7 @@ _TOLERANCE = {
 # An accelerator multiplies float32 matrices in fewer bits unless told otherwise.
 _LOOSE_FLOAT32 = Tolerance(5e-3, 5e-2)
 _DEFAULT = Tolerance(0.1, 0.5)  # 8-bit floats
+_SMALL = 1 << 16  # elements up to which results are compared on the host
 _TINY = 1e-300  # no division by zero
 
 
@@ -49,34 +52,78 @@ def tolerance(dtype: Any, *, platform: str, precision: str | None) -> Tolerance:
     return _TOLERANCE.get(name, _DEFAULT)
 
 
-def check_results(results: Sequence[Any], truth: Sequence[Any], *, platform: str, precision: str | None) -> None:
+class Deviation(NamedTuple):
+    """How far one array is from the reference's.
+
+    Attributes:
+        error: The largest difference; of integers, how many places differ.
+        allowed: How large it may be.
+        reason: What is wrong; empty if nothing is.
+    """
+
+    error: float
+    allowed: float
+    reason: str = ""
+
+
+def check_results(
+    results: Sequence[Any], truth: Sequence[Any], *, platform: str, precision: str | None, names: Sequence[str] = ()
+) -> None:
     """Compare results with the reference's.
+
+    Args:
+        results: What a candidate computed.
+        truth: What it should have.
+        platform: Kind of the device.
+        precision: The default matmul precision in force.
+        names: What the message calls each result; by its number where they are left out.
 
     Raises:
         CandidateError: they differ; the message says where and by how much.
     """
+    for found in deviations(results, truth, platform=platform, precision=precision, names=names):
+        if found.reason:
+            raise CandidateError(found.reason)
+
+
+def deviations(
+    results: Sequence[Any], truth: Sequence[Any], *, platform: str, precision: str | None, names: Sequence[str] = ()
+) -> Iterator[Deviation]:
+    """Yield how far each result is from the reference's; see `check_results`.
+
+    Raises:
+        CandidateError: there is another number of them.
+    """
     if len(results) != len(truth):
         raise CandidateError(f"returns {len(results)} arrays, the reference {len(truth)}")
-    for index, (result, true) in enumerate(zip(results, truth, strict=True)):
-        _check_array(index, result, true, platform, precision)
+    called = names or [f"result {index}" for index in range(len(results))]
+    for name, result, true in zip(called, results, truth, strict=True):
+        yield _deviation(name, result, true, platform, precision)
 
 
-def _check_array(index: int, result: Any, true: Any, platform: str, precision: str | None) -> None:
+def _deviation(name: str, result: Any, true: Any, platform: str, precision: str | None) -> Deviation:
     if result.shape != true.shape:
-        raise CandidateError(f"result {index} has shape {result.shape}, the reference {true.shape}")
+        return Deviation(math.inf, 0.0, f"{name} has shape {result.shape}, the reference {true.shape}")
     if compat.dtypes.issubdtype(result.dtype, compat.dtypes.prng_key):
         result, true = jax.random.key_data(result), jax.random.key_data(true)
     if not jnp.issubdtype(result.dtype, jnp.inexact):
-        differing = int(_count_differing(result, true))
-        if differing:
-            raise CandidateError(f"result {index} differs from the reference in {differing} places")
-    elif result.size:
-        allowed = tolerance(result.dtype, platform=platform, precision=precision)
-        _judge(index, jax.device_get(_compare(result, true, allowed.worst)), allowed)
+        differing = _count_differing(result, true)
+        return Deviation(differing, 0.0, f"{name} differs from the reference in {differing} places" * bool(differing))
+    # a reference may be the less precise of the two
+    allowed = max(tolerance(array.dtype, platform=platform, precision=precision) for array in (result, true))
+    if not result.size:
+        return Deviation(0.0, allowed.worst)
+    return _judge(name, _compare(result, true, allowed.worst), allowed)
+
+
+def _count_differing(got: Any, want: Any) -> int:
+    if got.size <= _SMALL:
+        return int(np.sum(np.asarray(got) != np.asarray(want)))
+    return int(_count_on_device(got, want))
 
 
 @jax.jit
-def _count_differing(got: Any, want: Any) -> Any:
+def _count_on_device(got: Any, want: Any) -> Any:
     return jnp.sum(got != want)
 
 
@@ -100,23 +147,35 @@ class _Comparison(NamedTuple):
     scale: Any
 
 
-@jax.jit
 def _compare(got: Any, want: Any, worst: float) -> _Comparison:
-    """Compare on the device: large results take seconds to be fetched and compared on the host."""
+    """Compare large results on the device, for they take seconds to be fetched, and small ones without compiling."""
+    if got.size > _SMALL:
+        found: _Comparison = jax.device_get(_compare_on_device(got, want, worst))
+        return found
+    with np.errstate(all="ignore"):
+        return _compared(np.asarray(got), np.asarray(want), worst, np)
+
+
+@jax.jit
+def _compare_on_device(got: Any, want: Any, worst: float) -> _Comparison:
+    return _compared(got, want, worst, jnp)
+
+
+def _compared(got: Any, want: Any, worst: float, xp: Any) -> _Comparison:
     wide = got.dtype if got.dtype.itemsize >= 4 else jnp.float32  # 8-bit floats are not promoted by themselves
     got, want = got.astype(wide).ravel(), want.astype(wide).ravel()
-    finite = jnp.isfinite(want)
-    same = (got == want) | (jnp.isnan(got) & jnp.isnan(want))
-    count = jnp.maximum(finite.sum(), 1)
-    difference = jnp.where(finite, jnp.abs(got - want), 0)
-    magnitude = jnp.where(finite, jnp.abs(want), 0)
-    size = _root_mean_square(magnitude, count)
+    finite = xp.isfinite(want)
+    same = (got == want) | (xp.isnan(got) & xp.isnan(want))
+    count = xp.maximum(finite.sum(), 1)
+    difference = xp.where(finite, xp.abs(got - want), 0)
+    magnitude = xp.where(finite, xp.abs(want), 0)
+    size = _root_mean_square(magnitude, count, xp)
     scale = magnitude + size
-    at = jnp.argmax(jnp.where(finite, difference - worst * scale, -jnp.inf))
+    at = xp.argmax(xp.where(finite, difference - worst * scale, -xp.inf))
     return _Comparison(
-        same_kinds=jnp.all(jnp.where(finite, jnp.isfinite(got), same)),
+        same_kinds=xp.all(xp.where(finite, xp.isfinite(got), same)),
         size=size,
-        overall=_root_mean_square(difference, count),
+        overall=_root_mean_square(difference, count, xp),
         got=got[at],
         want=want[at],
         error=difference[at],
@@ -124,23 +183,27 @@ def _compare(got: Any, want: Any, worst: float) -> _Comparison:
     )
 
 
-def _root_mean_square(values: Any, count: Any) -> Any:
-    largest = jnp.max(values)  # squares of large values would overflow, those of small ones vanish
-    unit = jnp.where(largest > 0, largest, 1)
-    return largest * jnp.sqrt(jnp.sum((values / unit) ** 2) / count)
+def _root_mean_square(values: Any, count: Any, xp: Any) -> Any:
+    largest = xp.max(values)  # squares of large values would overflow, those of small ones vanish
+    unit = xp.where(largest > 0, largest, 1)
+    return largest * xp.sqrt(xp.sum((values / unit) ** 2) / count)
 
 
-def _judge(index: int, found: _Comparison, allowed: Tolerance) -> None:
+def _judge(name: str, found: _Comparison, allowed: Tolerance) -> Deviation:
     found = _Comparison(*(value.item() for value in found))
+    worst, overall = found.error / max(found.scale, _TINY), found.overall / max(found.size, _TINY)
     if not found.same_kinds:
-        raise CandidateError(f"result {index} has NaN or infinity where the reference has not, or the other way round")
+        reason = f"{name} has NaN or infinity where the reference has not, or the other way round"
+        return Deviation(math.inf, allowed.worst, reason)
     if found.error > allowed.worst * found.scale:
-        raise CandidateError(
-            f"result {index} differs from the reference: {found.got:.6g} instead of {found.want:.6g}, "
-            f"{found.error / max(found.scale, _TINY):.2g} relative (allowed: {allowed.worst:g})"
-        )
+        differs = f"{name} differs from the reference: {found.got:.6g} instead of {found.want:.6g}"
+        reason = f"{differs}, {worst:.2g} relative (allowed: {allowed.worst:g})"
+        return Deviation(worst, allowed.worst, reason)
     if found.overall > allowed.overall * found.size:
-        raise CandidateError(
-            f"result {index} differs from the reference by {found.overall / max(found.size, _TINY):.2g} of its root "
-            f"mean square (allowed: {allowed.overall:g})"
-        )
+        differs = f"{name} differs from the reference by {overall:.2g} of its root mean square"
+        return Deviation(overall, allowed.overall, f"{differs} (allowed: {allowed.overall:g})")
+    return max(
+        Deviation(worst, allowed.worst),
+        Deviation(overall, allowed.overall),
+        key=lambda deviation: deviation.error / deviation.allowed,
+    )

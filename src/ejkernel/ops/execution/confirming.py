@@ -8,20 +8,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from ejkernel.ops.core.derived import Vjp, innermost
-from ejkernel.ops.core.examples import random_array
-from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.execution.bench import Bench, Candidate
+from ejkernel.ops.execution.checking import check_results
+from ejkernel.ops.execution.gradients import baseline_gradient, gradient_of
 from ejkernel.ops.utils.printable import printable_lines
 
 logger = logging.getLogger(__name__)
 
 
-def confirm(bench: Bench, candidate: Candidate) -> tuple[str, ...]:
+def confirm(bench: Bench, candidate: Candidate, *, rule_is_faulty: bool = False) -> tuple[str, ...]:
     """Check a winner on fresh inputs: its results and, if the call is a forward that has one, its gradient.
+
+    Args:
+        bench: The call.
+        candidate: The winner.
+        rule_is_faulty: Whether the heuristic's gradient is known to be wrong: then the winner's has to be the same.
 
     Returns:
         What was checked: nothing, `("outputs",)` or `("outputs", "gradients")`.
@@ -34,32 +38,29 @@ def confirm(bench: Bench, candidate: Candidate) -> tuple[str, ...]:
     bench.renew()
     bench.watch.begin("confirming", [candidate.config], bench.limits.compile.first)
     results = bench.check_again(candidate)
-    return ("outputs", "gradients") if _has_right_gradient(bench, candidate, results) else ("outputs",)
+    agrees = _has_right_gradient(bench, candidate, results, rule_is_faulty)
+    return ("outputs", "gradients") if agrees and not rule_is_faulty else ("outputs",)
 
 
-def _has_right_gradient(bench: Bench, candidate: Candidate, results: Sequence[Any]) -> bool:
+def _has_right_gradient(bench: Bench, candidate: Candidate, results: Sequence[Any], rule_is_faulty: bool) -> bool:
     """Return whether there is a gradient, which then is right.
 
     Raises:
         CandidateError: it is wrong, or fails where the reference's does not.
     """
-    inv, arrays = bench.inv, bench.arrays
-    if not isinstance(innermost(inv.node), Forward):
-        return False
+    inv = bench.inv
     choice = Choice(config=candidate.config, platform=inv.platform)
-    wrt, outs = (tuple(map(is_inexact, values)) for values in (arrays, results))
-    if not any(wrt) or not any(outs):
+    backward = gradient_of(bench, results)
+    if backward is None:
         return False
-    gradient = Vjp(inv.node, len(arrays), wrt, outs)
-    rng = np.random.default_rng(bench.seed)
-    inputs = [*arrays, *(random_array(like, rng) for like, has in zip(results, outs, strict=True) if has)]
+    gradient, inputs, names = backward
     try:
         lowered = jax.jit(gradient.flat(choice)).lower(*inputs)
     except Exception as error:  # noqa: BLE001 - whether that is the candidate's fault, the heuristic tells
         return _excuse(bench, gradient, inputs, error)
     try:
         bench.watch.begin("running the reference's gradient", [], bench.limits.compile.first)
-        truth = bench.truth_about(gradient, inputs)
+        truth = (baseline_gradient if rule_is_faulty else Bench.truth_about)(bench, gradient, inputs)
     except Exception as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
         logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, printable_lines(error))
         return False
@@ -68,10 +69,7 @@ def _has_right_gradient(bench: Bench, candidate: Candidate, results: Sequence[An
         found = jax.block_until_ready(lowered.compile()(*inputs))
     except Exception as error:  # noqa: BLE001 - see above
         return _excuse(bench, gradient, inputs, error)
-    try:
-        bench.compare(found, truth)
-    except CandidateError as error:
-        raise CandidateError(f"gradient: {error}") from None
+    check_results(found, truth, platform=inv.platform, precision=inv.precision, names=names)
     return True
 
 

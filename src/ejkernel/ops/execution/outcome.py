@@ -74,6 +74,8 @@ class AutotuneData:
             alone; `None` if the heuristic stays, or could not be measured.
         why: Why the heuristic stays, if it does.
         interrupted: Whether it was stopped before its end, and this is the best so far.
+        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
+            empty if they do not, or if that could not be known.
     """
 
     inv: Invocation[Any, Any]
@@ -84,6 +86,7 @@ class AutotuneData:
     confidence: float | None = None
     why: str = ""
     interrupted: bool = False
+    rule_fault: str = ""
 
     @property
     def key(self) -> ConfigKey:
@@ -109,7 +112,8 @@ class AutotuneData:
     def summary(self, *, width: int | None = None) -> str:
         """Return the fate of every candidate as a table for people, the fastest first, of at most `width` columns."""
         title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}", f"{self.key.device}, call {self.key.call}"
-        return summary_of(title, self.outcomes, self.winner, self.seconds, self.why, width=width)
+        found = summary_of(title, self.outcomes, self.winner, self.seconds, self.why, width=width)
+        return f"{found}\n{printable_lines(self.rule_fault)}" if self.rule_fault else found
 
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
@@ -129,6 +133,7 @@ class AutotuneData:
             "interrupted": self.interrupted,
             "skipped": sum(outcome.status == SKIPPED for outcome in self.outcomes),
             "failures": failures,
+            "rule_fault": self.rule_fault,
         }
 
 

@@ -21,6 +21,7 @@ from ejkernel.ops.errors import CandidateError, EjkernelError, NoConfigError, Tu
 from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Loader, Unwatched, Watch, config_id
 from ejkernel.ops.execution.confirming import confirm
 from ejkernel.ops.execution.events import CandidateFinished, SearchStarted, emit
+from ejkernel.ops.execution.gradients import rule_fault
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, REJECTED, SKIPPED, WRONG, AutotuneData, Outcome
 from ejkernel.ops.execution.racing import RacePlan, Verdict, compare
 from ejkernel.ops.execution.roofline import suspiciously_fast
@@ -174,6 +175,7 @@ class TuningRun:
                 self._ask(others, first)
             else:
                 self._take_all(first, others)
+            self._rule_fault = self._checked_rule()
             decision = self._decide()
         for candidate in self._tried:
             if candidate.status == READY:
@@ -188,6 +190,7 @@ class TuningRun:
             confidence=decision.confidence,
             why=decision.why,
             interrupted=self._stop(),
+            rule_fault=self._rule_fault,
         )
 
     def _configurations(self) -> tuple[list[Any], Collection[Any]]:
@@ -320,6 +323,15 @@ class TuningRun:
 
     # --- who wins ---
 
+    def _checked_rule(self) -> str:
+        """Return what is wrong with the heuristic's gradients, if there is time to look."""
+        if not self.task.policy.validate or self._must_end():
+            return ""
+        first = self._tried[0]
+        if first.status == WRONG and self.task.inv.direction == "bwd":  # which is a gradient
+            return f"its gradients are wrong: {first.reason}"
+        return rule_fault(self._bench) if first.compiled is not None else ""
+
     def _decide(self) -> _Decision:
         """Return who wins: the fastest that is right on fresh inputs too, and there beats the heuristic again.
 
@@ -336,7 +348,7 @@ class TuningRun:
                 return dataclasses.replace(stays, why="no candidate was faster by more than a tie")
             self._note_suspicion(winner)
             try:
-                checked = confirm(self._bench, winner)
+                checked = confirm(self._bench, winner, rule_is_faulty=bool(self._rule_fault))
             except CandidateError as error:
                 winner.fail(WRONG, error)
                 emit(CandidateFinished(self.task.inv.key, winner.outcome()))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.errors import TuningError, TuningWarning
+from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.bench import Limits
 from ejkernel.ops.execution.events import SearchFinished, emit
 from ejkernel.ops.execution.measuring import benchmark as benchmark
@@ -158,6 +158,8 @@ def _report(data: AutotuneData) -> None:
             f"{rejected[0].config!r}, {rejected[0].status}: {rejected[0].reason}"
         )
         warnings.warn(text, TuningWarning, stacklevel=3)
+    if data.rule_fault:
+        warnings.warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning, stacklevel=3)
     speedup = data.speedup
     logger.info(
         "tuned %s in %.1f s: %d candidates, %s, %s",

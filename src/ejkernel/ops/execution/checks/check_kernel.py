@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`check_kernel`: every check of a kernel, for its author's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final
+
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.execution.checks.report import CheckReport
+from ejkernel.ops.execution.threads import apart
+
+GROUPS: Final = ("gradient", "tangents", "vmap", "dtypes", "platforms", "key", "pickle", "export")
+
+
+def check_kernel(
+    kernel: Kernel[Any, Any],
+    *args: Any,
+    configs: Collection[Any] | None = None,
+    without: Collection[str] = (),
+    strict: bool = True,
+    seed: int = 0,
+    **kwargs: Any,
+) -> CheckReport:
+    """Check that a kernel keeps its contract for one call; meant for its author's tests.
+
+    Under every configuration results and gradients are compared with the kernel's `reference`, and JAX's derivative of
+    it; without one, with what the heuristic computes and JAX's derivative of that. So they are under `vmap`, of all
+    arrays, of each alone, and nested. Repeated calls must agree, arguments stay as they are, types must not depend on
+    the configuration, and a gradient rule answer in the arguments' dtypes. Under the heuristic, other dtypes are tried,
+    and the call is lowered for other platforms, pickled with its kernel, exported, and named by its key. What a kernel
+    need not have is a row with the reason, and no failure.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.ops import tune
+    >>> @tune(space={"rows": [1, 2, 4]})
+    ... def total(x, *, rows=2):
+    ...     return x.reshape(rows, -1).sum(0).sum()
+    >>> check_kernel(total, jnp.ones(8), without=["pickle"]).ok
+    True
+
+    Args:
+        kernel: The kernel, or a function under `tune`.
+        *args: Arguments of the call; arrays may be abstract. They should be small: a check compiles much, and
+            measures nothing. Batches are made of `Kernel.example_inputs`.
+        configs: The configurations to check, beside the heuristic's; by default all of `config_space`, and a sample
+            of a `ConfigSpace` of more than 24.
+        without: Groups of checks to leave out: `gradient`, `tangents`, `vmap`, `dtypes`, `platforms`, `key`, `pickle`
+            or `export`.
+        strict: Raise if anything fails; otherwise the report says it.
+        seed: Of random inputs, and of the sample.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        The report; `str()` of it is a table.
+
+    Raises:
+        KernelCheckError: something failed; an `AssertionError`, whose message is the table.
+        ArgumentError: `kernel` is none, or `without` names no group.
+    """
+    if not isinstance(kernel, Kernel):
+        raise ArgumentError(f"kernel must be a Kernel or a function under tune, got {kernel!r}.")
+    unknown = [name for name in without if name not in GROUPS]
+    if unknown:
+        raise ArgumentError(f"without must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
+    from ejkernel.ops.execution.checks.running import checked  # which most programs never need
+
+    report = apart(lambda: checked(kernel, args, kwargs, configs=configs, without=frozenset(without), seed=seed))
+    if strict:
+        report.raise_if_failed()
+    return report

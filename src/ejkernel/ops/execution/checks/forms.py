@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a kernel as a thing that is sent around: lowered for other platforms, pickled, exported, named by a key."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle  # noqa: TID251 - of a kernel that is there already, as worker processes are sent it
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import compat
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, hook, run_forms
+from ejkernel.ops.core.nodes import Choice, is_inexact
+from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.errors import EjkernelError
+from ejkernel.ops.execution.checking import deviations
+from ejkernel.ops.execution.checks.programs import Arrays, compiled, cotangents_of, pulled
+from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
+from ejkernel.ops.execution.checks.subject import Subject
+from ejkernel.ops.execution.discovery import discover
+from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.execution.targets import Target
+
+_PLATFORMS: Final = ("cpu", "gpu", "tpu")
+_CLAIMED_BY: Final = {  # forms of `run` that are for a platform, and for nothing else
+    "cpu": ("run_cpu",),
+    "gpu": ("run_mosaic_gpu", "run_triton", "run_gpu", "run_cuda"),
+    "tpu": ("run_pallas", "run_tpu"),
+}
+_TARGET: Final = "nvidia_h200"  # the GPU that is lowered for where there is none
+_OTHER_DTYPES: Final = ("float32", "bfloat16")
+
+
+def _row(check: str, config: Any, reason: str, *, status: str = FAILED) -> CheckRow:
+    return CheckRow(check=check, config=config, status=status if reason else OK, reason=reason)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _difference(subject: Subject, got: Sequence[Any], want: Sequence[Any], whose: str) -> str:
+    """Return how results differ from what they were before; empty if they do not."""
+    inv = subject.inv
+    found = deviations(got, want, platform=inv.platform, precision=inv.precision)
+    return next((d.reason.replace("the reference", whose) for d in found if d.reason), "")
+
+
+# --- dtypes ---
+
+
+def dtype_rows(subject: Subject, row_of: Callable[[Subject, str], CheckRow]) -> Iterator[CheckRow]:
+    """Yield whether the call is right in other dtypes of its floating-point arrays, and of weak types."""
+    for dtype in _OTHER_DTYPES:
+        cast = [_cast(array, dtype) for array in subject.elements(1)[0]]
+        if all(new.dtype == like.dtype for new, like in zip(cast, subject.types, strict=True)):
+            continue
+        try:
+            yield row_of(subject.with_arrays(cast), dtype)
+        except Exception as error:  # noqa: BLE001 - a kernel need not take every dtype
+            yield _row(dtype, None, f"the kernel does not take it: {_told(error)}", status=SKIPPED)
+
+
+def _cast(array: Any, dtype: str) -> Any:
+    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def weak_type_row(subject: Subject, config: Any) -> CheckRow | None:
+    """Return whether arrays of weak types, which arithmetic with Python numbers makes, give the same; if there are."""
+    arrays = subject.elements(1)[0]
+    default = {jnp.dtype(jnp.result_type(float)), jnp.dtype(jnp.result_type(int))}
+    if not any(array.dtype in default for array in arrays):
+        return None
+    run = subject.executed(config)
+
+    def both(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        weak = [compat.weakly_typed(array) if array.dtype in default else array for array in given]
+        return run(*given), run(*weak)
+
+    try:
+        strong, weak = compiled(both, *arrays)(*arrays)
+    except Exception as error:  # noqa: BLE001 - the reason is the row's
+        return _row("weak types", config, _told(error))
+    if [out.dtype for out in weak] != [out.dtype for out in strong]:
+        reason = f"the results are {[str(out.dtype) for out in weak]}, not {[str(out.dtype) for out in strong]}"
+        return _row("weak types", config, reason)
+    return _row("weak types", config, _difference(subject, weak, strong, "that of strong types"))
+
+
+# --- platforms ---
+
+
+class _Named:
+    """Answers a call for one platform with a configuration, and every other with the heuristic's."""
+
+    def __init__(self, platform: str, config: Any) -> None:
+        self._platform, self._config = platform, config
+
+    def choose(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+        """Return the configuration for `inv`."""
+        if inv.platform == self._platform and inv.direction == "fwd":
+            return self._config
+        return hook(kernel, "heuristic_cfg", inv.platform)(inv)
+
+
+def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]], Sequence[Any]]) -> Iterator[CheckRow]:
+    """Yield whether the call, with its gradient, can be lowered for the other kinds of device.
+
+    A kernel with a form of `run` for one has to be; any other need not.
+    """
+    forms = run_forms(subject.kernel)
+    for platform in _PLATFORMS:
+        if platform == subject.platform:
+            continue
+        claims = any(form in forms for form in _CLAIMED_BY[platform])
+        check = f"lowered for {platform}"
+        inv = Invocation(
+            kernel=subject.kernel, args=subject.inv.args, kwargs=subject.inv.kwargs, device=f"{platform}:unknown"
+        )
+        try:
+            configs = configs_for(inv)
+        except Exception as error:  # noqa: BLE001 - a kernel need not serve every platform
+            yield _row(check, None, _told(error), status=FAILED if claims else SKIPPED)
+            continue
+        for config in configs if claims else configs[:1]:
+            with _seen_as(platform):
+                yield _lowered_row(subject, check, platform, config, claims)
+
+
+def _seen_as(platform: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which what is traced sees some GPU, if one is lowered for and this process has none."""
+    return contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered()
+
+
+def _lowered_row(subject: Subject, check: str, platform: str, config: Any, claims: bool) -> CheckRow:
+    run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
+    arrays = subject.elements(1)[0]
+    names = compat.lowering_names(platform)
+    try:
+        jax.jit(run).trace(*arrays).lower(lowering_platforms=names)
+    except Exception as error:  # noqa: BLE001 - the reason is the row's
+        is_fault = claims and not compat.lacks_lowering(error)
+        return _row(check, config, _told(error), status=FAILED if is_fault else SKIPPED)
+    wrt = subject.differentiable()
+    try:
+        cotangents = cotangents_of(run, arrays, np.random.default_rng(subject.seed))
+        traced = jax.jit(pulled(run, wrt)).trace(arrays, cotangents) if any(wrt) and cotangents else None
+    except Exception:  # noqa: BLE001 - that there is no gradient is said by another row
+        return _row(check, config, "")
+    try:
+        if traced is not None:
+            traced.lower(lowering_platforms=names)
+    except Exception as error:  # noqa: BLE001 - the reason is the row's
+        return _row(check, config, f"gradient: {_told(error)}", status=FAILED if claims else SKIPPED)
+    return _row(check, config, "")
+
+
+def _with_executor(subject: Subject, executor: Executor[Any, Any]) -> Subject:
+    return Subject(subject.kernel, subject.args, subject.kwargs, subject.inv, subject.seed, executor)
+
+
+# --- keys, pickles, exports ---
+
+
+def key_row(subject: Subject) -> CheckRow:
+    """Return whether the call, its backward and its batched form have keys that another process finds again."""
+    run, arrays = subject.executed(subject.inv.override_cfg), subject.elements(3)
+    reason = ""
+    try:
+        calls = [subject.inv, *_derived(subject, run, arrays)]
+        reason = next(filter(None, (_key_trouble(inv) for inv in calls)), "")
+    except Exception as error:  # noqa: BLE001 - the reason is the row's
+        reason = _told(error)
+    return _row("key", None, reason)
+
+
+def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Invocation[Any, Any]]:
+    """Return the calls that differentiating and batching make, as far as that is possible."""
+    arrays, wrt = elements[0], subject.differentiable()
+    programs = [(run, arrays)]
+    if arrays:
+        batched = [jnp.stack(parts) for parts in zip(*elements, strict=True)]
+        programs.append((jax.vmap(run), batched))
+    if any(wrt):
+        programs.append((lambda *own: _summed_gradient(run, own, wrt), arrays))
+    found: list[Invocation[Any, Any]] = []
+    for function, given in programs:
+        try:
+            found += discover(function, *given)
+        except Exception:  # noqa: BLE001 - that it cannot be traced is said by another row
+            continue
+    return found
+
+
+def _summed_gradient(run: Any, arrays: Sequence[Any], wrt: Sequence[bool]) -> Any:
+    outs = jax.eval_shape(run, *arrays)
+    cotangents = [jnp.ones(out.shape, out.dtype) for out in outs if is_inexact(out)]
+    return pulled(run, wrt)(list(arrays), cotangents).gradients
+
+
+def _key_trouble(inv: Invocation[Any, Any]) -> str:
+    """Return why a call's key would not be found again; empty if it would."""
+    assert inv.kernel is not None  # it was called
+    try:
+        again = rebuild(json.loads(json.dumps(inv.description)), modules=(inv.kernel.__module__,), key=inv.call_key)
+    except EjkernelError as error:
+        return f"{inv.op_id}: {_told(error)}"
+    same = again.call_key == inv.call_key
+    return "" if same else f"{inv.op_id}: the call's description gives another key: {again.call_key}"
+
+
+def pickle_row(subject: Subject, config: Any) -> CheckRow:
+    """Return whether the kernel, pickled and back, is the same: worker processes are sent one."""
+    kernel = subject.kernel
+    if kernel.__module__ == "__main__":
+        return _row("pickle", None, "the kernel is a script's own, which may be found nowhere else", status=SKIPPED)
+    try:
+        copy = pickle.loads(pickle.dumps(kernel))  # noqa: S301 - see above
+    except Exception as error:  # noqa: BLE001 - objects raise whatever they like
+        return _row("pickle", None, f"it cannot be sent to a worker process: {_told(error)}")
+    return _row("pickle", None, _copy_trouble(subject, copy, config))
+
+
+def _copy_trouble(subject: Subject, copy: Any, config: Any) -> str:
+    kernel, inv = subject.kernel, subject.inv
+    if copy is kernel:
+        return ""
+    if type(copy) is not type(kernel) or copy.op_id_v != kernel.op_id_v:
+        return f"{kernel!r} comes back as {copy!r}"
+    try:
+        again = Invocation(kernel=copy, args=inv.args, kwargs=inv.kwargs)
+        if again.call_key != Invocation(kernel=kernel, args=inv.args, kwargs=inv.kwargs).call_key:
+            return "the call has another key with the kernel that comes back"
+        arrays = subject.elements(1)[0]
+        results = [subject.executed(config, kernel=which)(*arrays) for which in (copy, kernel)]
+        return _difference(subject, results[0], results[1], "that of the kernel before")
+    except Exception as error:  # noqa: BLE001 - the reason is the row's
+        return f"with the kernel that comes back: {_told(error)}"
+
+
+def export_row(subject: Subject, config: Any) -> CheckRow:
+    """Return whether the call, exported and read back, computes the same; what plain JAX cannot export is skipped."""
+    arrays, run = subject.elements(1)[0], subject.executed(config)
+    try:
+        results = _exported(run, arrays)
+    except Exception as error:  # noqa: BLE001 - whether that is the kernel's fault, plain JAX tells
+        plain = subject.plain(Choice(config=config, platform=subject.platform))
+        status = SKIPPED if _fails(plain, arrays) else FAILED
+        return _row("export", config, _told(error), status=status)
+    return _row("export", config, _difference(subject, results, jax.jit(run)(*arrays), "that of the call itself"))
+
+
+def _exported(function: Any, arrays: Arrays) -> Sequence[Any]:
+    import jax.export
+
+    exported = jax.export.export(jax.jit(function))(*arrays)
+    found: Sequence[Any] = jax.export.deserialize(exported.serialize()).call(*arrays)
+    return found
+
+
+def _fails(function: Any, arrays: Arrays) -> bool:
+    try:
+        _exported(function, arrays)
+    except Exception:  # noqa: BLE001 - that is the question
+        return True
+    return False

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what a kernel computes: results, gradients and tangents, alone and under `vmap`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import compat
+from ejkernel.ops.core.examples import random_array, stacked
+from ejkernel.ops.core.kernel import has_gradient_rule
+from ejkernel.ops.core.nodes import Choice, Flat, is_inexact
+from ejkernel.ops.errors import CandidateError
+from ejkernel.ops.execution.checking import Deviation, deviations
+from ejkernel.ops.execution.checks.numeric import numeric_row
+from ejkernel.ops.execution.checks.programs import (
+    Arrays,
+    Job,
+    Pattern,
+    Results,
+    alone,
+    compiled,
+    computed,
+    cotangents_of,
+    patterns,
+    pulled,
+    pushed,
+)
+from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
+from ejkernel.ops.execution.checks.rules import rule_row
+from ejkernel.ops.execution.checks.subject import Subject
+
+_ALONE = Pattern("under grad")
+_ELEMENTS = 6  # examples, as many as the largest batch has
+_BEFORE = "the same call before"
+_REPEATS = 2  # further calls, which must give the same
+
+
+def told(error: Exception) -> str:
+    """Return an error as the reason of a row."""
+    return f"{type(error).__name__}: {error}"
+
+
+class Numbers:
+    """Compares a call under every configuration with the reference, or with the heuristic where there is none.
+
+    Args:
+        subject: The call.
+        baseline: The heuristic's configuration.
+        without: Groups of checks to leave out.
+    """
+
+    def __init__(self, subject: Subject, baseline: Any, without: Sequence[str] = ()) -> None:
+        self._subject, self._baseline, self._without = subject, baseline, without
+        self._truth = subject.plain(Choice(config=baseline, platform=subject.platform, reference=subject.has_reference))
+        self._wrt = subject.differentiable()
+        self._elements = subject.elements(_ELEMENTS)
+        self._kept = [[_copied(array) for array in element] for element in self._elements]
+        rng = np.random.default_rng(subject.seed)
+        self._cotangents = [cotangents_of(self._truth, self._elements[0], rng) for _ in self._elements]
+        self._tangents = [random_array(like, rng) for like in subject.types if is_inexact(like)]
+        self._batches: dict[str, Results] = {}
+        self._choose_derivatives()
+
+    def _choose_derivatives(self) -> None:
+        """Find out whether the kernel has a gradient, and JAX one of its own to compare with."""
+        run = self._subject.executed(self._baseline)
+        self._why_none = ""
+        if not any(self._wrt):
+            self._why_none = "no argument has a gradient"
+        elif not self._cotangents[0]:
+            self._why_none = "no result has a gradient"
+        own = None if self._why_none else self._trouble(pulled(run, self._wrt), self._cotangents[0])
+        self._own_trouble = own
+        if own is not None and not has_gradient_rule(self._subject.kernel):
+            self._why_none = f"the kernel has no gradient: {told(own)}"
+        known = self._has_gradient and self._trouble(pulled(self._truth, self._wrt), self._cotangents[0]) is None
+        self._derivative = self._truth if known else run
+        rule = has_gradient_rule(self._subject.kernel)
+        self._is_independent = known and (self._subject.has_reference or rule)
+        self._tangents_of = tuple(map(is_inexact, self._subject.types))
+        pushes = pushed(run, self._tangents_of), pushed(self._truth, self._tangents_of)
+        troubles = [] if not self._tangents else [self._trouble(push, self._tangents) for push in pushes]
+        self._why_no_tangents = next((f"there are none: {told(t)}" for t in troubles if t is not None), "")
+        if not self._tangents or not self._cotangents[0]:
+            self._why_no_tangents = "no argument, or no result, has a tangent"
+
+    @property
+    def _has_gradient(self) -> bool:
+        return not self._why_none and self._own_trouble is None
+
+    def _trouble(self, function: Any, more: Arrays) -> Exception | None:
+        try:
+            jax.jit(function).lower(self._elements[0], more)  # a rule is not asked before that
+        except Exception as error:  # noqa: BLE001 - what there is not, is what is asked
+            return error
+        return None
+
+    # --- one configuration ---
+
+    def rows(self, config: Any) -> Iterator[CheckRow]:
+        """Yield all rows of a configuration; one that does not run has no more than the reason."""
+        try:
+            differs = self._types_differ(config)
+        except Exception as error:  # noqa: BLE001 - a configuration may fail in every way; the reason is its row's
+            yield CheckRow(check="types", config=config, status=FAILED, reason=told(error))
+            return
+        yield CheckRow(check="types", config=config, status=FAILED if differs else OK, reason=differs)
+        if differs:
+            return
+        outputs = list(self._eager_rows(config))
+        yield from outputs
+        if any(row.reason and row.error is None for row in outputs):
+            return
+        yield from self._compiled_rows(config)
+        if "gradient" not in self._without:
+            yield from rule_row(self._subject, config, self._elements[0], self._cotangents[0])
+            if config is self._baseline and self._has_gradient and not self._is_independent:
+                gradient = pulled(self._subject.executed(config), self._wrt)
+                called = [name if has else None for name, has in zip(self._subject.names, self._wrt, strict=True)]
+                yield numeric_row(gradient, config, self._elements[0], self._cotangents[0], called)
+
+    def _types_differ(self, config: Any) -> str:
+        platform = self._subject.platform
+        found, want = (
+            [_type(out) for out in jax.eval_shape(self._subject.plain(choice), *self._elements[0])]
+            for choice in (
+                Choice(config=config, platform=platform),
+                Choice(config=self._baseline, platform=platform),
+            )
+        )
+        return "" if found == want else f"the results are {_listed(found)}; under the heuristic's {_listed(want)}"
+
+    def _eager_rows(self, config: Any) -> Iterator[CheckRow]:
+        run = self._subject.executed(config)
+        try:
+            first, fresh, *again = (run(*self._elements[index]) for index in (0, 1, *[0] * _REPEATS))
+            jax.block_until_ready((first, fresh, again))
+        except Exception as error:  # noqa: BLE001 - see above
+            yield CheckRow(check="outputs", config=config, status=FAILED, reason=told(error))
+            return
+        truths = [self._true(_ALONE, element).outs for element in (0, 1)]
+        found = [*self._deviations(first, truths[0]), *self._deviations(fresh, truths[1])]
+        yield self._judged("outputs", config, found)
+        repeated = [deviation for other in again for deviation in self._deviations(other, first, whose=_BEFORE)]
+        yield self._judged("repeated", config, repeated)
+        yield self._intact(config)
+
+    def _intact(self, config: Any) -> CheckRow:
+        """Return whether the inputs are what they were, and put them back if not."""
+        changed = [
+            name
+            for element, kept in zip(self._elements, self._kept, strict=True)
+            for name, array, before in zip(self._subject.names, element, kept, strict=True)
+            if _copied(array).tobytes() != before.tobytes()
+        ]
+        if not changed:
+            return CheckRow(check="arguments", config=config, status=OK)
+        types = self._subject.types
+        self._elements = [
+            [_restored(array, like) for array, like in zip(kept, types, strict=True)] for kept in self._kept
+        ]
+        reason = f"the call changes its argument {', '.join(dict.fromkeys(changed))}"
+        return CheckRow(check="arguments", config=config, status=FAILED, reason=reason)
+
+    def _compiled_rows(self, config: Any) -> Iterator[CheckRow]:
+        run = self._subject.executed(config)
+        differentiates, why = self._differentiates(config, run)
+        with_gradient = differentiates and "gradient" not in self._without
+        batches = [] if "vmap" in self._without or self._why_no_batches else self._patterns
+        jobs: dict[str, Job] = {"jit": (alone(run), self._elements[0], [])}
+        for pattern in [*([_ALONE] if with_gradient else []), *batches]:
+            batched = pattern.batched(run)
+            function = pulled(batched, self._wrt) if with_gradient else alone(batched)
+            jobs[pattern.name] = (function, pattern.inputs(self._elements), self._batched_cotangents(pattern))
+        with_tangents = "tangents" not in self._without
+        if with_tangents and not self._why_no_tangents:
+            jobs["tangents"] = (pushed(run, self._tangents_of), self._elements[0], self._tangents)
+        found = computed(jobs)
+        yield self._outputs_row("jit", config, found["jit"])
+        for pattern in batches:
+            yield self._pattern_row(config, pattern, found[pattern.name])
+        if self._why_no_batches and "vmap" not in self._without:
+            yield CheckRow(check="vmap", config=config, status=SKIPPED, reason=self._why_no_batches)
+        if with_gradient:
+            yield from self._gradient_rows(config, found[_ALONE.name])
+        elif "gradient" not in self._without:
+            status = SKIPPED if self._why_none else FAILED
+            yield CheckRow(check="gradient", config=config, status=status, reason=self._why_none or why)
+        if "tangents" in jobs:
+            yield self._tangent_row(config, found["tangents"])
+        elif with_tangents:
+            yield CheckRow(check="tangents", config=config, status=SKIPPED, reason=self._why_no_tangents)
+
+    def _differentiates(self, config: Any, run: Flat) -> tuple[bool, str]:
+        """Return whether a configuration has a gradient, and why not if the kernel otherwise has."""
+        if self._why_none:
+            return False, ""
+        if config is self._baseline:
+            trouble = self._own_trouble
+        else:
+            trouble = self._trouble(pulled(run, self._wrt), self._cotangents[0])
+        return trouble is None, "" if trouble is None else told(trouble)
+
+    def _outputs_row(self, check: str, config: Any, found: Results | Exception) -> CheckRow:
+        if isinstance(found, Exception):
+            return CheckRow(check=check, config=config, status=FAILED, reason=told(found))
+        return self._judged(check, config, self._deviations(found.outs, self._true(_ALONE, 0).outs))
+
+    def _pattern_row(self, config: Any, pattern: Pattern, found: Results | Exception) -> CheckRow:
+        if isinstance(found, Exception):
+            return CheckRow(check=pattern.name, config=config, status=FAILED, reason=told(found))
+        true = self._gathered(pattern)
+        gradients = [] if found.gradients is None else self._gradient_deviations(found.gradients, true.gradients)
+        return self._judged(pattern.name, config, [*self._deviations(found.outs, true.outs), *gradients])
+
+    def _gradient_rows(self, config: Any, found: Results | Exception) -> Iterator[CheckRow]:
+        """Yield a row for each argument, and one for the results, which a rule with residuals computes anew."""
+        yield self._outputs_row(_ALONE.name, config, found)
+        if not isinstance(found, Exception):
+            names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
+            deviations_ = self._gradient_deviations(found.gradients, self._true(_ALONE, 0).gradients)
+            for name, deviation in zip(names, deviations_, strict=True):
+                yield self._judged(f"gradient of {name}", config, [deviation])
+
+    def _gradient_deviations(
+        self, got: Sequence[Any] | None, want: Sequence[Any] | None, what: str = "gradient"
+    ) -> list[Deviation]:
+        names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
+        called = [f"the {what} of {name}" for name in names]
+        return self._deviations(got or (), want or (), called, whose=self._whose_derivative)
+
+    def _tangent_row(self, config: Any, found: Results | Exception) -> CheckRow:
+        if isinstance(found, Exception):
+            return CheckRow(check="tangents", config=config, status=FAILED, reason=told(found))
+        true = self._true_tangents
+        names = [f"the tangent of result {index}" for index in range(len(true.gradients or ()))]
+        whose = "the reference's" if self._subject.has_reference else "JAX's of `run`"
+        compared = self._deviations(found.gradients or (), true.gradients or (), names, whose)
+        return self._judged("tangents", config, [*self._deviations(found.outs, true.outs), *compared])
+
+    # --- what is right ---
+
+    @property
+    def _why_no_batches(self) -> str:
+        kinds = [compat.key_implementation(like.dtype) for like in self._subject.types if _is_key(like)]
+        if any(kind in ("rbg", "unsafe_rbg") for kind in kinds):
+            return "numbers of such random keys depend on the batch: one example at a time has others"
+        return "" if self._subject.types else "there is no array to batch"
+
+    @functools.cached_property
+    def _patterns(self) -> list[Pattern]:
+        return patterns(self._subject.names, self._subject.types)
+
+    @functools.cached_property
+    def _true_tangents(self) -> Results:
+        inputs = self._elements[0], self._tangents
+        found: Results = compiled(pushed(self._truth, self._tangents_of), *inputs)(*inputs)
+        return found
+
+    @functools.cached_property
+    def _truth_program(self) -> Any:
+        function = pulled(self._derivative, self._wrt) if self._has_gradient else alone(self._truth)
+        return compiled(function, self._elements[0], self._cotangents[0])
+
+    @functools.cached_property
+    def _outputs_program(self) -> Any:
+        return compiled(alone(self._truth), self._elements[0], self._cotangents[0])
+
+    def _true(self, pattern: Pattern, index: int) -> Results:
+        """Return what is right for one example of a batch; for the call itself, of any of the examples."""
+        own = pattern.own(self._elements, index) if pattern.levels else self._elements[index]
+        found: Results = self._truth_program(own, self._cotangents[index])
+        if self._has_gradient and self._derivative is not self._truth:
+            return Results(self._outputs_program(own, self._cotangents[index]).outs, found.gradients)
+        return found
+
+    def _gathered(self, pattern: Pattern) -> Results:
+        """Return what is right for a batch, one example at a time."""
+        if pattern.name not in self._batches:
+            results = [self._true(pattern, index) for index in range(pattern.count)]
+            self._batches[pattern.name] = pattern.gathered(results, self._wrt)
+        return self._batches[pattern.name]
+
+    def _batched_cotangents(self, pattern: Pattern) -> Arrays:
+        axes = (0,) * len(self._cotangents[0])
+        return stacked(self._cotangents[: pattern.count], [(axes, size) for size in pattern.sizes])
+
+    @property
+    def _whose_derivative(self) -> str:
+        if not self._is_independent:
+            return "the heuristic's"
+        return "the reference's" if self._subject.has_reference else "JAX's of `run`"
+
+    def _deviations(
+        self, got: Sequence[Any], want: Sequence[Any], names: Sequence[str] = (), whose: str = ""
+    ) -> list[Deviation]:
+        """Return how far results are off. NaN is right only where the reference has it."""
+        inv = self._subject.inv
+        whose = whose or ("the reference" if self._subject.has_reference else "the heuristic's")
+        try:
+            found = list(deviations(got, want, platform=inv.platform, precision=inv.precision, names=names))
+        except CandidateError as error:
+            return [Deviation(np.inf, 0.0, str(error))]
+        called = names or [f"result {index}" for index in range(len(got))]
+        return [
+            _with_nan(name, array, d._replace(reason=d.reason.replace("the reference", whose)), whose)
+            for name, array, d in zip(called, got, found, strict=True)
+        ]
+
+    def _judged(self, check: str, config: Any, found: Sequence[Deviation]) -> CheckRow:
+        found = found or [Deviation(0.0, 0.0)]
+        wrong = next((deviation for deviation in found if deviation.reason), None)
+        worst = wrong or max(found, key=lambda d: d.error / d.allowed if d.allowed else 0.0)
+        status = OK if wrong is None else FAILED
+        return CheckRow(
+            check=check,
+            config=config,
+            status=status,
+            reason=worst.reason,
+            error=float(worst.error),
+            allowed=worst.allowed,
+        )
+
+
+def _with_nan(name: str, array: Any, deviation: Deviation, whose: str) -> Deviation:
+    if deviation.reason or whose.startswith(("the reference", _BEFORE)) or not _has_nan(array):
+        return deviation
+    return Deviation(np.inf, deviation.allowed, f"{name} has NaN, and there is no reference that has it too")
+
+
+def _type(out: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(out.shape), str(out.dtype)
+
+
+def _listed(types: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    return ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in types)
+
+
+def _is_key(array: Any) -> bool:
+    return bool(compat.dtypes.issubdtype(array.dtype, compat.dtypes.prng_key))
+
+
+def _copied(array: Any) -> Any:
+    """Return the bits of an array, as NumPy has them."""
+    return np.array(jax.random.key_data(array) if _is_key(array) else array)
+
+
+def _restored(kept: Any, like: Any) -> Any:
+    if not _is_key(like):
+        return jnp.array(kept)
+    return jax.random.wrap_key_data(jnp.array(kept), impl=compat.key_implementation(like.dtype))
+
+
+def _has_nan(array: Any) -> bool:
+    return is_inexact(array) and bool(np.isnan(np.asarray(array)).any())

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions under `vmap` and differentiation, computed together, and the truth about them one example at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import compat
+from ejkernel.ops.core.examples import random_array, stack, stacked
+from ejkernel.ops.core.nodes import Flat, is_inexact
+
+Arrays = list[Any]
+Levels = tuple[tuple[tuple[int | None, ...], int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Results:
+    """What a function returned, and its gradients or tangents: `None` if they were not asked for."""
+
+    outs: Sequence[Any]
+    gradients: Sequence[Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pattern:
+    """One way to batch a call.
+
+    Attributes:
+        name: What its row is called.
+        levels: Of each `vmap`, outermost first: the axis of each array, and the size; none: the call itself.
+    """
+
+    name: str
+    levels: Levels = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the `vmap`s."""
+        return tuple(size for _, size in self.levels)
+
+    @property
+    def count(self) -> int:
+        """How many examples there are in the batch."""
+        return math.prod(self.sizes)
+
+    def batched(self, function: Flat) -> Flat:
+        """Return the function under the `vmap`s."""
+        for axes, size in reversed(self.levels):
+            function = jax.vmap(function, in_axes=axes, axis_size=size)
+        return function
+
+    def inputs(self, elements: Sequence[Arrays]) -> Arrays:
+        """Return the batched arrays of that many examples."""
+        return stacked(list(elements[: self.count]), self.levels)
+
+    def own(self, elements: Sequence[Arrays], index: int) -> Arrays:
+        """Return the arrays that the example at `index` of the batch has: an unbatched one is the first's."""
+        position = np.unravel_index(index, self.sizes) if self.sizes else ()
+        chosen = []
+        for number in range(len(elements[0])):
+            where = [at if axes[number] is not None else 0 for at, (axes, _) in zip(position, self.levels, strict=True)]
+            element = int(np.ravel_multi_index(where, self.sizes)) if where else 0
+            chosen.append(elements[element][number])
+        return chosen
+
+    def gathered(self, results: Sequence[Results], wrt: Sequence[bool]) -> Results:
+        """Return the results of single examples as the batch has them; gradients of what they share are summed."""
+        outs = [self._joined(parts, [0] * len(self.levels)) for parts in zip(*(r.outs for r in results), strict=True)]
+        if any(r.gradients is None for r in results):
+            return Results(outs)
+        numbers = [number for number, has in enumerate(wrt) if has]
+        each = zip(*(r.gradients or () for r in results), strict=True)
+        axes = [[axes[number] for axes, _ in self.levels] for number in numbers]
+        return Results(outs, [self._joined(parts, where) for parts, where in zip(each, axes, strict=True)])
+
+    def _joined(self, parts: Sequence[Any], axes: Sequence[int | None]) -> Any:
+        for axis, size in zip(reversed(axes), reversed(self.sizes), strict=True):
+            groups = [parts[index : index + size] for index in range(0, len(parts), size)]
+            parts = [_sum(group) if axis is None else stack(group, axis) for group in groups]
+        return parts[0]
+
+
+def _sum(gradients: Sequence[Any]) -> Any:
+    return jnp.asarray(sum(np.asarray(gradient) for gradient in gradients))
+
+
+def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:
+    """Return ways to batch a call of arrays of these names: all, each alone, and all of them twice."""
+    if not names:
+        return []
+    count = len(names)
+    last = tuple(like.ndim for like in types)
+    found = [Pattern("vmap", (((0,) * count, 3),)), Pattern("vmap of vmap", (((0,) * count, 2), (last, 3)))]
+    if count > 1:
+        alone = ((number, name) for number, name in enumerate(names))
+        found += [Pattern(f"vmap over {name}", ((_only(number, count), 3),)) for number, name in alone]
+    return found
+
+
+def _only(number: int, count: int) -> tuple[int | None, ...]:
+    return tuple(0 if index == number else None for index in range(count))
+
+
+def pulled(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Results]:
+    """Return the function with its gradients: of arrays and of the cotangents of floating-point results."""
+
+    def both(arrays: Arrays, cotangents: Arrays) -> Results:
+        outs, pull = jax.vjp(lambda *own: function(*_merged(arrays, own, wrt)), *_selected(arrays, wrt))
+        given = iter(cotangents)
+        full = [next(given) if is_inexact(out) else np.zeros(out.shape, jax.dtypes.float0) for out in outs]
+        return Results(outs, pull(tuple(full)))
+
+    return both
+
+
+def pushed(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Results]:
+    """Return the function with its tangents: of arrays and of the tangents of floating-point ones."""
+
+    def both(arrays: Arrays, tangents: Arrays) -> Results:
+        own = _selected(arrays, wrt)
+        outs, found = jax.jvp(lambda *own: function(*_merged(arrays, own, wrt)), tuple(own), tuple(tangents))
+        return Results(outs, [tangent for out, tangent in zip(outs, found, strict=True) if is_inexact(out)])
+
+    return both
+
+
+def alone(function: Flat) -> Callable[[Arrays, Arrays], Results]:
+    """Return the function without gradients."""
+    return lambda arrays, _: Results(function(*arrays))
+
+
+def cotangents_of(function: Flat, arrays: Arrays, rng: np.random.Generator) -> Arrays:
+    """Return random cotangents for the function's floating-point results."""
+    return [random_array(out, rng) for out in jax.eval_shape(function, *arrays) if is_inexact(out)]
+
+
+def _selected(arrays: Sequence[Any], wrt: Sequence[bool]) -> Arrays:
+    return [array for array, has in zip(arrays, wrt, strict=True) if has]
+
+
+def _merged(arrays: Sequence[Any], own: Sequence[Any], wrt: Sequence[bool]) -> Arrays:
+    given = iter(own)
+    return [next(given) if has else array for array, has in zip(arrays, wrt, strict=True)]
+
+
+jax.tree_util.register_dataclass(Results, ["outs", "gradients"], [])
+
+
+def compiled(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+    """Return the function as a program for inputs of these types, made quickly rather than well."""
+    program: Callable[..., Any] = compat.compiled_to_be_checked(jax.jit(function).lower(*inputs), jax.default_backend())
+    return program
+
+
+Job = tuple[Callable[[Arrays, Arrays], Results], Arrays, Arrays]
+
+
+def computed(jobs: Mapping[str, Job]) -> dict[str, Results | Exception]:
+    """Compute all jobs, in one program if that works: most of the time of a small one is JAX's for each program."""
+    try:
+        return dict(_together(dict(jobs)))
+    except Exception:  # noqa: BLE001 - which of them it was shows when each is computed alone
+        return {name: _alone(name, job) for name, job in jobs.items()}
+
+
+def _together(jobs: dict[str, Job]) -> dict[str, Results]:
+    def program(inputs: dict[str, Any]) -> dict[str, Results]:
+        return {name: jobs[name][0](*given) for name, given in inputs.items()}
+
+    inputs = {name: (arrays, cotangents) for name, (_, arrays, cotangents) in jobs.items()}
+    found: dict[str, Results] = jax.block_until_ready(compiled(program, inputs)(inputs))
+    return found
+
+
+def _alone(name: str, job: Job) -> Results | Exception:
+    try:
+        return _together({name: job})[name]
+    except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
+        return error

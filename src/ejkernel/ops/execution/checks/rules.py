@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a gradient rule returns what it should, before it is brought into the arguments' dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
+from ejkernel.ops.core.nodes import Choice, Forward, as_outputs, is_inexact
+from ejkernel.ops.execution.checks.report import FAILED, OK, CheckRow
+from ejkernel.ops.execution.checks.subject import Subject
+from ejkernel.ops.execution.naming import array_names
+
+
+def rule_row(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Iterator[CheckRow]:
+    """Yield whether each gradient of a kernel's own rule has its argument's dtype; nothing if there is no rule."""
+    if not has_gradient_rule(subject.kernel) or not cotangents:
+        return
+    try:
+        reasons = _wrong_types(subject, config, arrays, cotangents)
+    except Exception as error:  # noqa: BLE001 - a rule may fail in every way; the reason is the row's
+        reasons = [f"{type(error).__name__}: {error}"]
+    yield CheckRow(check="gradient types", config=config, status=FAILED if reasons else OK, reason="; ".join(reasons))
+
+
+def _wrong_types(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[str]:
+    wrong: list[str] = []
+
+    def trace(arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
+        spec, own = subject.taken_apart(arrays)
+        args, _ = spec.join(own)
+        found = _answer(spec, config, subject.platform, own, cotangents)
+        if len(found) != len(args):  # the row of the gradient says it
+            return
+        names, at = array_names(spec), 0
+        for argument, gradient in zip(args, found, strict=True):
+            count = sum(spec_is_array for spec_is_array in map(_is_array, jax.tree.leaves(argument)))
+            wrong.extend(_misfits(argument, gradient, names[at : at + count]))
+            at += count
+
+    jax.eval_shape(trace, arrays, cotangents)
+    return wrong
+
+
+def _answer(spec: Any, config: Any, platform: str, own: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+    """Return what the kernel's rule returns, as it is."""
+    kernel = spec.kernel
+    trees: list[Any] = []
+    args, kwargs = spec.join(own)
+    choice = Choice(config=config, platform=platform, trees=trees)
+    if overrides(kernel, "custom_vjp"):
+        outs = Forward(spec).flat(choice)(*own)
+        rule = hook(kernel, "custom_vjp", platform, config)
+        found: Sequence[Any] = rule(args, config, kwargs, _outputs(trees[0], outs, cotangents))
+        return found
+    out, residuals = hook(kernel, "fwd_with_residuals", platform, config)(*args, cfg=config, **kwargs)
+    given = _outputs(jax.tree.structure(out), jax.tree.leaves(out), cotangents)
+    gradients: Sequence[Any] = hook(kernel, "vjp", platform, config)(residuals, out, given, *args, cfg=config, **kwargs)
+    return gradients
+
+
+def _outputs(tree: Any, outs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    given = iter(cotangents)
+    return as_outputs(
+        tree, [next(given) if is_inexact(out) else np.zeros(out.shape, jax.dtypes.float0) for out in outs]
+    )
+
+
+def _misfits(argument: Any, gradient: Any, names: Sequence[str]) -> list[str]:
+    arrays = [leaf for leaf in jax.tree.leaves(argument) if _is_array(leaf)]
+    gradients = jax.tree.leaves(gradient, is_leaf=lambda leaf: leaf is None)
+    if len(gradients) != len(arrays):  # None for a whole branch, or for what is static
+        return []
+    return [
+        f"the gradient of {name} is {found.dtype}, and {name} is {array.dtype}; return it as that"
+        for name, array, found in zip(names, arrays, gradients, strict=True)
+        if found is not None and is_inexact(array) and found.dtype != array.dtype
+    ]
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")

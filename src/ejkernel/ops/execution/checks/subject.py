@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The call that is checked: functions of its arrays, inputs for them, and the truth about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.examples import example_arrays, random_array
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides
+from ejkernel.ops.core.nodes import Choice, Flat, Forward, is_inexact
+from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.execution.naming import leaf_name
+from ejkernel.ops.utils.signature import is_array
+
+Arrays = list[Any]
+Pulled = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
+
+
+@dataclasses.dataclass(eq=False)
+class Subject:
+    """A call of a kernel, as its user writes it.
+
+    Attributes:
+        kernel: The kernel.
+        args, kwargs: The arguments of the call; arrays may be abstract.
+        inv: The call as the kernel sees it.
+        seed: Of the random inputs.
+        executor: Who runs the call; remembers nothing beyond itself.
+    """
+
+    kernel: Kernel[Any, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inv: Invocation[Any, Any]
+    seed: int = 0
+    executor: Executor[Any, Any] = dataclasses.field(default_factory=lambda: Executor(ConfigSelectorChain()))
+
+    @classmethod
+    def of(cls, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> Subject:
+        """Return the subject of a call."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        at = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
+        seen: list[Invocation[Any, Any]] = []
+
+        def prepare(*arrays: Any) -> None:
+            given = dict(zip(at, arrays, strict=True))
+            own = jax.tree.unflatten(tree, [given.get(index, leaf) for index, leaf in enumerate(leaves)])
+            prepared, named = kernel.prepare(*own[0], **own[1])
+            rest = {name: value for name, value in named.items() if name != "cfg"}
+            inv = Invocation(kernel=kernel, args=prepared, kwargs=rest, override_cfg=named.get("cfg"))
+            seen.append(inv.abstract())
+
+        jax.eval_shape(prepare, *(leaves[index] for index in at))
+        return cls(kernel, args, kwargs, seen[0], seed)
+
+    def __post_init__(self) -> None:
+        paths, self._tree = jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))
+        self._leaves = [leaf for _, leaf in paths]
+        self._at = [index for index, leaf in enumerate(self._leaves) if is_array(leaf)]
+        self._paths = [paths[index][0] for index in self._at]
+        self.names = [leaf_name(self.kernel, path) for path in self._paths]
+        self.types = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.given]
+
+    @property
+    def given(self) -> Arrays:
+        """The call's arrays as they were given."""
+        return [self._leaves[index] for index in self._at]
+
+    @property
+    def platform(self) -> str:
+        """Kind of the device that checks run on."""
+        return self.inv.platform
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the kernel has a reference."""
+        return overrides(self.kernel, "reference")
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Subject:
+        """Return the same call of other arrays."""
+        args, kwargs = self.join(arrays)
+        return Subject.of(self.kernel, args, kwargs, self.seed)
+
+    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with `arrays` in their places."""
+        leaves = list(self._leaves)
+        for index, array in zip(self._at, arrays, strict=True):
+            leaves[index] = array
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        return args, kwargs
+
+    def executed(self, config: Any, *, kernel: Kernel[Any, Any] | None = None) -> Flat:
+        """Return the call as a user makes it, with `config`; the heuristic's if that is `None`."""
+
+        def call(*arrays: Any) -> tuple[Any, ...]:
+            args, kwargs = self.join(arrays)
+            return tuple(jax.tree.leaves(self.executor(kernel or self.kernel, *args, cfg=config, **kwargs)))
+
+        return call
+
+    def plain(self, choice: Choice) -> Flat:
+        """Return the kernel's own `run`, or `reference`, which JAX differentiates by itself."""
+
+        def call(*arrays: Any) -> tuple[Any, ...]:
+            spec, own = self.taken_apart(arrays)
+            return Forward(spec).flat(choice)(*own)
+
+        return call
+
+    def taken_apart(self, arrays: Sequence[Any]) -> tuple[Any, Arrays]:
+        """Return the call as the kernel sees it, and its arrays."""
+        args, kwargs = self.join(arrays)
+        args, kwargs = self.kernel.prepare(*args, **kwargs)
+        return take_apart(self.kernel, args, {name: value for name, value in kwargs.items() if name != "cfg"})
+
+    def differentiable(self) -> tuple[bool, ...]:
+        """Return which arrays have a gradient: all floating-point ones, but for keywords where there is a rule."""
+        _, by_keyword = self.inv.node.spec.join(self.inv.argument_types)
+        fixed = by_keyword if has_gradient_rule(self.kernel) else {}
+        return tuple(
+            is_inexact(like) and not (part.idx == 1 and argument.key in fixed)
+            for like, (part, argument, *_) in zip(self.types, self._paths, strict=True)
+        )
+
+    def elements(self, count: int) -> list[Arrays]:
+        """Return that many inputs of the call: the given one, if it is not abstract, and examples."""
+        rng = np.random.default_rng(self.seed)
+        concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in self.given)
+        first = [[jnp.array(array) for array in self.given]] if concrete else []
+        return [*first, *(self._example(rng) for _ in range(count - len(first)))]
+
+    def _example(self, rng: np.random.Generator) -> Arrays:
+        made = example_arrays(self.inv, rng, Choice())
+        fits = [(like.shape, like.dtype) for like in made] == [(like.shape, like.dtype) for like in self.types]
+        return made if fits else [random_array(like, rng) for like in self.types]
