@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.execution.racing import Race, RacePlan, compare
+from ejkernel.ops.execution.duels import compare
+from ejkernel.ops.execution.racing import Race, RacePlan
 
 SECONDS = st.floats(1e-6, 10.0)
 PLANS = st.builds(

@@ -10,7 +10,9 @@ from typing import Any
 
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.execution.duels import Verdict
 from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.execution.racing import PROCESSOR
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
 
@@ -24,6 +26,7 @@ CRASHED = "crashed"
 PRUNED = "pruned"
 REJECTED = (FAILED, WRONG, PRUNED, CRASHED)  # another attempt would come to the same
 
+_CAME_OUT = {"wins": "it wins", "stays": "the heuristic stays", "undecided": "too little to tell"}
 _REASON = 100  # characters of a reason that a table shows
 
 
@@ -54,6 +57,54 @@ class Outcome:
     spilled: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """How the best of the others stands against the heuristic, by the last race of them that counted.
+
+    Attributes:
+        rival: Its configuration.
+        verdict: Its figures; `wins` says whether it replaces the heuristic, and `settled` whether that is certain.
+        alone: Whether the race was of the two alone, and not one of all.
+    """
+
+    rival: Any
+    verdict: Verdict
+    alone: bool = False
+
+    @property
+    def came_out(self) -> str:
+        """What came out: `wins`, `stays` (the heuristic) or, where the evidence was too little, `undecided`."""
+        return "undecided" if not self.verdict.settled else "wins" if self.verdict.wins else "stays"
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data, times in microseconds; the verdict is what `came_out`."""
+        verdict = self.verdict
+        return {
+            "rival": to_data(self.rival),
+            "verdict": self.came_out,
+            "rival_us": round(verdict.challenger * 1e6, 4),
+            "heuristic_us": round(verdict.incumbent * 1e6, 4),
+            "speedup": round(verdict.speedup, 4),
+            "rounds": verdict.pairs,
+            "rival_faster": verdict.ahead,
+            "heuristic_faster": verdict.behind,
+            "confidence": round(verdict.confidence, 6),
+            "judged_by": verdict.judged_by,
+            "alone": self.alone,
+        }
+
+    def line(self) -> str:
+        """Return it as a line for people."""
+        verdict = self.verdict
+        where = "in a race of the two alone" if self.alone else "in the race of all"
+        by = ", by processor time, for other processes disturbed the clock" if verdict.judged_by == PROCESSOR else ""
+        return (
+            f"{compact(self.rival)} {where}: {duration(verdict.challenger)}, the heuristic "
+            f"{duration(verdict.incumbent)}; faster in {verdict.ahead} of {verdict.pairs} rounds, slower in "
+            f"{verdict.behind}, {verdict.speedup:.2f}x{by}; {_CAME_OUT[self.came_out]}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutotuneData:
     """A search that found a configuration.
@@ -64,10 +115,12 @@ class AutotuneData:
         outcomes: What became of each candidate; the heuristic is the first.
         seconds: How long the search took.
         checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
-        confidence: Probability that the winner is not ahead of the heuristic by accident, of their race of the two
-            alone; `None` if the heuristic stays, or could not be measured.
         why: Why the heuristic stays, if it does.
         interrupted: Whether it was stopped before its end, and this is the best so far.
+        standing: How the best of the others stands against the heuristic; `None` if there is none, or if the heuristic
+            could not be measured.
+        undecided: Whether the evidence was too little to tell who is the fastest, for all the rounds there was time
+            for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
     """
 
     inv: Invocation[Any, Any]
@@ -75,9 +128,18 @@ class AutotuneData:
     outcomes: tuple[Outcome, ...]
     seconds: float
     checked: tuple[str, ...] = ()
-    confidence: float | None = None
     why: str = ""
     interrupted: bool = False
+    standing: Standing | None = None
+    undecided: bool = False
+
+    @property
+    def confidence(self) -> float | None:
+        """Probability that the winner is not ahead of the heuristic by accident, of their race of the two alone.
+
+        `None` if the heuristic stays, or could not be measured.
+        """
+        return None if self.standing is None or self.winner is self.heuristic else self.standing.verdict.confidence
 
     @property
     def key(self) -> ConfigKey:
@@ -121,6 +183,8 @@ class AutotuneData:
             "checked": list(self.checked),
             "confidence": None if self.confidence is None else round(self.confidence, 4),
             "interrupted": self.interrupted,
+            "undecided": self.undecided,
+            "standing": None if self.standing is None else self.standing.data(),
             "skipped": sum(outcome.status == SKIPPED for outcome in self.outcomes),
             "failures": failures,
         }
