@@ -76,6 +76,7 @@ class Candidate:
             config=self.config,
             status=self.status,
             reason="" if self.status in (MEASURED, READY) else self.reason,
+            twin=self.twin.config if self.twin is not None and self.status == SAME else None,
             measurement=self.measurement,
             compile_seconds=self.compile_seconds,
             peak_bytes=self.peak_bytes,

@@ -15,7 +15,7 @@ from ejkernel.ops.errors import ConfigError
 
 CLOCK, PROCESSOR = "clock", "processor"
 _UNSTEADY = 1.25  # times its least that a share varies by where other processes disturb it
-_MOSTLY_WAITS = 32.0  # times its processor time that a call takes which is not a matter of processors at all
+MOSTLY_WAITS = 250.0  # times its processor time that a call takes which is not a matter of processors at all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def work_of(samples: Sequence[Sample]) -> list[float]:
     if not samples or len(work) < len(samples) or min(work) <= 0:
         return []
     stretch = min(sample.seconds / busiest for sample, busiest in zip(samples, work, strict=True))
-    return work if 0 < stretch <= _MOSTLY_WAITS else []
+    return work if 0 < stretch <= MOSTLY_WAITS else []
 
 
 def is_disturbed(noted: Iterable[Sequence[Sample]]) -> bool:

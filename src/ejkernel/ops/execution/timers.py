@@ -14,12 +14,11 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.errors import EjkernelError
-from ejkernel.ops.execution.racing import Work
+from ejkernel.ops.execution.racing import MOSTLY_WAITS, Work
 from ejkernel.ops.utils.fingerprint import default_device, platform_kind
 
 _CLOCK = time.perf_counter
 _SAMPLE_SECONDS = 2e-3  # a sample is as many calls as take this long, so that the clock and dispatch do not count
-_MOST_DISTURBED = 32.0  # times its processor time that a call is thought to take, at most, for other processes' sake
 _THREADS = "/proc/self/task"  # of Linux: a folder for each thread of this process
 _CPUCLOCK_OF_THREAD = 6  # of Linux: with a thread's number, complemented, above it, the clock of its processor time
 _PROGRAMS = "XLA Modules"  # the line of a device's plane that has an event for each run of a program
@@ -156,7 +155,7 @@ def calls_per_sample(
         seconds = wall_sample(function, 1)
         work = work_between(before, threads(), 1)
         if count > 0:
-            least = min(least, seconds if work is None else max(work.busiest, seconds / _MOST_DISTURBED))
+            least = min(least, seconds if work is None else max(work.busiest, seconds / MOSTLY_WAITS))
     return max(1, min(1000, round(_SAMPLE_SECONDS / max(least, 1e-7))))
 
 
