@@ -12,6 +12,7 @@ from ejkernel.ops.execution.racing import CLOCK, PROCESSOR, Race, RacePlan, Samp
 
 MARGIN = 0.02  # nearer than that is a tie
 CONFIDENCE = 0.95
+_MARGIN_OF_WORK = 0.1  # as MARGIN, of processor time: preempted work finds its caches cold, now more and now less
 _SURE = 0.999  # where times are unsteady, or were looked at before
 _NEGLIGIBLE = 0.05  # what a challenger would gain at most, where it certainly does not win
 _UNSTEADY = 1.25  # ratio of the quartiles of the shares from which on nine rounds of ten prove little
@@ -78,7 +79,7 @@ def compare(
     ahead = sum(one < other for one, other in pairs)
     sure = _chance_of_fewer(ahead, len(pairs))
     wins = share < 1 - margin and mine < theirs and sure >= confidence
-    stays = min(share, mine / theirs if theirs else 1.0) >= 1 - margin
+    stays = min(share, mine / theirs if theirs else 1.0) >= 1 - MARGIN
     return Verdict(
         wins=wins,
         speedup=1 / share if share else math.inf,
@@ -112,7 +113,11 @@ def judge(challenger: Sequence[Sample], incumbent: Sequence[Sample], *, again: b
     if not disturbed:
         return by_clock
     busiest, total = (
-        compare(*([getattr(sample.work, name) for sample in samples] for samples in (mine, theirs)), confidence=sure)
+        compare(
+            *([getattr(sample.work, name) for sample in samples] for samples in (mine, theirs)),
+            margin=_MARGIN_OF_WORK,
+            confidence=sure,
+        )
         for name in ("busiest", "total")
     )
     by_work = dataclasses.replace(busiest, judged_by=PROCESSOR)
@@ -181,5 +186,10 @@ def _chance_of_fewer(heads: int, tosses: int) -> float:
 
 def _at_least(shares: Sequence[float], confidence: float) -> float:
     """Return what the median share certainly is not below, if the sign test is to be as sure as that; 0 if nothing."""
-    known = [k for k in range(len(shares)) if _chance_of_fewer(k + 1, len(shares)) <= 1 - confidence]
-    return shares[known[-1]] if known else 0.0
+    least, tosses, ways = 0.0, 2 ** len(shares), 0
+    for below, share in enumerate(shares):
+        ways += math.comb(len(shares), below)
+        if ways / tosses > 1 - confidence:
+            break
+        least = share
+    return least
