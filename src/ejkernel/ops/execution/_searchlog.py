@@ -125,8 +125,10 @@ class _Standing:
         Raises:
             UnusableError: its figures are none.
         """
-        times = (self.rival_us, self.heuristic_us, 1.0 if self.speedup is None else self.speedup)
-        if self.verdict not in CAME_OUT or not all(math.isfinite(time) and time >= 0 for time in times):
+        figures = (self.rival_us, self.heuristic_us, self.confidence, 1.0 if self.speedup is None else self.speedup)
+        won = (self.rival_faster, self.heuristic_faster)
+        possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
+        if self.verdict not in CAME_OUT or not possible:
             raise UnusableError(f"line 1: its standing makes no sense: {self}")
         verdict = Verdict(
             wins=self.verdict == WINS,
