@@ -418,6 +418,9 @@ def test_show_log_prints_the_fate_of_every_candidate_of_the_last_search(program,
     (search,) = json.loads(out)
     assert [outcome["config"]["repeats"] for outcome in search["outcomes"]] == [8, 1, 0, -1]
     assert {outcome["status"] for outcome in search["outcomes"]} >= {"measured", "failed"}
+    assert search["standing"]["verdict"] in ("wins", "stays", "undecided")
+    assert search["standing"]["rounds"] >= search["standing"]["rival_faster"] + search["standing"]["heuristic_faster"]
+    assert (search["interrupted"], search["outcomes"][0]["same"]) == (False, [])
 
 
 def test_show_log_of_what_was_not_searched_for_is_an_error(program, capsys):

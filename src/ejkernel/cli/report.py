@@ -14,7 +14,7 @@ import click
 
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.execution.bundles import BundledCall
-from ejkernel.ops.execution.outcome import MEASURED, AutotuneData
+from ejkernel.ops.execution.outcome import MEASURED, AutotuneData, program_name, ranked, remarks
 from ejkernel.ops.execution.result import AutotuningResult
 from ejkernel.ops.execution.roofline import roofline
 from ejkernel.ops.utils.printable import printable, printable_json
@@ -98,12 +98,13 @@ def bundle(calls: Sequence[BundledCall]) -> str:
 def candidates(tuned: AutotuneData) -> str:
     """Return the fate of every candidate of a search, the fastest first: `*` is the winner, `h` the heuristic."""
     rows = []
-    for outcome in sorted(tuned.outcomes, key=lambda o: o.measurement.median if o.measurement else float("inf")):
+    for program in ranked(tuned.outcomes):
+        outcome = program[0]
         measured, seconds = outcome.measurement, outcome.compile_seconds
         rows.append(
             (
                 "*" if outcome is tuned.winner else "h" if outcome is tuned.heuristic else "",
-                compact(outcome.config),
+                program_name(program),
                 outcome.status,
                 _microseconds(measured),
                 "-" if measured is None else f"{measured.spread:.0%}",
@@ -113,8 +114,9 @@ def candidates(tuned: AutotuneData) -> str:
         )
     header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
     title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}")
-    kept = f"\nthe heuristic stays: {printable(tuned.why)}" if tuned.why else ""
-    return f"{title}{kept}{_achieved(tuned)}\n{table(header, rows, 'compiled in', 'spread')}"
+    kept = [f"the heuristic stays: {tuned.why}"] if tuned.why else []
+    told = map(printable, (*kept, *remarks(tuned)))
+    return "\n".join([title + _achieved(tuned), *told, table(header, rows, "compiled in", "spread")])
 
 
 def _achieved(tuned: AutotuneData) -> str:
@@ -128,7 +130,7 @@ def _achieved(tuned: AutotuneData) -> str:
 
 def _speedup(tuned: AutotuneData) -> str:
     if tuned.winner is tuned.heuristic:
-        return "kept"
+        return "undecided" if tuned.undecided else "kept"
     return "-" if tuned.speedup is None else f"{tuned.speedup:.2f}x"
 
 

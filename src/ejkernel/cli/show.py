@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ejkernel.cli import report
 from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.execution.outcome import Outcome, programs
 from ejkernel.ops.execution.store import MeasurementStore, StoredSearch
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.tables import arguments, compact
@@ -117,23 +119,33 @@ def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
 
 
 def _search_as_data(search: StoredSearch) -> dict[str, Any]:
-    outcomes = [
-        {
-            "config": outcome.config,
-            "status": outcome.status,
-            "reason": outcome.reason,
-            "median_us": None if outcome.measurement is None else round(outcome.measurement.median * 1e6, 4),
-        }
-        for outcome in search.outcomes
-    ]
+    winner = search.outcomes[search.winner]
+    found = programs(search.outcomes)
     return {
         "key": search.key,
         "call": search.call,
         "config_type": search.config_type,
-        "winner": search.winner,
+        "winner": next((index for index, (outcome, _) in enumerate(found) if outcome is winner), None),
         "seconds": search.seconds,
-        "outcomes": outcomes,
+        "why": search.why,
+        "standing": None if search.standing is None else search.standing.data(),
+        "undecided": search.undecided,
+        "interrupted": search.interrupted,
+        "outcomes": [_program_as_data(outcome, twins) for outcome, twins in found],
         "provenance": dict(search.provenance),
+    }
+
+
+def _program_as_data(outcome: Outcome, twins: Sequence[Outcome]) -> dict[str, Any]:
+    measured = outcome.measurement
+    return {
+        "config": outcome.config,
+        "same": [twin.config for twin in twins],
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "median_us": None if measured is None else round(measured.median * 1e6, 4),
+        "samples": 0 if measured is None else len(measured.samples),
+        "method": None if measured is None else measured.method,
     }
 
 

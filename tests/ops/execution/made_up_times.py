@@ -8,12 +8,14 @@ import itertools
 import jax
 
 from ejkernel.ops.execution.measuring import Measurement
+from ejkernel.ops.execution.racing import CLOCK, Sample
 
 
 def interleaved_with(time_of):
     """Return a stand-in for `measuring.interleaved`.
 
-    `time_of(config)` is seconds, or a sequence of seconds that the samples take in turns, one race after the other.
+    `time_of(config)` is seconds, a `Sample` with its processor time, or a tuple of those, which the samples take in
+    turns, one race after the other.
     """
     sequences = {}
 
@@ -33,7 +35,10 @@ def interleaved_with(time_of):
                 on_error(index, error)
         while indices := race.next_round():
             for index in indices:
-                race.note(index, sample(configs[index]))
-        return [Measurement(samples=samples) for samples in race.samples]
+                taken = sample(configs[index])
+                taken = taken if isinstance(taken, Sample) else Sample(taken)
+                race.note(index, taken.seconds, taken.work)
+        witness, judged = race.judged
+        return [Measurement(samples=samples, method="wall" if witness == CLOCK else witness) for samples in judged]
 
     return interleaved

@@ -23,7 +23,7 @@ from ejkernel.ops.execution import bench, measuring, memory
 from ejkernel.ops.execution.bench import Bench, Candidate
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.outcome import Outcome
-from ejkernel.ops.execution.racing import RacePlan
+from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.tuning import Autotuner
 
 X = jax.ShapeDtypeStruct((16,), jnp.int32)
@@ -82,7 +82,8 @@ def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compi
 def test_every_candidate_of_one_program_takes_as_long_as_the_one_that_is_measured(monkeypatch):
     monkeypatch.setattr(bench, "interleaved", interleaved_with(float))
     table, candidates = prepared(Sum("sum"), [3, 13, 23, 4], width=1)
-    table.race([c for c in candidates if c.compiled is not None], RacePlan.fixed(2), warmup=0)
+    runners = [c for c in candidates if c.compiled is not None]
+    table.race(runners, Race(len(runners), plan=RacePlan.fixed(2)), warmup=0)
     assert [c.seconds for c in candidates] == [3.0, 3.0, 3.0, 4.0]
 
 
@@ -181,7 +182,7 @@ def test_inputs_are_cold_where_that_is_asked_for_and_can_be_had(monkeypatch, ele
         monkeypatch.setattr(bench, "device_bytes", lambda: room)
     x = jax.ShapeDtypeStruct((elements,), jnp.int32)
     table, candidates = prepared(Sum("sum"), [1], x=x, policy=AutotunePolicy(cold_cache=cold_cache))
-    table.race(candidates, RacePlan.fixed(1), warmup=0)
+    table.race(candidates, Race(len(candidates), plan=RacePlan.fixed(1)), warmup=0)
     assert candidates[0].measurement.cache == expected
 
 

@@ -242,6 +242,24 @@ def test_who_failed_stays_out_when_all_are_measured_anew(clock, device):
     assert [(m.samples, m.method) for m in got] == [((), "wall"), ((1.0,) * 3, "wall")]
 
 
+# --- processor time ---
+
+
+def test_where_others_disturb_the_clock_samples_are_of_processor_time(clock, monkeypatch):
+    spent = itertools.count(0.0, 0.5)  # what the one thread has worked, half a second from one answer to the next
+    monkeypatch.setattr(timers, "_BY_PLATFORM", {"cpu": Timer("wall", wall_sample, threads=lambda: {"1": next(spent)})})
+    held_up = itertools.cycle([0.5, 4.0])
+    (got,) = interleaved([lambda: setattr(clock, "now", clock.now + next(held_up))], rounds=4)
+    assert (got.method, got.samples) == ("processor", (0.5,) * 4)
+
+
+def test_on_a_quiet_machine_samples_are_of_the_clock_whatever_the_work(clock, monkeypatch):
+    spent = itertools.count(0.0, 0.5)
+    monkeypatch.setattr(timers, "_BY_PLATFORM", {"cpu": Timer("wall", wall_sample, threads=lambda: {"1": next(spent)})})
+    (got,) = interleaved([clock.takes("a", 2.0)], rounds=4)
+    assert (got.method, got.samples) == ("wall", (2.0,) * 4)
+
+
 # --- benchmark ---
 
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.execution.racing import Race, RacePlan, compare
+from ejkernel.ops.execution.racing import Race, RacePlan, Sample, Work, is_disturbed
 
 SECONDS = st.floats(1e-6, 10.0)
 PLANS = st.builds(
@@ -242,45 +242,51 @@ def test_a_sample_is_a_number_of_seconds(seconds):
         race.note(0, seconds)
 
 
-# --- comparison ---
+# --- other processes ---
 
 
-def test_a_challenger_that_is_faster_in_every_round_wins():
-    verdict = compare([1.0] * 8, [2.0] * 8)
-    assert (verdict.wins, verdict.speedup, verdict.confidence, verdict.pairs) == (True, 2.0, 1 - 1 / 256, 8)
+def held_up(*stretches, work=1.0):
+    """Samples of a call that works so long and was held up, so that it took as many times as long."""
+    return [Sample(stretch * work, Work(work, work)) for stretch in stretches]
 
 
-@pytest.mark.parametrize(("share", "wins"), [(0.97, True), (0.98, False), (1.0, False)])
-def test_two_per_cent_are_a_tie(share, wins):
-    assert compare([share] * 10, [1.0] * 10).wins is wins
+@pytest.mark.parametrize(
+    ("noted", "disturbed"),
+    [
+        ([held_up(1.0, 1.1, 1.0, 1.2)], False),
+        ([held_up(1.0, 9.0, 1.0, 7.0)], True),
+        ([held_up(1.0, 1.0, 1.0, 1.0, 7.0)], False),  # a spike
+        ([held_up(8.0, 8.0, 9.0, 8.0)], False),  # by all alike
+        ([held_up(1.0, 1.0), held_up(2.0, 2.0)], False),  # one waits more than the other, always
+        ([held_up(900.0, 500.0, 300.0, 999.0)], False),  # it waits for something else
+        ([[Sample(1.0), Sample(9.0)], held_up(1.0, 9.0)], False),  # nobody knows
+        ([[], held_up(1.0, 9.0)], True),
+        ([], False),
+    ],
+)
+def test_the_clock_is_disturbed_where_it_and_the_work_part(noted, disturbed):
+    assert is_disturbed(noted) is disturbed
 
 
-@pytest.mark.parametrize(("ahead", "wins"), [(7, True), (6, False), (4, False), (0, False)])
-def test_a_challenger_must_be_ahead_in_more_rounds_than_chance_gives(ahead, wins):
-    assert compare([0.5] * ahead + [1.5] * (8 - ahead), [1.0] * 8).wins is wins
+def test_one_sample_that_was_held_up_drops_nobody():
+    race = Race(2, plan=RacePlan(rounds=3, discard=0))
+    for index, sample in zip(race.next_round(), [*held_up(1.0, work=2.0), *held_up(30.0)], strict=True):
+        race.note(index, sample.seconds, sample.work)
+    assert race.next_round() == [0, 1]
 
 
-def test_drift_that_hits_both_does_not_matter():
-    drift = [1.0, 2.0, 4.0, 2.0, 1.0, 3.0]
-    assert compare([0.9 * t for t in drift], drift).speedup == pytest.approx(1 / 0.9)
+def test_who_works_too_much_as_well_is_dropped():
+    race = Race(3, plan=RacePlan(rounds=3, discard=0))
+    for index, sample in zip(race.next_round(), [*held_up(1.0) * 2, *held_up(1.0, work=4.0)], strict=True):
+        race.note(index, sample.seconds, sample.work)
+    assert race.next_round() == [0, 1]
 
 
-def test_a_few_rounds_are_never_enough():
-    assert [compare([0.1] * n, [1.0] * n).wins for n in range(7)] == [False] * 5 + [True] * 2
-
-
-def test_without_pairs_the_incumbent_stays():
-    verdict = compare([], [1.0])
-    assert (verdict.wins, verdict.speedup, verdict.confidence, verdict.pairs) == (False, 1.0, 0.0, 0)
-
-
-@given(st.lists(st.tuples(SECONDS, SECONDS)))
-def test_of_two_only_one_can_beat_the_other(pairs):
-    mine, theirs = [a for a, _ in pairs], [b for _, b in pairs]
-    assert not (compare(mine, theirs).wins and compare(theirs, mine).wins)
-
-
-@given(st.lists(SECONDS))
-def test_nobody_beats_itself(samples):
-    verdict = compare(samples, samples)
-    assert (verdict.wins, verdict.confidence) == (False, 0.0)
+def test_candidates_are_ranked_by_their_work_where_the_clock_is_disturbed():
+    race = Race(2, plan=RacePlan.fixed(4, discard=0))
+    table = held_up(1.0, 2.0, 1.0, 1.0, work=1.5), held_up(1.0, 9.0, 8.0, 9.0)
+    for round_ in range(4):
+        for index in race.next_round():
+            race.note(index, table[index][round_].seconds, table[index][round_].work)
+    assert race.judged == ("processor", [(1.5,) * 4, (1.0,) * 4])
+    assert race.ranking() == [1, 0]

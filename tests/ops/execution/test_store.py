@@ -30,8 +30,19 @@ from ejkernel.ops.config._files import UnusableError, read_file
 from ejkernel.ops.execution import store as store_module
 from ejkernel.ops.execution._nearness import dimensions_of, distance
 from ejkernel.ops.execution._searchlog import SCHEMA, dump, lines_of, load
+from ejkernel.ops.execution.duels import compare
 from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, SAME, SKIPPED, WRONG, AutotuneData, Outcome
+from ejkernel.ops.execution.outcome import (
+    FAILED,
+    MEASURED,
+    READY,
+    SAME,
+    SKIPPED,
+    WRONG,
+    AutotuneData,
+    Outcome,
+    Standing,
+)
 from ejkernel.ops.execution.searching import ModelSearch, Random, default_strategy
 from ejkernel.ops.execution.store import KEPT, MeasurementStore, replay
 
@@ -181,6 +192,75 @@ def test_a_log_without_the_newest_column_is_read():
     header["columns"].remove("spilled")
     older = "".join(json.dumps(line) + "\n" for line in (header, *(json.loads(line)[:-1] for line in lines)))
     assert loaded(lines_with_digest(older)).outcomes == loaded(dump(search, {})).outcomes
+
+
+NEWER = ("twins", "why", "standing", "undecided", "interrupted")  # what logs of before do not have
+
+
+def told_of(**more):
+    """A search of four candidates, of which two are the program of the second, that says why it came out so."""
+    verdict = compare([1e-6] * 9 + [3e-6], [2e-6] * 10)
+    outcomes = (
+        measured(Tile(1), [2.0]),
+        measured(Tile(2), [1.0]),
+        *(Outcome(config=Tile(rows), status=SAME, reason="the same program", twin=Tile(2)) for rows in (3, 4)),
+    )
+    standing = Standing(Tile(2), verdict, alone=True)
+    return AutotuneData(
+        inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=1.5, standing=standing, why="a tie", **more
+    )
+
+
+@pytest.mark.parametrize("flags", [{}, {"undecided": True}, {"interrupted": True}])
+def test_a_log_tells_why_a_search_came_out_so(flags):
+    data = told_of(**flags)
+    stored = loaded(dump(data, {}))
+    assert stored.standing.data() == data.standing.data()
+    assert (stored.why, stored.undecided, stored.interrupted) == (data.why, data.undecided, data.interrupted)
+    lines = stored.summary().splitlines()
+    assert lines[2].endswith("candidates in 1.5 s; the heuristic stays: a tie")
+    assert lines[3].startswith("rows=2 order=row in a race of the two alone: 1.0 us, the heuristic 2.0 us; faster in 9")
+    assert [line.partition(":")[0] for line in lines[4:-3]] == list(flags)
+
+
+def test_candidates_of_one_program_are_one_row_of_a_stored_search():
+    table = loaded(dump(told_of(), {})).summary().splitlines()[-3:]
+    assert "rows=2 order=row (also rows=3 order=row, rows=4 order=row)" in table[1]
+    assert sum("rows=" in row for row in table) == 2
+
+
+def test_a_log_of_before_has_neither_a_standing_nor_twins():
+    first, *lines = dump(told_of(), {}).splitlines()
+    header = {name: value for name, value in json.loads(first).items() if name not in NEWER}
+    older = loaded(lines_with_digest("\n".join([json.dumps(header), *lines, ""])))
+    assert (older.standing, older.why, older.undecided, older.interrupted) == (None, "", False, False)
+    assert len(older.summary().splitlines()) == 3 + 1 + 4  # all four outcomes are rows
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verdict": "perhaps"},
+        {"rival_us": -1.0},
+        {"heuristic_us": float("nan")},
+        {"rounds": "many"},
+        {"rounds": 3},
+        {"surprise": 1},
+    ],
+)
+def test_a_standing_that_makes_no_sense_makes_a_log_unusable(change):
+    first, *lines = dump(told_of(), {}).splitlines()
+    header = json.loads(first)
+    header["standing"] |= change
+    with pytest.raises(UnusableError, match="line 1"):
+        loaded(lines_with_digest("\n".join([json.dumps(header), *lines, ""])))
+
+
+@pytest.mark.parametrize("twins", [[[2, 9]], [[-1, 0]], [[2]], [2, 1], [[2, 1.5]]])
+def test_twins_that_are_none_make_a_log_unusable(twins):
+    first, *lines = dump(told_of(), {}).splitlines()
+    with pytest.raises(UnusableError):
+        loaded(lines_with_digest("\n".join([json.dumps({**json.loads(first), "twins": twins}), *lines, ""])))
 
 
 def test_a_long_reason_is_cut():

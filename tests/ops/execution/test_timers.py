@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import time
 import types
 
 import jax
@@ -11,6 +14,7 @@ import pytest
 
 from ejkernel import compat
 from ejkernel.ops.execution import timers
+from ejkernel.ops.execution.racing import Work
 from ejkernel.ops.execution.timers import (
     TimerError,
     calls_per_sample,
@@ -18,7 +22,9 @@ from ejkernel.ops.execution.timers import (
     cupti_sample,
     device_seconds,
     profiler_sample,
+    thread_seconds,
     wall_sample,
+    work_between,
 )
 
 
@@ -66,6 +72,45 @@ def test_a_sample_has_as_many_calls_as_make_the_clock_negligible(takes, seconds,
 
 def test_the_first_call_does_not_decide_how_many_make_a_sample(takes):
     assert calls_per_sample(takes(9.0, 1e-3), 2) == 2
+
+
+def test_on_a_busy_machine_the_work_says_how_many_calls_make_a_sample(takes):
+    spent = itertools.count(0.0, 1e-3)
+    threads = lambda: {"1": next(spent) / 2, "2": 0.0}  # noqa: E731 - half a millisecond from one answer to the next
+    assert calls_per_sample(takes(0.03), 3, threads) == 4
+
+
+def test_a_call_that_waits_makes_few_calls_a_sample_though_it_works_little(takes):
+    assert calls_per_sample(takes(1.0), 3, lambda: {"1": 0.0}) == 1
+
+
+# --- processor time ---
+
+
+def test_the_work_of_a_call_is_that_of_the_busiest_thread_and_of_all():
+    before, after = {"1": 1.0, "2": 5.0}, {"1": 3.0, "2": 6.0, "new": 1.0}
+    assert work_between(before, after, 2) == Work(busiest=1.0, total=2.0)
+
+
+def test_where_the_system_does_not_tell_there_is_no_work(monkeypatch, tmp_path):
+    monkeypatch.setattr(timers, "_THREADS", str(tmp_path / "nowhere"))
+    assert thread_seconds() == {}
+    assert work_between({}, {}, 1) is None
+
+
+def test_a_thread_that_has_just_ended_is_left_out(monkeypatch, tmp_path):
+    (tmp_path / "4194305").mkdir()  # no thread has so large a number
+    monkeypatch.setattr(timers, "_THREADS", str(tmp_path))
+    assert thread_seconds() == {}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system does not tell threads' times")
+def test_a_thread_that_works_is_the_busiest():
+    before, start = thread_seconds(), time.thread_time()
+    while time.thread_time() - start < 0.01:
+        pass
+    work = work_between(before, thread_seconds(), 1)
+    assert work.total >= work.busiest >= 0.01
 
 
 # --- CUPTI ---

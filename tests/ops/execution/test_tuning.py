@@ -19,6 +19,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution import bench
+from ejkernel.ops.execution.events import SearchFinished, on_event
+from ejkernel.ops.execution.racing import Sample, Work
 from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.utils import fingerprint
 
@@ -380,6 +382,66 @@ def test_a_search_in_which_only_the_heuristic_survives_warns_with_the_first_reas
     race({1: 1.0})
     with pytest.warns(TuningWarning, match="all 2 candidates beside the heuristic were rejected; the first, 2,"):
         tune(Double(faults={2: broken, 3: broken}))
+
+
+# --- evidence ---
+
+NOISE = (1.0, 9.0, 1.1, 5.0, 1.0, 7.0, 1.2, 6.0, 1.0, 8.0)  # times that a sample takes longer on a busy machine
+
+
+def held_up(work, noise=NOISE):
+    return tuple(Sample(work * stretch, Work(work, work)) for stretch in noise)
+
+
+@pytest.mark.parametrize(("costs", "winner"), [((1.5, 1.0), 2), ((1.0, 1.5), 1), ((1.0, 1.0), 1)])
+def test_on_a_busy_machine_the_work_decides_and_is_what_is_told(race, costs, winner):
+    race({1: held_up(costs[0]), 2: held_up(costs[1], NOISE[::-1])})
+    tuned = tune(Double(space=(1, 2)))
+    assert (tuned.config, tuned.undecided) == (winner, False)
+    assert {outcome.measurement.method for outcome in tuned.outcomes} == {"processor"}
+    assert tuned.winner.measurement.median == min(outcome.measurement.median for outcome in tuned.outcomes)
+
+
+def test_a_good_candidate_whose_first_sample_was_held_up_is_not_lost(race):
+    race({1: Sample(3.0, Work(3.0, 3.0)), 2: (Sample(1.0, Work(1.0, 1.0)), *held_up(1.0, (30.0, *(1.0,) * 98)))})
+    assert tune(Double(space=(1, 2))).config == 2
+
+
+def test_what_is_undecided_is_said_in_the_data_the_summary_and_the_event(race):
+    race({1: (1.0, 2.0, 2.0, 1.0), 2: (2.0, 1.0, 1.0, 2.0)})
+    finished = []
+    with on_event(lambda event: finished.append(event) if isinstance(event, SearchFinished) else None):
+        tuned = tune(Double(space=(1, 2)))
+    assert (tuned.config, tuned.undecided, finished[0].data.undecided) == (1, True, True)
+    assert tuned.standing.came_out == "undecided"
+    assert tuned.standing.verdict.pairs == 8 * 15  # it went on as long as it may
+    assert "undecided: the evidence was too little" in tuned.summary()
+    summary = tuned.summary_data()
+    assert (summary["undecided"], summary["standing"]["verdict"]) == (True, "undecided")
+
+
+def test_a_heuristic_that_stays_tells_how_the_best_other_stood_against_it(race):
+    race({1: 1.0, 2: 1.1, 3: 2.0})
+    tuned = tune(Double())
+    assert (tuned.standing.rival, tuned.standing.came_out, tuned.standing.alone) == (2, "stays", False)
+    assert "2 in the race of all: 1100.0 ms, the heuristic 1000.0 ms; faster in 0 of 15 rounds" in tuned.summary()
+
+
+def test_a_loser_whose_few_samples_were_lucky_is_measured_again_beside_the_winner(monkeypatch):
+    first = {1: 2.0, 2: (1.0, 0.5), 3: (0.9, 0.4, 9.0, 9.0)}  # 3 leaves early, and has the least median
+    races_one_after_the_other(monkeypatch, first, {1: 2.0, 2: 1.0}, {1: 2.0, 2: 1.0, 3: 4.0}, {1: 2.0, 2: 1.0})
+    tuned = tune(Double())
+    medians = {outcome.config: outcome.measurement.median for outcome in tuned.outcomes}
+    assert (tuned.config, tuned.undecided) == (2, False)
+    assert medians[2] == min(medians.values())
+
+
+def test_who_looks_faster_to_the_end_leaves_the_search_undecided(monkeypatch):
+    times = {1: 2.0, 2: 1.0, 3: 3.0}
+    races_one_after_the_other(monkeypatch, times, *({1: 2.0, 2: 4.0}, {1: 2.0, 2: 1.0}) * 9)
+    tuned = tune(Double(space=(1, 2)))
+    assert tuned.config == 1
+    assert tuned.undecided or tuned.heuristic.measurement.median <= tuned.outcomes[1].measurement.median
 
 
 # --- where ---

@@ -8,8 +8,10 @@ the digest of all that is before it. Fields and columns that have a default may 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +20,23 @@ from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution._modelling import Record
+from ejkernel.ops.execution.duels import Verdict
 from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.outcome import PRUNED, READY, SAME, SKIPPED, AutotuneData, Outcome, shortened, summary_of
+from ejkernel.ops.execution.outcome import (
+    CAME_OUT,
+    PRUNED,
+    READY,
+    SAME,
+    SKIPPED,
+    UNDECIDED,
+    WINS,
+    AutotuneData,
+    Findings,
+    Outcome,
+    Standing,
+    shortened,
+    summary_of,
+)
 from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.sealed import check_schema, read_lines, sealed_lines
 from ejkernel.ops.utils.serialize import describe, from_data, from_plain, parse_json, to_data
@@ -36,16 +53,15 @@ _UNTOLD: Final = (SAME, SKIPPED, READY, PRUNED)  # what says nothing about a con
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSearch:
-    """A search as it is in its file.
+class StoredSearch(Findings):
+    """A search as it is in its file; of an earlier version it may lack why it came out so.
 
     Attributes:
         key: The key of the call.
         call: The abstract call as plain data.
-        config_type: `module.Qualname` of the configurations' class, or `json` for plain data.
-        outcomes: What became of each candidate, its configuration as plain data; the heuristic is the first.
-        winner: The position of the winner among them.
-        seconds: How long the search took.
+        config_type: `module.Qualname` of the configurations' class, or `json` for plain data; in the outcomes they are
+            plain data.
+        winner: The position of the winner among the outcomes.
         provenance: Device, versions and time of writing.
         path: The file; `None` for a search that could not be written and lives in memory.
     """
@@ -53,9 +69,7 @@ class StoredSearch:
     key: ConfigKey
     call: Any
     config_type: str
-    outcomes: tuple[Outcome, ...]
     winner: int
-    seconds: float
     provenance: Mapping[str, Any]
     path: Path | None = None
 
@@ -92,7 +106,49 @@ class StoredSearch:
         """Return the fate of every candidate as a table, the fastest first, of at most `width` columns."""
         time = str(self.provenance.get("time", "at an unknown time"))[:19].replace("T", " ")
         title = f"{self.key.op}  {arguments(self.call)}", f"{self.key.device}, call {self.key.call}, measured {time}"
-        return summary_of(title, self.outcomes, self.outcomes[self.winner], self.seconds, width=width)
+        return summary_of(title, self, self.outcomes[self.winner], width=width)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Standing:
+    """What `Standing.data` returns."""
+
+    rival: Any
+    verdict: str
+    rival_us: float
+    heuristic_us: float
+    speedup: float | None
+    rounds: int
+    rival_faster: int
+    heuristic_faster: int
+    confidence: float
+    judged_by: str
+    alone: bool
+
+    def restored(self) -> Standing:
+        """Return what it was.
+
+        Raises:
+            UnusableError: its figures are none.
+        """
+        figures = (self.rival_us, self.heuristic_us, self.confidence, 1.0 if self.speedup is None else self.speedup)
+        won = (self.rival_faster, self.heuristic_faster)
+        possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
+        if self.verdict not in CAME_OUT or not possible:
+            raise UnusableError(f"line 1: its standing makes no sense: {self}")
+        verdict = Verdict(
+            wins=self.verdict == WINS,
+            settled=self.verdict != UNDECIDED,
+            speedup=math.inf if self.speedup is None else self.speedup,
+            confidence=self.confidence,
+            pairs=self.rounds,
+            ahead=self.rival_faster,
+            behind=self.heuristic_faster,
+            challenger=self.rival_us / 1e6,
+            incumbent=self.heuristic_us / 1e6,
+            judged_by=self.judged_by,
+        )
+        return Standing(self.rival, verdict, alone=self.alone)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +163,8 @@ class _Header:
         seconds: How long the search took.
         outcomes: How many lines follow.
         columns: What they hold.
+        twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
+        why, standing, undecided, interrupted: As in `AutotuneData`.
     """
 
     schema: int
@@ -119,6 +177,11 @@ class _Header:
     outcomes: int
     columns: list[str]
     provenance: dict[str, Any]
+    twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    why: str = ""
+    standing: _Standing | None = None
+    undecided: bool = False
+    interrupted: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +224,11 @@ def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
         outcomes=len(configs),
         columns=_COLUMNS,
         provenance=dict(provenance),
+        twins=[(i, configs.index(to_data(o.twin))) for i, o in enumerate(data.outcomes) if o.twin is not None],
+        why=shortened(data.why),
+        standing=None if data.standing is None else _Standing(**data.standing.data()),
+        undecided=data.undecided,
+        interrupted=data.interrupted,
     )
     rows = (
         _row(config if fields is None else [config[name] for name in fields], outcome)
@@ -216,17 +284,27 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
     header = _header(lines[0])
     if len(lines) != header.outcomes + 1:
         raise UnusableError(f"it has {len(lines)} lines, and should have {header.outcomes + 1}")
-    if not 0 <= header.winner < header.outcomes <= _MOST:
-        raise UnusableError(f"its winner is outcome {header.winner} of {header.outcomes}")
+    if header.outcomes > _MOST:
+        raise UnusableError(f"it has {header.outcomes} outcomes, of {_MOST} at most")
+    for number in (header.winner, *itertools.chain.from_iterable(header.twins)):
+        if not 0 <= number < header.outcomes:
+            raise UnusableError(f"its winner, or the twin of one, is outcome {number} of {header.outcomes}")
+    outcomes = [_outcome(line, number, header) for number, line in enumerate(lines[1:], 2)]
+    for twin, owner in header.twins:
+        outcomes[twin] = dataclasses.replace(outcomes[twin], twin=outcomes[owner].config)
     return StoredSearch(
         key=header.key,
         call=header.call,
         config_type=header.config_type,
-        outcomes=tuple(_outcome(line, number, header) for number, line in enumerate(lines[1:], 2)),
+        outcomes=tuple(outcomes),
         winner=header.winner,
         seconds=header.seconds,
         provenance=header.provenance,
         path=path,
+        why=header.why,
+        standing=None if header.standing is None else header.standing.restored(),
+        undecided=header.undecided,
+        interrupted=header.interrupted,
     )
 
 

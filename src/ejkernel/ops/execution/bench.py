@@ -29,7 +29,7 @@ from ejkernel.ops.execution.measuring import Measurement, Runner, interleaved, s
 from ejkernel.ops.execution.memory import check_room, device_bytes, num_bytes, peak_bytes
 from ejkernel.ops.execution.naming import result_names
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, PRUNED, READY, SAME, SKIPPED, WRONG, Outcome
-from ejkernel.ops.execution.racing import Race, RacePlan
+from ejkernel.ops.execution.racing import Race
 from ejkernel.ops.execution.threads import carried
 
 _MOST_SETS = 512  # of inputs for cold caches; inputs so small that they need more are measured warm
@@ -77,6 +77,7 @@ class Candidate:
             config=self.config,
             status=self.status,
             reason="" if self.status in (MEASURED, READY) else self.reason,
+            twin=self.twin.config if self.twin is not None and self.status == SAME else None,
             measurement=self.measurement,
             compile_seconds=self.compile_seconds,
             peak_bytes=self.peak_bytes,
@@ -430,11 +431,10 @@ class Bench:
             self.compare(results, self._truth)
         return results
 
-    def race(self, runners: Sequence[Candidate], plan: RacePlan, *, warmup: int) -> list[Candidate]:
+    def race(self, runners: Sequence[Candidate], race: Race, *, warmup: int) -> list[Candidate]:
         """Measure compiled candidates in turns, and return them, the best first; one that fails leaves the race.
 
-        The first of `runners`, which is the heuristic where there is one, is in it to the end. Once `stop()` is true,
-        what was sampled by then decides.
+        Once `stop()` is true, what was sampled by then decides.
         """
         self.watch.begin("measuring", [runner.config for runner in runners], self.limits.idle)
         sets = self._argument_sets()
@@ -448,7 +448,6 @@ class Bench:
             runners[index].fail(FAILED, error)
             self._probe(runners[index])
 
-        race = Race(len(runners), plan=plan)
         measurements = interleaved(functions, race=race, warmup=warmup, stop=self.stop, on_error=left)
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,9 +14,17 @@ import numpy as np
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.execution.memory import num_bytes, output_bytes, peak_bytes
-from ejkernel.ops.execution.racing import Race, RacePlan
+from ejkernel.ops.execution.racing import PROCESSOR, Race, RacePlan
 from ejkernel.ops.execution.threads import apart
-from ejkernel.ops.execution.timers import WALL, Timer, TimerError, calls_per_sample, choose_timer, wall_sample
+from ejkernel.ops.execution.timers import (
+    WALL,
+    Timer,
+    TimerError,
+    calls_per_sample,
+    choose_timer,
+    wall_sample,
+    work_between,
+)
 from ejkernel.ops.utils.signature import is_array
 
 logger = logging.getLogger(__name__)
@@ -34,7 +43,8 @@ class Measurement:
     Attributes:
         samples: Seconds a call, one figure a round; each is the mean of calls that run back to back.
         method: How the time was taken: `cupti`, the GPU's own time of its kernels; `profiler`, the device's own time
-            of its programs; or `wall`.
+            of its programs; `wall`; or `processor`, the processor time of the host's busiest thread, where the work is
+            the host's and other processes disturbed the clock.
         cache: `warm`: every call had the same arguments. `cold`: so many sets of arguments took turns that none was
             left in the device's last-level cache.
         compile_seconds: How long lowering and compiling took.
@@ -150,7 +160,8 @@ def interleaved(
     """Measure functions in turn, round by round, so that drift of the machine hits all of them alike.
 
     All are timed in one way. Should the device stop telling times on the way, all are measured again by the wall
-    clock, which is logged as a warning. The first sample of each does not count.
+    clock, which is logged as a warning. The first sample of each does not count. Where the host does the work, and
+    other processes disturb the clock, the samples are of processor time.
 
     Args:
         functions: What to measure; a `Runner`'s measurement says more.
@@ -183,7 +194,9 @@ def interleaved(
         timer = WALL
         race.restart()
         meet.run(timer, calls)
-    return [_measurement(function, values, timer) for function, values in zip(functions, race.samples, strict=True)]
+    witness, samples = race.judged
+    method = PROCESSOR if witness == PROCESSOR else timer.method
+    return [_measurement(function, values, method) for function, values in zip(functions, samples, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,10 +211,11 @@ class _Meet:
     def warmed_up(self, warmup: int) -> dict[int, int]:
         """Return how many calls make a sample of each function; after `stop`, others than the first leave the race."""
         calls: dict[int, int] = {}
+        count_calls = functools.partial(calls_per_sample, threads=choose_timer([]).threads)
         for index in list(self.race.running):
             if calls and self.stop():
                 self.race.drop(index)
-            elif (count := self.tried(index, calls_per_sample, warmup)) is not None:
+            elif (count := self.tried(index, count_calls, warmup)) is not None:
                 calls[index] = count
         return calls
 
@@ -211,9 +225,10 @@ class _Meet:
             for index in indices:
                 if any(self.race.samples) and self.stop():
                     return
+                before = timer.threads()
                 seconds = self.tried(index, timer.sample, calls[index])
                 if seconds is not None:
-                    self.race.note(index, seconds)
+                    self.race.note(index, seconds, work_between(before, timer.threads(), calls[index]))
 
     def tried(self, index: int, time: Callable[[Callable[[], Any], int], N], count: int) -> N | None:
         """Time a function; `None` if it raised, and has left the race."""
@@ -229,10 +244,10 @@ class _Meet:
             return None
 
 
-def _measurement(function: Callable[[], Any], samples: Sequence[float], timer: Timer) -> Measurement:
+def _measurement(function: Callable[[], Any], samples: Sequence[float], method: str) -> Measurement:
     if isinstance(function, Runner):
-        return function.measurement(samples, timer.method)
-    return Measurement(samples=tuple(samples), method=timer.method)
+        return function.measurement(samples, method)
+    return Measurement(samples=tuple(samples), method=method)
 
 
 def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warmup: int = 3, **kwargs: Any) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which candidates deserve another sample, and whether a winner is one: pure logic, without a clock.
+"""Which candidates deserve another sample: pure logic, without a clock. `duels.py` says whether a winner is one.
 
 `benchmarks/noise.py` replays it on recorded samples of real GPUs; the defaults of `RacePlan` come from there.
 """
@@ -9,12 +9,64 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ejkernel.ops.errors import ConfigError
 
-MARGIN = 0.02  # nearer than that is a tie
-CONFIDENCE = 0.95
+CLOCK, PROCESSOR = "clock", "processor"
+_UNSTEADY = 1.25  # times its least that a share varies by where other processes disturb it
+MOSTLY_WAITS = 250.0  # times its processor time that a call takes which is not a matter of processors at all
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """Processor time that a sample took, seconds a call. Whoever preempts the sample does not add to it.
+
+    Attributes:
+        busiest: Of the thread that worked most: as long as the call takes on a quiet machine, where its threads work
+            side by side.
+        total: Of all threads of the process.
+    """
+
+    busiest: float
+    total: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """How long a call took, and its processor time where that is known and says something."""
+
+    seconds: float
+    work: Work | None = None
+
+
+def work_of(samples: Sequence[Sample]) -> list[float]:
+    """Return the processor time of each sample, that of its busiest thread; nothing where it does not tell the time.
+
+    It does not where the system is silent, and for calls that wait most of their time, for a callback or a disk.
+    """
+    work = [sample.work.busiest for sample in samples if sample.work is not None]
+    if not samples or len(work) < len(samples) or min(work) <= 0:
+        return []
+    stretch = min(sample.seconds / busiest for sample, busiest in zip(samples, work, strict=True))
+    return work if 0 < stretch <= MOSTLY_WAITS else []
+
+
+def is_disturbed(noted: Iterable[Sequence[Sample]]) -> bool:
+    """Return whether other processes held the samples up, so that the clock told of them as much as of the candidates.
+
+    On a quiet machine the clock and the busiest thread agree, but for a factor that each candidate keeps.
+
+    Args:
+        noted: The samples of each candidate.
+    """
+    excess: list[float] = []
+    for samples in filter(None, noted):
+        stretches = [s.seconds / busiest for s, busiest in zip(samples, work_of(samples), strict=False)]
+        if not stretches:
+            return False
+        excess += [stretch / min(stretches) for stretch in stretches]
+    return bool(excess) and sorted(excess)[3 * len(excess) // 4] > _UNSTEADY
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +151,10 @@ class Race:
             raise ConfigError(f"incumbents must be among the {count} candidates, got {sorted(incumbents)}.")
         self.plan = RacePlan() if plan is None else plan
         self._incumbents = frozenset(incumbents) if count else frozenset()
-        self._samples: list[list[float]] = [[] for _ in range(count)]
+        self._samples: list[list[Sample]] = [[] for _ in range(count)]
         self._alive = list(range(count))
         self._failed: set[int] = set()
-        self._left: dict[int, tuple[int, float]] = {}  # rounds a candidate stayed for, and its figure then
+        self._left: dict[int, int] = {}  # rounds that a candidate stayed for
         self._round = 0  # the number of samples that each live candidate has, those that are discarded included
         self._pending: set[int] = set()
 
@@ -118,8 +170,27 @@ class Race:
 
     @property
     def samples(self) -> list[tuple[float, ...]]:
-        """What was noted of each candidate, in order, without what is discarded."""
-        return [tuple(values[self.plan.discard :]) for values in self._samples]
+        """Seconds that were noted of each candidate, in order, without what is discarded."""
+        return [tuple(sample.seconds for sample in samples) for samples in self.noted]
+
+    @property
+    def noted(self) -> list[tuple[Sample, ...]]:
+        """All that was noted of each candidate, in order, without what is discarded."""
+        return [tuple(samples[self.plan.discard :]) for samples in self._samples]
+
+    @property
+    def judged(self) -> tuple[str, list[tuple[float, ...]]]:
+        """By what candidates are ranked, `clock` or `processor`, and the seconds of each that it tells.
+
+        It is the clock, unless other processes disturb it.
+        """
+        return self.told_by(PROCESSOR if is_disturbed(self.noted) else CLOCK)
+
+    def told_by(self, witness: str) -> tuple[str, list[tuple[float, ...]]]:
+        """Return the name of a witness, `clock` or `processor`, and the seconds of each candidate that it tells."""
+        if witness == CLOCK:
+            return witness, self.samples
+        return witness, [tuple(work_of(samples)) for samples in self.noted]
 
     def next_round(self) -> list[int]:
         """Return who is to be sampled once now, in order; nobody once the race is decided.
@@ -133,8 +204,8 @@ class Race:
                 self._pending = self._runners()
         return sorted(self._pending)
 
-    def note(self, index: int, seconds: float) -> None:
-        """Note a sample of a candidate that this round asked for.
+    def note(self, index: int, seconds: float, work: Work | None = None) -> None:
+        """Note a sample of a candidate that this round asked for, and its processor time where that is known.
 
         Raises:
             ConfigError: it did not ask, or `seconds` is not a positive finite number.
@@ -144,7 +215,7 @@ class Race:
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"seconds must be a finite number >= 0, got {seconds!r}.")
         self._pending.discard(index)
-        self._samples[index].append(seconds)
+        self._samples[index].append(Sample(seconds, work))
 
     def fail(self, index: int) -> None:
         """Take a candidate out of the race for good, an incumbent too: it can no longer be measured."""
@@ -155,10 +226,9 @@ class Race:
 
     def drop(self, index: int) -> None:
         """Give a candidate no further samples, because the caller knows better; an incumbent has them all the same."""
-        samples = self.samples[index]
         if index in self._alive:
             self._alive.remove(index)
-            self._left[index] = (len(samples), self.plan.center(samples) if samples else math.inf)
+            self._left[index] = len(self.samples[index])
 
     def restart(self) -> None:
         """Forget all samples, because they cannot be compared with those to come; who failed stays out."""
@@ -171,10 +241,14 @@ class Race:
 
         Those that stayed longer come first; of equals those whose figure, `RacePlan.center`, is less; then by index.
         """
-        samples = self.samples
-        keys = {index: (-len(values), self.plan.center(values)) for index, values in enumerate(samples) if values}
-        keys |= {index: (-stayed, figure) for index, (stayed, figure) in self._left.items()}
-        return sorted((index for index in keys if index not in self._failed), key=lambda index: (*keys[index], index))
+        _, samples = self.judged
+        stayed = {index: len(values) for index, values in enumerate(samples) if values} | self._left
+        keys = {
+            index: (-rounds, self.plan.center(samples[index][:rounds]) if rounds else math.inf)
+            for index, rounds in stayed.items()
+            if index not in self._failed
+        }
+        return sorted(keys, key=lambda index: (*keys[index], index))
 
     def _runners(self) -> set[int]:
         return set(self._alive) | (self._incumbents - self._failed)
@@ -193,59 +267,19 @@ class Race:
         counted = self._round - self.plan.discard
         if counted < 1 or not self._alive:
             return
-        samples = self.samples
+        noted, (_, samples) = self.noted, self.judged
         figures = {index: self.plan.center(samples[index]) for index in self._alive}
         ordered = sorted(self._alive, key=lambda index: (figures[index], index))
-        limit = self.plan.ratio(counted) * figures[ordered[0]]
-        most = self.plan.most(counted, len(ordered))
-        staying = {ordered[0], *(index for index in ordered[:most] if min(samples[index]) <= limit)}
-        for index in ordered:
-            if index not in staying:
-                self._left[index] = (counted, figures[index])
+        leader = noted[ordered[0]]
+        near = (index for index in ordered[: self.plan.most(counted, len(ordered))] if self._near(noted[index], leader))
+        staying = {ordered[0], *near}
+        self._left |= {index: counted for index in ordered if index not in staying}
         self._alive = sorted(staying)
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Whether a challenger replaces the incumbent.
-
-    Attributes:
-        wins: Whether it does: it is faster by more than a tie, and that is no accident.
-        speedup: How many times faster it is: the median over rounds of the incumbent's time over its own.
-        confidence: One minus the probability that a challenger that is no faster is ahead in so many rounds.
-        pairs: Rounds that both ran in.
-    """
-
-    wins: bool
-    speedup: float
-    confidence: float
-    pairs: int
-
-
-def compare(
-    challenger: Sequence[float],
-    incumbent: Sequence[float],
-    *,
-    margin: float = MARGIN,
-    confidence: float = CONFIDENCE,
-) -> Verdict:
-    """Compare samples that were taken in the same rounds, from the first on; ties go to the incumbent.
-
-    The confidence is that of the exact one-sided sign test: rounds are counted in which the challenger was strictly
-    faster. It assumes nothing of how times are distributed, and they have spikes, steps and drift, where a test of
-    means, or of ranks, which needs symmetry, is wrong. Fewer than five pairs never reach 0.95. What it does assume is
-    that the challenger was not chosen for these very samples: a winner among many needs a race of the two alone.
-
-    Args:
-        challenger, incumbent: Seconds; what the longer one has more is left out.
-        margin: Share of the incumbent's time by which the challenger must be faster.
-        confidence: The least confidence with which it wins.
-    """
-    pairs = list(zip(challenger, incumbent, strict=False))
-    if not pairs:
-        return Verdict(wins=False, speedup=1.0, confidence=0.0, pairs=0)
-    share = statistics.median(mine / theirs if theirs else math.inf for mine, theirs in pairs)
-    ahead = sum(mine < theirs for mine, theirs in pairs)
-    sure = 1 - sum(math.comb(len(pairs), k) for k in range(ahead, len(pairs) + 1)) / 2 ** len(pairs)
-    wins = share < 1 - margin and sure >= confidence
-    return Verdict(wins=wins, speedup=1 / share if share else math.inf, confidence=sure, pairs=len(pairs))
+    def _near(self, mine: Sequence[Sample], leader: Sequence[Sample]) -> bool:
+        """Return whether a candidate is not hopeless: by the clock or, for that may have been held up, by its work."""
+        ratio = self.plan.ratio(len(mine))
+        if min(sample.seconds for sample in mine) <= ratio * self.plan.center([s.seconds for s in leader]):
+            return True
+        work, best = work_of(mine), work_of(leader)
+        return bool(work and best) and min(work) <= ratio * self.plan.center(best)

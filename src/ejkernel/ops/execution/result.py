@@ -152,8 +152,9 @@ def _cells(entry: Entry, search: AutotuneData | None) -> tuple[str, ...]:
         return *cells, "-", "-", "-", "-"
     before, after = search.heuristic.measurement, search.winner.measurement
     times = ["-" if measured is None else duration(measured.median) for measured in (before, after)]
-    kept = search.winner is search.heuristic
-    speedup = "kept" if kept else "-" if search.speedup is None else f"{search.speedup:.2f}x"
+    speedup = "-" if search.speedup is None else f"{search.speedup:.2f}x"
+    if search.winner is search.heuristic:
+        speedup = "undecided" if search.undecided else "kept"
     return *cells, arguments(search.inv.description), *times, speedup
 
 

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,10 +19,30 @@ from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, hook
 from ejkernel.ops.errors import CandidateError, EjkernelError, NoConfigError, TuningError
 from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Loader, Unwatched, Watch, config_id
 from ejkernel.ops.execution.confirming import confirm
+from ejkernel.ops.execution.deciding import (
+    Decision,
+    are_measured,
+    at_first_look,
+    at_last_look,
+    faster_than,
+    fastest_first,
+    finalists,
+    why_it_stays,
+)
+from ejkernel.ops.execution.duels import Duel
 from ejkernel.ops.execution.events import CandidateFinished, SearchStarted, emit
 from ejkernel.ops.execution.gradients import rule_fault
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, REJECTED, SKIPPED, WRONG, AutotuneData, Outcome
-from ejkernel.ops.execution.racing import RacePlan, Verdict, compare
+from ejkernel.ops.execution.outcome import (
+    MEASURED,
+    READY,
+    REJECTED,
+    SKIPPED,
+    WRONG,
+    AutotuneData,
+    Outcome,
+    Standing,
+)
+from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.roofline import suspiciously_fast
 from ejkernel.ops.execution.searching import Record, default_strategy
 from ejkernel.ops.utils.tables import counted
@@ -34,10 +53,10 @@ Progress = Callable[[int, int], None]
 
 LISTED = 24  # configurations up to which a space is measured whole
 _SCREENING = RacePlan.fixed(2)  # of candidates that a search asked for
-_CLEAR = 0.1  # share of the heuristic's time that a winner saves at least where there is no time to make sure
 _DUEL = 8  # rounds of the winner and the heuristic at least; fewer prove nothing
+_DUEL_SECONDS = 20.0  # for which the two go on at most where those rounds prove nothing
+_DOUBTS = 2  # times that candidates which look faster than the winner are measured again, beside it
 _BATCH = 8  # candidates that a search asks for at once, so that they compile side by side and run in turns
-_FINALISTS = 7  # the best of a search that are measured again, beside the heuristic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,16 +98,6 @@ class TuningTask:
         """The call's kernel."""
         assert self.inv.kernel is not None  # who makes a task has put it there
         return self.inv.kernel
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Decision:
-    """Who won, what was checked of it, how sure that is, and why the heuristic stays if it does."""
-
-    winner: Candidate
-    checked: tuple[str, ...]
-    confidence: float | None = None
-    why: str = ""
 
 
 class Tally:
@@ -144,6 +153,7 @@ class TuningRun:
         self._rejected |= {token: outcome for token, outcome in self._known.items() if outcome.status in REJECTED}
         self._suspects = {config_id(config) for config in task.suspects}
         self._plan = RacePlan(rounds=task.rounds)
+        self._rounds = max(_DUEL, task.rounds)  # of a race that decides
         self._ranking: list[Candidate] = []
         self._tried: list[Candidate] = []
         self._finished: set[int] = set()
@@ -187,8 +197,9 @@ class TuningRun:
             outcomes=tuple(candidate.outcome() for candidate in self._tried),
             seconds=self._clock() - start,
             checked=decision.checked,
-            confidence=decision.confidence,
-            why=decision.why,
+            why=why_it_stays(decision.standing) if decision.winner is self._tried[0] else "",
+            standing=decision.standing,
+            undecided=decision.undecided,
             interrupted=self._stop(),
             rule_fault=self._rule_fault,
         )
@@ -250,12 +261,12 @@ class TuningRun:
             batch = _distinct(strategy.ask(room), but=self._tried) if room > 0 else []
         known = _distinct((outcome.config for outcome in self.task.known), but=self._tried)
         self._tried += [candidate for candidate in known if self._recall(candidate)]
-        finalists = _finalists(self._tried)
-        self._prepare_again(finalists)
+        best = finalists(self._tried)
+        self._prepare_again(best)
         if self._must_end():  # a race would have no rounds: what was sampled on the way decides
-            self._ranking = [c for c in _fastest_first(finalists) if c.compiled is not None]
+            self._ranking = [c for c in fastest_first(best) if c.compiled is not None]
         else:
-            self._race(finalists, self._plan)
+            self._race(best, self._plan)
 
     def _prepare_again(self, finalists: Sequence[Candidate]) -> None:
         """Compile those that an earlier attempt measured; where time is up, the best of them alone."""
@@ -307,7 +318,7 @@ class TuningRun:
     def _race(self, candidates: Iterable[Candidate], plan: RacePlan) -> None:
         runners = [candidate for candidate in candidates if candidate.compiled is not None]
         if runners:
-            self._ranking = self._bench.race(runners, plan, warmup=self.task.warmup)
+            self._ranking = self._bench.race(runners, Race(len(runners), plan=plan), warmup=self.task.warmup)
         else:
             self._ranking = []
         for candidate in runners:
@@ -332,67 +343,103 @@ class TuningRun:
             return f"its gradients are wrong: {first.reason}"
         return rule_fault(self._bench) if first.compiled is not None else ""
 
-    def _decide(self) -> _Decision:
+    def _decide(self) -> Decision:
+        """Return who wins, after those that look faster all the same were measured again beside it.
+
+        Who left a race early, or ran in another one, may have had luck with its few samples.
+        """
+        decision = self._best()
+        for _ in range(_DOUBTS):
+            doubtful = faster_than(decision, self._tried)
+            if not doubtful or self._must_end():
+                break
+            self._prepare_again(doubtful)
+            field = {id(candidate): candidate for candidate in (self._tried[0], decision.winner, *doubtful)}
+            self._race(field.values(), RacePlan.fixed(self._rounds))
+            decision = self._best()
+        return dataclasses.replace(decision, doubtful=bool(faster_than(decision, self._tried)))
+
+    def _best(self) -> Decision:
         """Return who wins: the fastest that is right on fresh inputs too, and there beats the heuristic again.
 
         That second race is of the two alone: of many candidates the one that noise favoured most looks best, and new
         samples do not know which one that was.
         """
         heuristic = self._tried[0]
-        stays = _Decision(heuristic, ("outputs",) if self.task.policy.validate else ())
-        while True:
-            if not self._ranking:
-                raise TuningError(_nobody_left(self.task.inv, self._tried))
-            winner = self._ranking[0]
-            if winner is heuristic or not _is_faster(winner, heuristic):
-                return dataclasses.replace(stays, why="no candidate was faster by more than a tie")
-            self._note_suspicion(winner)
-            try:
-                checked = confirm(self._bench, winner, rule_is_faulty=bool(self._rule_fault))
-            except CandidateError as error:
-                winner.fail(WRONG, error)
-                emit(CandidateFinished(self.task.inv.key, winner.outcome()))
+        while self._ranking:
+            rival = next((candidate for candidate in self._ranking if candidate is not heuristic), None)
+            if rival is None:
+                return self._stays(None)
+            standing = self._first_look(rival)
+            checked: tuple[str, ...] = ()
+            if standing is None or standing.verdict.wins:
+                checked = self._confirmed(rival)
+                standing = self._duel(rival)
+            if rival.compiled is None:
                 self._race(self._tried, self._plan)  # some were dropped for being slower than that one
-                continue
-            verdict = self._duel(winner, heuristic)
-            if verdict is None:
-                return _Decision(winner, checked)
-            if verdict.wins:
-                return _Decision(winner, checked, verdict.confidence)
-            why = f"{winner.config!r} did not beat it again in a race of the two alone"
-            return dataclasses.replace(
-                stays, why=f"{why} ({verdict.speedup:.2f}x, confidence {verdict.confidence:.2f})"
-            )
+            elif standing is None or standing.verdict.wins:
+                return Decision(rival, checked, standing)
+            else:
+                return self._stays(standing)
+        raise TuningError(_nobody_left(self.task.inv, self._tried))
 
-    def _duel(self, winner: Candidate, heuristic: Candidate) -> Verdict | None:
-        """Race the two alone; `None` if the heuristic cannot be measured.
+    def _stays(self, standing: Standing | None) -> Decision:
+        checked = ("outputs",) if self.task.policy.validate else ()
+        return Decision(self._tried[0], checked, standing)
+
+    def _first_look(self, rival: Candidate) -> Standing | None:
+        """Return how the best of a race stands against the heuristic, after more rounds where those told too little."""
+        if not are_measured(rival, self._tried[0]):
+            return None
+        verdict = at_first_look(rival, self._tried[0])
+        if verdict.wins or verdict.settled or self._must_end():
+            return Standing(rival.config, verdict)
+        return self._duel(rival)
+
+    def _confirmed(self, rival: Candidate) -> tuple[str, ...]:
+        """Return what was checked of a winner; nothing if it failed."""
+        self._note_suspicion(rival)
+        try:
+            return confirm(self._bench, rival, rule_is_faulty=bool(self._rule_fault))
+        except CandidateError as error:
+            rival.fail(WRONG, error)
+            emit(CandidateFinished(self.task.inv.key, rival.outcome()))
+            return ()
+
+    def _duel(self, rival: Candidate) -> Standing | None:
+        """Race it against the heuristic until it is settled who is faster; `None` if one of them cannot be measured.
 
         If there is no time for it, what was sampled so far decides, be it little: a large difference is enough.
         """
-        if heuristic.compiled is None or heuristic.measurement is None or winner.measurement is None:
+        heuristic = self._tried[0]
+        if not are_measured(rival, heuristic):
             return None
-        if self._must_end():
-            return compare(winner.measurement.samples, heuristic.measurement.samples, margin=_CLEAR, confidence=0.0)
-        plan = RacePlan.fixed(max(_DUEL, self.task.rounds))
-        self._bench.race([heuristic, winner], plan, warmup=self.task.warmup)
-        if winner.status == FAILED:
-            return Verdict(wins=False, speedup=1.0, confidence=0.0, pairs=0)
-        if heuristic.status == FAILED:
-            return None
-        least = {"margin": _CLEAR, "confidence": 0.0} if self._must_end() else {}
-        return compare(winner.measurement.samples, heuristic.measurement.samples, **least)
+        verdict = None
+        if not self._must_end():
+            duel = Duel(self._rounds, may_go_on=self._for_so_long(_DUEL_SECONDS))
+            self._bench.race([heuristic, rival], duel, warmup=self.task.warmup)
+            verdict = duel.verdict
+            if not are_measured(rival, heuristic):
+                return None
+        if verdict is None or (self._must_end() and not verdict.settled):
+            verdict = at_last_look(rival, heuristic)
+        return Standing(rival.config, verdict, alone=True)
+
+    def _for_so_long(self, seconds: float) -> Callable[[], bool]:
+        """Return what says whether so many seconds have not passed yet since it was first asked."""
+        start: list[float] = []
+
+        def not_yet() -> bool:
+            now = self._clock()
+            start[:] = start or [now]
+            return now - start[0] < seconds
+
+        return not_yet
 
     def _note_suspicion(self, winner: Candidate) -> None:
         times = [c.measurement.median for c in self._ranking if c.measurement is not None]
         if 0 in suspiciously_fast(times):
             logger.info("%s: %r is suspiciously fast; looking again", self.task.inv.op_id_v, winner.config)
-
-
-def _is_faster(winner: Candidate, heuristic: Candidate) -> bool:
-    """Return whether the best of a race beat the heuristic in it by more than a tie."""
-    if heuristic.compiled is None or heuristic.measurement is None or winner.measurement is None:
-        return True
-    return compare(winner.measurement.samples, heuristic.measurement.samples, confidence=0.0).wins
 
 
 def heuristic_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[Any]:
@@ -422,20 +469,9 @@ def _distinct(configs: Iterable[Any], but: Sequence[Candidate] = ()) -> list[Can
     return list(found.values())
 
 
-def _finalists(tried: Sequence[Candidate]) -> list[Candidate]:
-    """Return the heuristic, which is the first, and the best of the others."""
-    return [tried[0], *_fastest_first(tried[1:])[:_FINALISTS]]
-
-
-def _fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return those that were measured."""
-    measured = [candidate for candidate in candidates if candidate.measurement is not None]
-    return sorted(measured, key=lambda c: c.measurement.median if c.measurement else math.inf)
-
-
 def _release_losers(tried: Sequence[Candidate]) -> None:
     """Let go of the programs of all but the finalists."""
-    kept = {id(candidate) for candidate in _finalists(tried)}
+    kept = {id(candidate) for candidate in finalists(tried)}
     for candidate in tried:
         if id(candidate) not in kept:
             candidate.compiled = None

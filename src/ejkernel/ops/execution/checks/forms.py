@@ -206,9 +206,8 @@ def _summed_gradient(run: Any, arrays: Sequence[Any], wrt: Sequence[bool]) -> An
 
 def _key_trouble(inv: Invocation[Any, Any]) -> str:
     """Return why a call's key would not be found again; empty if it would."""
-    assert inv.kernel is not None  # it was called
     try:
-        again = rebuild(json.loads(json.dumps(inv.description)), modules=(inv.kernel.__module__,), key=inv.call_key)
+        again = rebuild(json.loads(json.dumps(inv.description)), key=inv.call_key)
     except EjkernelError as error:
         return f"{inv.op_id}: {_told(error)}"
     same = again.call_key == inv.call_key
