@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import threading
@@ -35,6 +36,11 @@ HEURISTIC = Fault(repeats=400)  # so slow that no load of the machine hides it
 BEST = Fault(repeats=1)
 
 
+def keep_the_lock():
+    """Never return, and never let another thread of this process run Python."""
+    ctypes.PyDLL(None).pause()
+
+
 def _strike(kind):
     """Do what the host's side of a program can do to its process."""
 
@@ -45,6 +51,8 @@ def _strike(kind):
             os._exit(3)
         if kind == "never":
             threading.Event().wait()
+        if kind == "lock":
+            keep_the_lock()
         if kind == "memory":
             np.ones(2**40, np.uint8)
         return x
@@ -65,8 +73,10 @@ class Faulty(Kernel[Fault, jax.Array]):
             os.abort()
         if cfg.kind == "never while tracing":
             threading.Event().wait()
+        if cfg.kind == "lock while tracing":
+            keep_the_lock()
         x = jax.lax.fori_loop(0, cfg.repeats, lambda _, x: x + 1e-30 * jnp.sin(x @ x), x)
-        if cfg.kind in ("abort", "exit", "never", "memory"):
+        if cfg.kind in ("abort", "exit", "never", "lock", "memory"):
             return jax.pure_callback(_strike(cfg.kind), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         if cfg.kind == "nan":
             return x * jnp.nan
@@ -98,6 +108,10 @@ class Hanging(Faulty):
     kinds = ("never",)
 
 
+class Locking(Faulty):
+    kinds = ("lock", "lock while tracing")
+
+
 class Failing(Faulty):
     kinds = ("raise", "nan", "wrong", "memory", "terabyte", "wrong gradient")
 
@@ -118,5 +132,6 @@ class BrokenReference(Faulty):
 
 plain, spilling = Faulty("plain"), Spilling("spilling")
 crashing, hanging, failing = Crashing("crashing"), Hanging("hanging"), Failing("failing")
+locking = Locking("locking")
 failing_on_device = FailingOnDevice("failing_on_device")
 broken_reference = BrokenReference("broken_reference")

@@ -30,6 +30,7 @@ from ejkernel.ops.execution.memory import check_room, device_bytes, num_bytes, p
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, PRUNED, READY, SAME, SKIPPED, WRONG, Outcome
 from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import carried
+from ejkernel.ops.utils.telling import error_text, message_of
 
 _MOST_SETS = 512  # of inputs for cold caches; inputs so small that they need more are measured warm
 # Bytes of registers that a thread spills, from which on a candidate is not run if there is another: such ones took 2.5
@@ -62,8 +63,7 @@ class Candidate:
     def fail(self, status: str, error: BaseException) -> None:
         """Note the reason alone: a traceback would keep the candidate's arrays alive."""
         self.status, self.compiled, self.measurement, self.held = status, None, None, None
-        text = str(error).strip() or "no message"
-        self.reason = text if isinstance(error, CandidateError) else f"{type(error).__name__}: {text}"
+        self.reason = message_of(error) if isinstance(error, CandidateError) else error_text(error)
 
     def take_over(self, known: Outcome) -> None:
         """Become what an earlier attempt found out."""
@@ -206,6 +206,7 @@ class Bench:
     def __post_init__(self) -> None:
         self._owners: dict[str, Candidate] = {}
         self._lock = threading.Lock()
+        self._compiling: dict[int, list[Any]] = {}
         self._references: dict[Node, Callable[..., Any]] = {}
         self._arrays: list[Any] | None = None
         self._truth: Sequence[Any] | None = None
@@ -236,7 +237,9 @@ class Bench:
         jobs = [carried(functools.partial(self._compile, candidate)) for candidate in candidates]
 
         def changed(running: Sequence[int]) -> None:
-            self.watch.compiling([candidates[index].config for index in running])
+            with self._lock:  # threads that were left by an earlier call may still be at work
+                self._compiling[id(jobs)] = [candidates[index].config for index in running]
+                self.watch.compiling([config for configs in self._compiling.values() for config in configs])
 
         threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_change=changed)
         self._find_truth()  # while the first candidates are compiled
@@ -246,8 +249,6 @@ class Bench:
             candidate.compile_seconds = done.seconds
             if isinstance(done.error, _SameProgram):
                 candidate.status, candidate.reason, candidate.twin = SAME, str(done.error), done.error.owner
-            elif isinstance(done.error, KeyboardInterrupt):
-                raise done.error
             elif done.error is not None:
                 candidate.fail(FAILED, done.error)
             elif candidate.held is None:
@@ -276,7 +277,7 @@ class Bench:
         self.watch.begin("loading", [candidate.config], self.limits.run.seconds)
         try:
             compiled = program.load()
-        except Exception as error:  # noqa: BLE001 - as any failure of a candidate
+        except BaseException as error:  # noqa: BLE001 - as any failure of a candidate
             candidate.fail(FAILED, error)
         else:
             self._check(candidate, compiled)
@@ -350,10 +351,8 @@ class Bench:
             self._truth = self.truth_about(self.inv.node, self._arrays) if self.policy.validate else None
         except TuningError:
             raise
-        except Exception as error:  # whatever it is, without inputs and truth no candidate can be judged
-            raise TuningError(
-                f"{self.inv.op_id}: example inputs or {what} failed: {type(error).__name__}: {error}"
-            ) from error
+        except BaseException as error:  # whatever it is, without inputs and truth no candidate can be judged
+            raise TuningError(f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error)}") from error
 
     def inputs(self, seed: int) -> list[Any]:
         """Return random inputs of the call."""
@@ -386,7 +385,7 @@ class Bench:
             candidate.fail(WRONG, error)
         except TuningError as error:
             candidate.fail(FAILED, CandidateError(str(error)))
-        except Exception as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
+        except BaseException as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
             candidate.fail(FAILED, error)
             self._probe(candidate)
         else:
@@ -401,7 +400,7 @@ class Bench:
         """Find out whether the device still works: after an illegal access every later call in the process fails."""
         try:
             jax.block_until_ready(jnp.zeros((), jnp.float32) + 1)
-        except Exception as error:
+        except BaseException as error:
             raise DeviceLostError(
                 f"{self.inv.op_id}: the device does not work in this process any more, after {culprit.config!r}: "
                 f"{culprit.reason}; tune in a worker process (AutotunePolicy(isolate=True), or the command)."
@@ -422,8 +421,8 @@ class Bench:
         assert candidate.compiled is not None
         try:
             results: Sequence[Any] = jax.block_until_ready(candidate.compiled(*self.arrays))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the candidate's
-            raise CandidateError(f"it fails on other inputs: {type(error).__name__}: {error}") from None
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the candidate's
+            raise CandidateError(f"it fails on other inputs: {error_text(error)}") from None
         if self._truth is not None:
             self.compare(results, self._truth)
         return results
@@ -441,7 +440,7 @@ class Bench:
         ]
         failed: list[int] = []
 
-        def left(index: int, error: Exception) -> None:
+        def left(index: int, error: BaseException) -> None:
             failed.append(index)
             runners[index].fail(FAILED, error)
             self._probe(runners[index])

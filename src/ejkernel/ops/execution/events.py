@@ -8,10 +8,12 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
 from ejkernel.ops.execution.outcome import AutotuneData, Outcome
+from ejkernel.ops.utils.telling import error_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,9 +33,11 @@ class SearchStarted(Event):
 
     Attributes:
         candidates: How many candidates it looks at, at most.
+        first: The candidate that the others are compared with: the heuristic's, where there is one.
     """
 
     candidates: int
+    first: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,5 +102,5 @@ def emit(event: Event) -> None:
         try:
             listener(event)
         except Exception as error:  # noqa: BLE001 - a search does not end because somebody looks on
-            text = f"a listener failed on {type(event).__name__}: {type(error).__name__}: {error}"
+            text = f"a listener failed on {type(event).__name__}: {error_text(error)}"
             warnings.warn(text, TuningWarning, stacklevel=2)

@@ -145,7 +145,7 @@ def interleaved(
     race: Race | None = None,
     warmup: int = 2,
     stop: Callable[[], bool] = lambda: False,
-    on_error: Callable[[int, Exception], None] | None = None,
+    on_error: Callable[[int, BaseException], None] | None = None,
 ) -> list[Measurement]:
     """Measure functions in turn, round by round, so that drift of the machine hits all of them alike.
 
@@ -193,7 +193,7 @@ class _Meet:
     functions: Sequence[Callable[[], Any]]
     race: Race
     stop: Callable[[], bool]
-    on_error: Callable[[int, Exception], None] | None
+    on_error: Callable[[int, BaseException], None] | None
 
     def warmed_up(self, warmup: int) -> dict[int, int]:
         """Return how many calls make a sample of each function; after `stop`, others than the first leave the race."""
@@ -221,7 +221,7 @@ class _Meet:
             return time(self.functions[index], count)
         except TimerError:
             raise
-        except Exception as error:
+        except BaseException as error:  # on a measuring thread no Ctrl-C comes: what is raised is the function's own
             if self.on_error is None:
                 raise
             self.race.fail(index)

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pickle  # noqa: TID251 - between a process and its own child
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -21,8 +22,11 @@ from ejkernel.ops.execution.pipes import read_message, write_message
 from ejkernel.ops.utils.telling import error_text
 
 # What parent and worker share without a lock, which one that is killed would keep: the index of the candidate that
-# runs, a number that changes as long as there is life, and whether to end the search.
-RUNNING, BEATS, STOP = range(3)
+# runs, a number that changes with each sign of life, one that changes as long as the interpreter's lock is to be had,
+# and whether to end the search.
+RUNNING, BEATS, WAKES, STOP = range(4)
+SHARED = 4
+WAKE_UP = 0.5  # seconds between two changes of `WAKES`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +106,13 @@ def begin_serving(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool, p
     settings.share_device(environ)
     _reports.append(Reports(pipe, pulse, Outputs(is_ours=True)))
     warnings.showwarning = _reports[0].warn
+    threading.Thread(target=_wake_up, args=(pulse,), name="ejkernel-awake", daemon=True).start()
+
+
+def _wake_up(pulse: Any) -> None:
+    while True:
+        time.sleep(WAKE_UP)
+        pulse[WAKES] += 1
 
 
 def write_to(path: str) -> None:

@@ -20,11 +20,12 @@ from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, hook
 from ejkernel.ops.errors import CandidateError, EjkernelError, NoConfigError, TuningError
 from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Loader, Unwatched, Watch, config_id
 from ejkernel.ops.execution.confirming import confirm
-from ejkernel.ops.execution.events import CandidateFinished, SearchStarted, emit
+from ejkernel.ops.execution.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, REJECTED, SKIPPED, WRONG, AutotuneData, Outcome
 from ejkernel.ops.execution.racing import RacePlan, Verdict, compare
 from ejkernel.ops.execution.roofline import suspiciously_fast
 from ejkernel.ops.execution.searching import Record, default_strategy
+from ejkernel.ops.utils.telling import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ class TuningRun:
         progress: Called with how many candidates are compiled and checked, and how many there are.
         watch: Who must know what is under way.
         stop: Whether to end as soon as possible, with the best so far.
-        abandoned: Whether nobody waits for the result any more.
+        abandoned: Whether nobody waits for the result any more; asked again and again while candidates are compiled.
+        tell: Called with every event.
         clock: Source of seconds.
     """
 
@@ -129,6 +131,7 @@ class TuningRun:
         watch: Watch | None = None,
         stop: Callable[[], bool] = lambda: False,
         abandoned: Callable[[], bool] = lambda: False,
+        tell: Callable[[Event], None] = emit,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.task = task
@@ -136,6 +139,7 @@ class TuningRun:
         self._watch = watch or Unwatched()
         self._stop = stop
         self._abandoned = abandoned
+        self._tell = tell
         self._clock = clock
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._rejected = {config_id(outcome.config): outcome for outcome in task.rejected}
@@ -196,9 +200,8 @@ class TuningRun:
             return heuristic_of(inv, kernel), candidates_of(kernel, inv) if given is None else given
         except EjkernelError:
             raise
-        except Exception as error:
-            text = f"{inv.op_id}: its configurations cannot be had: {type(error).__name__}: {error}"
-            raise TuningError(text) from error
+        except BaseException as error:
+            raise TuningError(f"{inv.op_id}: its configurations cannot be had: {error_text(error)}") from error
 
     @contextlib.contextmanager
     def _compiling_elsewhere(self) -> Iterator[None]:
@@ -223,7 +226,7 @@ class TuningRun:
         for config in others:
             check_config(self.task.kernel, config, "each candidate")
         self._tried = _distinct((*first, *others))
-        self._begin(len(self._tried))
+        self._begin(len(self._tried), self._tried)
         self._prepare(self._tried)
         self._race(self._tried, self._plan)
 
@@ -232,7 +235,7 @@ class TuningRun:
         total = min(space.size, self.task.policy.max_candidates)
         strategy = default_strategy(space, seeds=first, records=self.task.records, seed=self.task.seed)
         batch = _distinct(first) or _distinct(strategy.ask(_BATCH))
-        self._begin(total)
+        self._begin(total, batch)
         while batch:
             self._tried += batch
             fresh = [candidate for candidate in batch if not self._recall(candidate)]
@@ -272,9 +275,9 @@ class TuningRun:
 
     # --- what is done with them ---
 
-    def _begin(self, total: int) -> None:
+    def _begin(self, total: int, candidates: Sequence[Candidate]) -> None:
         self._tally.total = total
-        emit(SearchStarted(self.task.inv.key, total))
+        self._tell(SearchStarted(self.task.inv.key, total, candidates[0].config))
         self._tally.note(0)
 
     def _prepare(self, candidates: Sequence[Candidate]) -> None:
@@ -287,17 +290,29 @@ class TuningRun:
                 self._one_finished(candidate)
             else:
                 todo.append(candidate)
-        suspects = [candidate for candidate in todo if config_id(candidate.config) in self._suspects]
-        self._bench.prepare([candidate for candidate in todo if candidate not in suspects], self._one_finished)
-        for suspect in suspects:
-            self._bench.prepare([suspect], self._one_finished)
-        if suspects:
+        groups = self._to_compile_together(todo)
+        for group in itertools.takewhile(lambda _: not self._bench.stop(), groups):
+            self._bench.prepare(group, self._one_finished)
+        if len(groups) > 1:
             self._bench.settle(todo, self._one_finished)  # one that came late may be the first of its program
+
+    def _to_compile_together(self, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+        """Return the candidates in groups: suspects alone, and after the others, who should not wait for them.
+
+        But the very first candidate comes first if it has to be alone: as a suspect, or because time is up, so that no
+        other is begun.
+        """
+        first = self._tried[0]
+        alone = [candidate for candidate in candidates if config_id(candidate.config) in self._suspects]
+        is_late = self._deadline is not None and self._clock() > self._deadline
+        before = [first] if first in candidates and (first in alone or is_late) else []
+        together = [candidate for candidate in candidates if candidate not in (*alone, *before)]
+        return [group for group in (before, together, *([c] for c in alone if c is not first)) if group]
 
     def _one_finished(self, candidate: Candidate) -> None:
         self._finished.add(id(candidate))
         self._tally.note(len(self._finished))
-        emit(CandidateFinished(self.task.inv.key, candidate.outcome()))
+        self._tell(CandidateFinished(self.task.inv.key, candidate.outcome()))
 
     def _race(self, candidates: Iterable[Candidate], plan: RacePlan) -> None:
         runners = [candidate for candidate in candidates if candidate.compiled is not None]
@@ -306,7 +321,7 @@ class TuningRun:
         else:
             self._ranking = []
         for candidate in runners:
-            emit(CandidateFinished(self.task.inv.key, candidate.outcome()))
+            self._tell(CandidateFinished(self.task.inv.key, candidate.outcome()))
 
     def _must_end(self) -> bool:
         """Return whether to end with the best so far: but the very first candidate has its turn."""
@@ -337,7 +352,7 @@ class TuningRun:
                 checked = confirm(self._bench, winner)
             except CandidateError as error:
                 winner.fail(WRONG, error)
-                emit(CandidateFinished(self.task.inv.key, winner.outcome()))
+                self._tell(CandidateFinished(self.task.inv.key, winner.outcome()))
                 self._race(self._tried, self._plan)  # some were dropped for being slower than that one
                 continue
             verdict = self._duel(winner, heuristic)

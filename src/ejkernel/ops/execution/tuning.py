@@ -19,13 +19,14 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution.bench import Limits
 from ejkernel.ops.execution.events import SearchFinished, emit
+from ejkernel.ops.execution.here import tune_here
 from ejkernel.ops.execution.measuring import benchmark as benchmark
 from ejkernel.ops.execution.outcome import CRASHED, FAILED, SAME, WRONG, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.searching import Record
-from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
-from ejkernel.ops.execution.threads import apart, on_device_of
+from ejkernel.ops.execution.task import Progress, TuningTask
+from ejkernel.ops.execution.threads import on_device_of
 from ejkernel.ops.utils import services
 
 if TYPE_CHECKING:
@@ -118,14 +119,10 @@ class Autotuner:
         return data
 
     def _here(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
-        stop, abandoned = threading.Event(), threading.Event()
-        run = TuningRun(task, progress=progress, stop=stop.is_set, abandoned=abandoned.is_set, clock=self._clock)
+        stop = threading.Event()
         try:
             with process_session(task.policy), on_device_of(task.inv):
-                data = apart(run.run, on_interrupt=stop.set)
-        except KeyboardInterrupt:
-            abandoned.set()
-            raise
+                data = tune_here(task, progress, stop=stop, clock=self._clock)
         except TuningError:
             if stop.is_set():  # the reason why nothing was measured
                 raise KeyboardInterrupt from None

@@ -30,12 +30,13 @@ from ejkernel.ops.execution.events import Event
 from ejkernel.ops.execution.interrupts import interrupts_held_back
 from ejkernel.ops.execution.lives import start_process
 from ejkernel.ops.execution.pipes import Exchange
-from ejkernel.ops.execution.serving import BEATS, RUNNING, STOP, begin_serving, serve
+from ejkernel.ops.execution.serving import BEATS, RUNNING, SHARED, STOP, WAKE_UP, WAKES, begin_serving, serve
 from ejkernel.ops.execution.serving import pickled as pickled
 from ejkernel.ops.execution.serving import reports as reports
 
 _LOOK = 0.2  # seconds between two looks at whether a worker is alive
 _START = 120.0  # seconds in which a worker must have started
+_STUCK = 5 * WAKE_UP  # seconds without waking up after which somebody keeps a worker's interpreter from it
 _GOODBYE = 5.0  # seconds that a worker has to end by itself
 
 
@@ -53,8 +54,13 @@ class WorkerDiedError(TuningError):
 class Leash(Protocol):
     """How long a worker may be waited for, beside what it says itself."""
 
-    def silence(self, doing: Doing) -> float:
-        """Return the seconds without a sign of life after which it is ended."""
+    def silence(self, doing: Doing, *, is_stuck: bool) -> float:
+        """Return the seconds without a sign of life after which it is ended.
+
+        Args:
+            doing: What it is at.
+            is_stuck: Whether its interpreter's lock is not to be had.
+        """
 
     def left(self) -> float:
         """Return the seconds after which it is ended whatever it does."""
@@ -100,7 +106,7 @@ class Worker:
     ) -> None:
         _check_that_main_is_there()
         context = multiprocessing.get_context("spawn")
-        self._pulse = context.RawArray("q", 3)
+        self._pulse = context.RawArray("q", SHARED)
         pipe, other = context.Pipe()
         arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid())
         self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
@@ -171,12 +177,15 @@ class Worker:
     def _answer(
         self, on_event: Callable[[Event], None] | None, interrupts: list[Callable[[], object]], leash: Leash
     ) -> Any:
-        alive, beats, is_dead = time.monotonic(), self._pulse[BEATS], False
+        alive = awake = time.monotonic()
+        beats, wakes, is_dead = self._pulse[BEATS], self._pulse[WAKES], False
         while True:
             if self._can_stop and self._stop.is_set():
                 self._pulse[STOP] = True
             message = self._next_message(interrupts)
             now = time.monotonic()
+            if self._pulse[WAKES] != wakes:
+                awake, wakes = now, self._pulse[WAKES]
             if message is not None:
                 alive = now
                 kind, value = pickle.loads(message)  # noqa: S301 - our own child wrote it
@@ -192,7 +201,7 @@ class Worker:
                 raise WorkerDiedError(self._last_words())
             else:
                 is_dead = not self._process.is_alive()  # what it said last may be there by now, so look once more
-            self._check_time(now - alive, leash)
+            self._check_time(now - alive, leash, is_stuck=now - awake > _STUCK)
 
     def _next_message(self, interrupts: list[Callable[[], object]]) -> bytes | None:
         """Return the next message, `None` if none comes soon.
@@ -221,13 +230,13 @@ class Worker:
             raise WorkerDiedError(self._last_words()) from None
         return message
 
-    def _check_time(self, silent: float, leash: Leash) -> None:
+    def _check_time(self, silent: float, leash: Leash, *, is_stuck: bool) -> None:
         """End the worker if it has been silent for too long, or its time is over.
 
         Raises:
             WorkerDiedError: it was.
         """
-        allowed = leash.silence(self.doing)
+        allowed = leash.silence(self.doing, is_stuck=is_stuck)
         if silent > allowed:
             text = f"no sign of life for {silent:.1f} s while {self.doing.what} (allowed: {allowed:.1f} s)"
         elif leash.left() <= 0:
@@ -302,8 +311,9 @@ def _session_of(leader: int) -> list[int]:
 class _Loose:
     """A leash that leaves it to the worker."""
 
-    def silence(self, doing: Doing) -> float:
+    def silence(self, doing: Doing, *, is_stuck: bool) -> float:
         """See `Leash`."""
+        del is_stuck
         return doing.limit
 
     def left(self) -> float:
