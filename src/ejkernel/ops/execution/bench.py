@@ -36,6 +36,7 @@ _MOST_SETS = 512  # of inputs for cold caches; inputs so small that they need mo
 # Bytes of registers that a thread spills, from which on a candidate is not run if there is another: such ones took 2.5
 # times as long as the best, and more, while one that spilled 20 was the best (benchmarks/results/spills_h200.json).
 _SPILLS_MUCH = 512
+REFERENCE = "running the reference"  # what no candidate is to blame for
 _GRACE = 10.0  # seconds in which this process gives a compilation up by itself, before whoever watches ends it
 
 
@@ -242,7 +243,7 @@ class Bench:
                 self.watch.compiling([config for configs in self._compiling.values() for config in configs])
 
         threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_change=changed)
-        self._find_truth()  # while the first candidates are compiled
+        self.find_truth()  # while the first candidates are compiled
         self._watch_compiling()
         for done in threads.results(self.stop):
             candidate = candidates[done.index]
@@ -339,13 +340,13 @@ class Bench:
             if first.held is None:
                 finished(first)
 
-    def _find_truth(self) -> None:
+    def find_truth(self) -> None:
         """Make the inputs and the reference's results, if that was not done before."""
         if self._arrays is not None:
             return
         has_reference = overrides(self.inv.node.spec.kernel, "reference")
         what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
-        self.watch.begin("running the reference", [], self.limits.compile.first)
+        self.watch.begin(REFERENCE, [], self.limits.compile.first)
         try:
             self._arrays = self.inputs(self.seed)
             self._truth = self.truth_about(self.inv.node, self._arrays) if self.policy.validate else None
@@ -410,7 +411,7 @@ class Bench:
         """Put new inputs in place of those that the candidates were checked and measured on so far."""
         self._arrays, self._truth = None, None
         self.seed += 1
-        self._find_truth()
+        self.find_truth()
 
     def check_again(self, candidate: Candidate) -> Sequence[Any]:
         """Compare a candidate's results on the inputs that there are now, and return them.

@@ -14,7 +14,7 @@ from ejkernel.ops.core.derived import Vjp, innermost
 from ejkernel.ops.core.examples import random_array
 from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import CandidateError
-from ejkernel.ops.execution.bench import Bench, Candidate
+from ejkernel.ops.execution.bench import REFERENCE, Bench, Candidate
 from ejkernel.ops.utils.telling import error_text
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def _has_right_gradient(bench: Bench, candidate: Candidate, results: Sequence[An
     except BaseException as error:  # noqa: BLE001 - whether that is the candidate's fault, the heuristic tells
         return _excuse(bench, gradient, inputs, error)
     try:
-        bench.watch.begin("running the reference's gradient", [], bench.limits.compile.first)
+        bench.watch.begin(f"{REFERENCE}'s gradient", [], bench.limits.compile.first)
         truth = bench.truth_about(gradient, inputs)
     except BaseException as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
         logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, error_text(error))

@@ -62,21 +62,25 @@ def _within_budget(task: TuningTask, journal: Journal, stop: threading.Event, ou
             warnings.warn(f"{text}(AutotunePolicy(isolate=True) ends it).", TuningWarning, stacklevel=4)
             if journal.is_over or stop.is_set():
                 return journal.conclude(f"{left}{named(attempt.accused)}")
-            journal.bury(str(left), attempt.accused)
+            journal.bury(str(left), attempt.what, attempt.accused)
         else:
             journal.close()
             return data
 
 
 class _Attempt:
-    """What one thread does of a task: a `Watch` that knows since when nothing was heard."""
+    """What one thread does of a task: a `Watch` that knows since when nothing was heard.
+
+    Attributes:
+        what: What it is at.
+    """
 
     def __init__(self, stop: threading.Event, outputs: Outputs, journal: Journal | None = None) -> None:
         self._stop = stop
         self._abandoned = threading.Event()
         self._outputs = outputs
         self._journal = journal
-        self._what = "starting"
+        self.what = "starting"
         self._allowed = float("inf")
         self._configs: Sequence[Any] = ()
         self._compiling: Sequence[Any] = ()
@@ -118,7 +122,7 @@ class _Attempt:
         """See `Watch`."""
         self._outputs.mend()
         self._running, self._configs = 0, configs
-        self._what, self._allowed, self._alive = doing, allowed, time.monotonic()
+        self.what, self._allowed, self._alive = doing, allowed, time.monotonic()
 
     def running(self, index: int) -> None:
         """See `Watch`."""
@@ -136,8 +140,8 @@ class _Attempt:
         """
         assert self._journal is not None  # without a budget nobody looks
         silent = time.monotonic() - self._alive
-        allowed = self._journal.silence(self._what, self.accused, self._allowed)
+        allowed = self._journal.silence(self.what, self.accused, self._allowed)
         if silent > allowed:
-            raise LeftError(f"no sign of life for {silent:.1f} s while {self._what} (allowed: {allowed:.1f} s)")
+            raise LeftError(f"no sign of life for {silent:.1f} s while {self.what} (allowed: {allowed:.1f} s)")
         if self._journal.left() <= 0:
-            raise LeftError(f"its time was over while {self._what}")
+            raise LeftError(f"its time was over while {self.what}")

@@ -41,7 +41,7 @@ def tune_isolated(task: TuningTask, progress: Progress | None) -> AutotuneData:
             except (WorkerDiedError, DeviceLostError) as death:
                 if journal.is_over:
                     return journal.conclude(f"{death}{named(attempt.accused)}")
-                journal.bury(str(death), attempt.accused)
+                journal.bury(str(death), attempt.what, attempt.accused)
                 emit(WorkerRestarted(task.inv.key, str(death)))
             except TuningError:
                 if attempt.is_stopping:  # the reason why nothing was measured
@@ -95,6 +95,11 @@ class _Attempt:
             finally:
                 self.is_stopping = self.is_stopping or self._worker.is_stopping
         return data
+
+    @property
+    def what(self) -> str:
+        """What the worker is, or was last, at."""
+        return "" if self._worker is None else self._worker.doing.what
 
     @property
     def accused(self) -> list[Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.execution.bench import config_id
+from ejkernel.ops.execution.bench import REFERENCE, config_id
 from ejkernel.ops.execution.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.execution.outcome import CRASHED, MEASURED, READY, SKIPPED, AutotuneData, Outcome
 from ejkernel.ops.execution.task import Progress, Tally, TuningTask
@@ -158,7 +158,7 @@ class Journal:
 
     # --- blame ---
 
-    def bury(self, reason: str, accused: Iterable[Any]) -> None:
+    def bury(self, reason: str, what: str, accused: Iterable[Any]) -> None:
         """Find out who was to blame for the end of an attempt.
 
         One that was alone under way is. Of several any may be: whoever was announced last need not be who keeps the
@@ -166,13 +166,14 @@ class Journal:
 
         Args:
             reason: How it ended.
+            what: What it was at; of a reference, candidates that were compiled meanwhile need not be to blame.
             accused: The candidates that were under way: those that were compiled, and the one that ran.
 
         Raises:
             TuningError: none was, twice.
         """
         accused = {config_id(config): config for config in accused}
-        if len(accused) == 1:
+        if len(accused) == 1 and not what.startswith(REFERENCE):
             ((token, culprit),) = accused.items()
             self._suspects.pop(token, None)
             self.note(CandidateFinished(self._task.inv.key, Outcome(config=culprit, status=CRASHED, reason=reason)))

@@ -290,6 +290,8 @@ class TuningRun:
                 self._one_finished(candidate)
             else:
                 todo.append(candidate)
+        if self._suspects:
+            self._bench.find_truth()  # so that each of them is alone indeed
         groups = self._to_compile_together(todo)
         for group in itertools.takewhile(lambda _: not self._bench.stop(), groups):
             self._bench.prepare(group, self._one_finished)
