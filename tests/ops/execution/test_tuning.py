@@ -291,7 +291,10 @@ class NotAnException(BaseException):
         (GeneratorExit(), "GeneratorExit: no message"),
         (NotAnException("odd"), "NotAnException: odd"),
         (Unspeakable(), "Unspeakable: no message, for its __str__ raises ValueError"),
-        (ExceptionGroup("two", [ValueError("a"), Unspeakable()]), "ExceptionGroup: two (2 sub-exceptions): ValueError: a"),
+        (
+            ExceptionGroup("two", [ValueError("a"), Unspeakable()]),
+            "ExceptionGroup: two (2 sub-exceptions): ValueError: a",
+        ),
         (BaseExceptionGroup("one", [KeyboardInterrupt()]), "BaseExceptionGroup: one (1 sub-exception): Keyboard"),
     ],
     ids=lambda value: type(value).__name__,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class Axis:
         Raises:
             ConfigError: there are no values, or one is there twice.
         """
-        if isinstance(values, str) or not isinstance(name, str):
+        if not _are_values(values) or not isinstance(name, str):
             raise ConfigError(f"axes must map a name to a sequence of values, got {name!r}: {values!r}.")
         values = tuple(values)
         if not values:
@@ -105,6 +105,10 @@ class Axis:
             return False
         powers_of_two = all(value & (value - 1) == 0 for value in self.values)
         return not powers_of_two and len({value & -value for value in self.values}) > 1
+
+
+def _are_values(values: Any) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, str)
 
 
 def is_number(value: Any) -> bool:

@@ -47,7 +47,8 @@ class AutotunePolicy:
         for name in ("autotune", "heuristic", "validate", "cold_cache", "isolate", "note_misses"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if self.budget_s is not None and not self.budget_s > 0:
+        is_number = isinstance(self.budget_s, int | float) and not isinstance(self.budget_s, bool)
+        if self.budget_s is not None and not (is_number and self.budget_s > 0):
             raise ConfigError(f"budget_s must be positive seconds or None, got {self.budget_s!r}.")
         for name, least in (("devices", 1), ("compile_processes", 0), ("max_candidates", 1)):
             value = getattr(self, name)

@@ -13,7 +13,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ejkernel.ops.config._axes import ALIGNED_FROM, Axis, Floats, is_number, value_key
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
+from ejkernel.ops.utils.checks import check_argument
+from ejkernel.ops.utils.telling import error_text, where
 
 Cfg = TypeVar("Cfg")
 Point = tuple[int, ...]  # of each axis, the position of its value
@@ -32,9 +34,16 @@ class _Constraint:
     reads: tuple[str, ...] | None
 
     def __call__(self, assignment: Mapping[str, Any]) -> bool:
-        if self.reads is None:
-            return bool(self.holds(assignment))
-        return bool(self.holds(**{name: assignment[name] for name in self.reads}))
+        try:
+            if self.reads is None:
+                return bool(self.holds(assignment))
+            return bool(self.holds(**{name: assignment[name] for name in self.reads}))
+        except EjkernelError:
+            raise
+        except Exception as error:
+            raise KernelError(
+                f"the constraint {where(self.holds)} raised {error_text(error)}, for {dict(assignment)!r}"
+            ) from error
 
 
 class ConfigSpace(Generic[Cfg]):
@@ -75,11 +84,13 @@ class ConfigSpace(Generic[Cfg]):
         build: type[Cfg] | Callable[[dict[str, Any]], Cfg] | None = None,
         read: Callable[[Cfg], Mapping[str, Any]] | None = None,
     ) -> None:
+        check_argument(isinstance(axes, Mapping), "axes", "a mapping from names to values", axes)
         if not axes:
             raise ConfigError("axes must name at least one axis, got none; a lone configuration needs no space.")
         self.axes: tuple[Axis, ...] = tuple(Axis.of(name, values) for name, values in axes.items())
         self.names: tuple[str, ...] = tuple(axes)
-        given = [constraints] if callable(constraints) else list(constraints)
+        check_argument(build is None or callable(build), "build", "a class, or a function of the assignment", build)
+        given = given_constraints(constraints)
         self._checks = _by_last_axis([_constraint(holds, self.names) for holds in given], self.names)
         self._build = build
         self._read = read
@@ -196,7 +207,12 @@ class ConfigSpace(Generic[Cfg]):
         assignment = self.assignment(point)
         if self._build is None:
             return assignment  # type: ignore[return-value] # without `build` the configuration is the dictionary
-        config: Cfg = self._build(**assignment) if isinstance(self._build, type) else self._build(assignment)
+        try:
+            config: Cfg = self._build(**assignment) if isinstance(self._build, type) else self._build(assignment)
+        except EjkernelError:
+            raise
+        except Exception as error:
+            raise KernelError(f"build={where(self._build)} raised {error_text(error)}, for {assignment!r}") from error
         return config
 
     def point(self, config: Cfg) -> Point:
@@ -334,6 +350,25 @@ class ConfigSpace(Generic[Cfg]):
 
     def _nothing(self) -> ConfigError:
         return ConfigError(f"no configuration of {self!r} meets the constraints; check them, or add values.")
+
+
+def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
+    """Return the conditions that `constraints` stands for.
+
+    Raises:
+        ArgumentError: they are none.
+    """
+    given = [constraints] if callable(constraints) else constraints
+    check_argument(
+        isinstance(given, Iterable) and not isinstance(given, str | Mapping),
+        "constraints",
+        "a condition, which is a function, or several",
+        constraints,
+    )
+    listed = list(given)
+    for holds in listed:
+        check_argument(callable(holds), "each of constraints", "a function of values of axes", holds)
+    return listed
 
 
 def _constraint(holds: Callable[..., Any], names: tuple[str, ...]) -> _Constraint:

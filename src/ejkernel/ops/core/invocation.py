@@ -20,7 +20,8 @@ from ejkernel.ops.core.derived import Level, Vmapped, wiring
 from ejkernel.ops.core.kernel import Kernel, hook, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, UnstableKeyError
+from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
 from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, is_array
 
@@ -70,6 +71,10 @@ class Invocation(Generic[Cfg, Out]):
     def __post_init__(self) -> None:
         if self.kernel is None and not self.op_id:
             raise ArgumentError("Invocation needs kernel=... or op_id=...; got neither.")
+        if self.kernel is not None:
+            check_argument(isinstance(self.kernel, Kernel), "kernel", "a Kernel", self.kernel)
+        check_argument(isinstance(self.args, list | tuple), "args", "a tuple of positional arguments", self.args)
+        check_argument(isinstance(self.kwargs, Mapping), "kwargs", "a mapping of keyword arguments", self.kwargs)
         set_field = functools.partial(object.__setattr__, self)
         set_field("args", tuple(self.args))
         set_field("kwargs", dict(self.kwargs))
@@ -179,8 +184,8 @@ class Invocation(Generic[Cfg, Out]):
             args, kwargs = spec.join([abstract(array) for array in arrays])
         described: dict[str, Any] = {
             "op": self.op_id_v,
-            "args": describe(tuple(args)),
-            "kwargs": {name: describe(value) for name, value in sorted(kwargs.items())},
+            "args": self._described(tuple(args)),
+            "kwargs": {name: self._described(value, name) for name, value in sorted(kwargs.items())},
         }
         optional = {
             "steps": self._steps(),
@@ -190,6 +195,18 @@ class Invocation(Generic[Cfg, Out]):
             "wiring": self._wiring(),
         }
         return described | {name: value for name, value in optional.items() if value}
+
+    def _described(self, value: Any, name: str = "") -> Any:
+        """Return the description of a keyword argument, or of all positional ones.
+
+        Raises:
+            UnstableKeyError: it cannot be named stably; the message says which argument that is.
+        """
+        try:
+            return describe(value)
+        except UnstableKeyError as error:
+            culprit = name or next((f"argument {i}" for i, item in enumerate(value) if not _is_stable(item)), "")
+            raise UnstableKeyError(f"{self.op_id}: {culprit}: {error}") from error
 
     def _steps(self) -> list[list[Any]]:
         if self._node is not None:
@@ -272,6 +289,14 @@ def invocation_of(
 def _example(aval: Any, axis: int | None) -> jax.ShapeDtypeStruct:
     shape = tuple(dim for index, dim in enumerate(aval.shape) if index != axis)
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def _is_stable(value: Any) -> bool:
+    try:
+        describe(value)
+    except UnstableKeyError:
+        return False
+    return True
 
 
 def default_key_builder_with_sharding(

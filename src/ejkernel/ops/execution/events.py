@@ -13,6 +13,7 @@ from typing import Any
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
 from ejkernel.ops.execution.outcome import AutotuneData, Outcome
+from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.telling import error_text
 
 
@@ -85,6 +86,7 @@ def on_event(listener: Listener) -> Iterator[None]:
 
     What the listener raises does not reach the search; it is a `TuningWarning`.
     """
+    check_argument(callable(listener), "listener", "a function of an event", listener)
     with _lock:
         _listeners.append(listener)
     try:

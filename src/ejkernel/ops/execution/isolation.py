@@ -43,9 +43,11 @@ def tune_isolated(task: TuningTask, progress: Progress | None) -> AutotuneData:
                     return journal.conclude(f"{death}{named(attempt.accused)}")
                 journal.bury(str(death), attempt.what, attempt.accused)
                 emit(WorkerRestarted(task.inv.key, str(death)))
-            except TuningError:
+            except TuningError as error:
                 if attempt.is_stopping:  # the reason why nothing was measured
                     raise KeyboardInterrupt from None
+                if not str(error).startswith(task.inv.op_id):
+                    raise TuningError(f"{task.inv.op_id}: {error}") from error
                 raise
             else:
                 journal.close()

@@ -16,6 +16,7 @@ from ejkernel.ops.execution.memory import num_bytes, output_bytes, peak_bytes
 from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import apart
 from ejkernel.ops.execution.timers import WALL, Timer, TimerError, calls_per_sample, choose_timer, wall_sample
+from ejkernel.ops.utils.checks import check_argument, is_count
 from ejkernel.ops.utils.signature import is_array
 
 logger = logging.getLogger(__name__)
@@ -243,7 +244,8 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warm
     Raises:
         ConfigError: `num_iters` is not positive, or `num_warmup` is negative.
     """
-    if num_iters < 1 or num_warmup < 0:
+    check_argument(callable(fn), "fn", "a function", fn)
+    if not (is_count(num_iters, 1) and is_count(num_warmup, 0)):
         raise ConfigError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
 
     def work() -> float:

@@ -35,8 +35,8 @@ class Outcome:
         config: The candidate.
         status: `measured`; `failed` (raised); `wrong` (results differ from the reference); `same` (the program of
             another candidate); `pruned` (not run, because its program spills many registers); `crashed` (its process
-            ended, or had to be ended, or left in this process); `skipped` (out of time). While the search goes on, also `ready` (compiled and
-            checked).
+            ended, had to be ended, or was left alone); `skipped` (out of time). While the search goes on, also `ready`
+            (compiled and checked).
         reason: Why it was not measured.
         measurement: Its times.
         compile_seconds: How long lowering and compiling took.

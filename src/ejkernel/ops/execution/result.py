@@ -12,8 +12,9 @@ from ejkernel.ops.config.cache import ConfigCache, Overlay, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution.outcome import AutotuneData
+from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.serialize import from_json, to_data, to_json
 from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
 from ejkernel.ops.utils.typenames import decode_config, type_name
@@ -75,6 +76,8 @@ class AutotuningResult:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self.entries))
+        for entry in self.entries:
+            check_argument(isinstance(entry, Entry), "each of entries", "an Entry", entry)
 
     def __str__(self) -> str:
         """Return a table: of each call its configuration and, of those that were tuned here, what that brought."""
@@ -113,6 +116,7 @@ class AutotuningResult:
 
     def save(self, cache: ConfigCache | PersistentCache) -> None:
         """Put every entry into `cache`."""
+        check_argument(hasattr(cache, "put"), "cache", "a ConfigCache or a PersistentCache", cache)
         for entry in self.entries:
             cache.put(ConfigKey(self.device, entry.op_id_v, entry.call_key), entry.cfg)
 
@@ -132,7 +136,10 @@ class AutotuningResult:
             SerializationError: the text is not such a result.
             ConfigError: a configuration's type is not known in this process.
         """
-        stored = from_json(text, _StoredResult)
+        try:
+            stored = from_json(text, _StoredResult)
+        except SerializationError as error:
+            raise SerializationError(f"text must be what AutotuningResult.dumps() returned: {error}") from error
         if stored.schema != _SCHEMA:
             raise ConfigError(f"schema must be {_SCHEMA}, got {stored.schema!r}; the text is of another version.")
         return cls(

@@ -140,7 +140,7 @@ def serve() -> None:
 
 def _carry_out(request: bytes) -> tuple[str, Any]:
     try:
-        function, args = pickle.loads(request)  # noqa: S301 - our own parent wrote it
+        function, args = unpickled(request)
     except BaseException as error:  # noqa: BLE001 - such as of a class that is not where its name says
         return "error", _unsendable(error)
     try:
@@ -161,6 +161,11 @@ def pickled(value: Any) -> bytes:
         raise _unsendable(error) from error
 
 
+def unpickled(data: bytes) -> Any:
+    """Return what our own parent or child has pickled."""
+    return pickle.loads(data)  # noqa: S301 - nobody else writes to their pipe
+
+
 def _unsendable(error: BaseException) -> TuningError:
     return TuningError(
         f"this cannot be sent to a worker process, or back: {error_text(error)}. Kernels and their "
@@ -179,7 +184,7 @@ def _sendable(error: BaseException) -> BaseException:
     error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
     bare = error.with_traceback(None)
     try:
-        pickle.loads(pickle.dumps(bare))  # noqa: S301 - our own
+        unpickled(pickle.dumps(bare))
     except BaseException:  # noqa: BLE001 - then its text has to do
         return TuningError(error_text(error))
     return bare

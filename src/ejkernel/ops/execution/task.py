@@ -25,6 +25,7 @@ from ejkernel.ops.execution.outcome import FAILED, MEASURED, READY, REJECTED, SK
 from ejkernel.ops.execution.racing import RacePlan, Verdict, compare
 from ejkernel.ops.execution.roofline import suspiciously_fast
 from ejkernel.ops.execution.searching import Record, default_strategy
+from ejkernel.ops.utils.checks import check_candidates, named
 from ejkernel.ops.utils.telling import error_text
 
 logger = logging.getLogger(__name__)
@@ -160,9 +161,11 @@ class TuningRun:
         start = self._clock() - task.spent
         self._deadline = None if task.policy.budget_s is None else start + task.policy.budget_s
         first, others = self._configurations()
+        with named(inv.op_id):
+            baseline = _first(inv, first, others)
         self._bench = Bench(
             inv=inv,
-            baseline=_first(inv, first, others),
+            baseline=baseline,
             policy=task.policy,
             seed=task.seed,
             width=task.width or task.policy.compile_processes or None,
@@ -172,7 +175,7 @@ class TuningRun:
             reference=task.reference,
             stop=self._must_end,
         )
-        with self._compiling_elsewhere():
+        with self._compiling_elsewhere(), named(inv.op_id):
             if isinstance(others, ConfigSpace) and others.size > LISTED:
                 self._ask(others, first)
             else:
@@ -197,7 +200,10 @@ class TuningRun:
         """Return the heuristic's, if there is one, and the others."""
         inv, kernel, given = self.task.inv, self.task.kernel, self.task.candidates
         try:
-            return heuristic_of(inv, kernel), candidates_of(kernel, inv) if given is None else given
+            first = heuristic_of(inv, kernel)
+            if given is not None:
+                return first, check_candidates(given, f"{inv.op_id}: candidates")
+            return first, candidates_of(kernel, inv)
         except EjkernelError:
             raise
         except BaseException as error:
@@ -404,7 +410,6 @@ def heuristic_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[An
         config = hook(kernel, "heuristic_cfg", inv.platform)(inv)
     except NoConfigError:
         return []
-    check_config(kernel, config, "what heuristic_cfg returns")
     return [config]
 
 

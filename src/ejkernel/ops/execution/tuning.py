@@ -28,6 +28,7 @@ from ejkernel.ops.execution.searching import Record
 from ejkernel.ops.execution.task import Progress, TuningTask
 from ejkernel.ops.execution.threads import on_device_of
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.checks import check_argument, is_count
 
 if TYPE_CHECKING:
     from ejkernel.ops.execution.bundles import BundledCall
@@ -62,6 +63,8 @@ class Autotuner:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        check_argument(is_count(rounds, 1), "rounds", "a positive int", rounds)
+        check_argument(is_count(warmup, 0), "warmup", "an int >= 0", warmup)
         self.rounds = rounds
         self.warmup = warmup
         self.seed = seed
@@ -98,6 +101,8 @@ class Autotuner:
             TuningError: no candidate could be measured, or the reference itself failed.
             KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
         """
+        check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
+        check_argument(isinstance(kernel, Kernel), "kernel", "a Kernel", kernel)
         inv = dataclasses.replace(inv.abstract(), kernel=kernel)
         task = TuningTask(
             inv=inv,

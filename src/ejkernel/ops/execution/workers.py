@@ -15,7 +15,6 @@ import dataclasses
 import math
 import multiprocessing
 import os
-import pickle  # noqa: TID251 - between a process and its own child
 import signal
 import sys
 import threading
@@ -30,7 +29,7 @@ from ejkernel.ops.execution.events import Event
 from ejkernel.ops.execution.interrupts import interrupts_held_back
 from ejkernel.ops.execution.lives import start_process
 from ejkernel.ops.execution.pipes import Exchange
-from ejkernel.ops.execution.serving import BEATS, RUNNING, SHARED, STOP, WAKE_UP, WAKES, begin_serving, serve
+from ejkernel.ops.execution.serving import BEATS, RUNNING, SHARED, STOP, WAKE_UP, WAKES, begin_serving, serve, unpickled
 from ejkernel.ops.execution.serving import pickled as pickled
 from ejkernel.ops.execution.serving import reports as reports
 
@@ -188,7 +187,7 @@ class Worker:
                 awake, wakes = now, self._pulse[WAKES]
             if message is not None:
                 alive = now
-                kind, value = pickle.loads(message)  # noqa: S301 - our own child wrote it
+                kind, value = unpickled(message)
                 self.is_busy = kind not in ("done", "error")
                 if kind == "done":
                     return value

@@ -71,7 +71,7 @@ def from_json(text: str, cls: Any) -> Any:
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise SerializationError(f"$: not valid JSON ({error}).") from error
+        raise SerializationError(f"$: not valid JSON ({error}); text is {describe(text)}.") from error
     return from_data(data, cls)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 _MOST = 3  # errors of a group that are told
@@ -32,3 +33,10 @@ def value_text(value: Any) -> str:
     except BaseException as raised:  # noqa: BLE001 - as above
         return f"a {type(value).__name__}, whose __repr__ raises {type(raised).__name__}"
     return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 3]}..."
+
+
+def where(function: Any) -> str:
+    """Return a function's name, and where it is written, if that is known."""
+    name = getattr(function, "__qualname__", None) or value_text(function)
+    code = getattr(function, "__code__", None)
+    return name if code is None else f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
