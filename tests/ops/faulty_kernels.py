@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import sys
 import threading
 
 import jax
@@ -34,6 +35,35 @@ def spill(count):
 
 HEURISTIC = Fault(repeats=400)  # so slow that no load of the machine hides it
 BEST = Fault(repeats=1)
+
+
+class UnspeakableError(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+    __repr__ = __str__
+
+
+RAISED = {
+    "raise": ValueError("it raises"),
+    "interrupt": KeyboardInterrupt(),
+    "quit": SystemExit(3),
+    "unspeakable": UnspeakableError(),
+}
+
+
+def replace_streams():
+    sys.stdout = sys.stderr = object()
+
+
+CLOSING = {
+    "close 1": lambda: os.close(1),
+    "close 2": lambda: os.close(2),
+    "close stdout": lambda: sys.stdout.close(),
+    "close stderr": lambda: sys.stderr.close(),
+    "replace": replace_streams,
+    "close all": lambda: os.closerange(0, 4096),
+}
 
 
 def keep_the_lock():
@@ -66,9 +96,12 @@ class Faulty(Kernel[Fault, jax.Array]):
     kinds: tuple[str, ...] = ()
 
     def run(self, x, *, cfg):
-        if cfg.kind == "raise":
-            raise ValueError("it raises")
+        if cfg.kind in RAISED:
+            raise RAISED[cfg.kind]
         os.write(1, cfg.says.encode())
+        sys.stderr.write("")  # which fails where there is none
+        if cfg.kind in CLOSING:
+            CLOSING[cfg.kind]()
         if cfg.kind == "abort while tracing":
             os.abort()
         if cfg.kind == "never while tracing":
@@ -112,6 +145,14 @@ class Locking(Faulty):
     kinds = ("lock", "lock while tracing")
 
 
+class Closing(Faulty):
+    kinds = tuple(CLOSING)
+
+
+class Raising(Faulty):
+    kinds = tuple(RAISED)
+
+
 class Failing(Faulty):
     kinds = ("raise", "nan", "wrong", "memory", "terabyte", "wrong gradient")
 
@@ -132,6 +173,6 @@ class BrokenReference(Faulty):
 
 plain, spilling = Faulty("plain"), Spilling("spilling")
 crashing, hanging, failing = Crashing("crashing"), Hanging("hanging"), Failing("failing")
-locking = Locking("locking")
+locking, closing, raising = Locking("locking"), Closing("closing"), Raising("raising")
 failing_on_device = FailingOnDevice("failing_on_device")
 broken_reference = BrokenReference("broken_reference")

@@ -30,6 +30,8 @@ from ejkernel.ops.execution.memory import check_room, device_bytes, num_bytes, p
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, PRUNED, READY, SAME, SKIPPED, WRONG, Outcome
 from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.threads import carried
+from ejkernel.ops.execution.watching import Unwatched as Unwatched
+from ejkernel.ops.execution.watching import Watch as Watch
 from ejkernel.ops.utils.telling import error_text, message_of
 
 _MOST_SETS = 512  # of inputs for cold caches; inputs so small that they need more are measured warm
@@ -54,6 +56,7 @@ class Candidate:
     measurement: Measurement | None = None
     twin: Candidate | None = None  # whose program is the same
     held: Loader | None = None  # its program, which spills much, until the others have been checked
+    harm: int = 0  # what the watch knew of harm when it was begun
 
     @property
     def seconds(self) -> float | None:
@@ -125,32 +128,6 @@ class Remote(Loader, Protocol):
     @property
     def digest(self) -> str:
         """What tells it from others; empty if nothing does."""
-
-
-class Watch(Protocol):
-    """Whoever must know what is under way, in case this process does not survive it."""
-
-    def compiling(self, configs: Sequence[Any]) -> None:
-        """Say which candidates are being compiled now, in threads."""
-
-    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
-        """Say what the device works on, and for how many seconds at most without a sign of life."""
-
-    def running(self, index: int) -> None:
-        """Say that the candidate at `index` of those that `begin` named last is called now; a sign of life."""
-
-
-class Unwatched:
-    """Nobody watches."""
-
-    def compiling(self, configs: Sequence[Any]) -> None:
-        """See `Watch`."""
-
-    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
-        """See `Watch`."""
-
-    def running(self, index: int) -> None:
-        """See `Watch`."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -245,6 +222,7 @@ class Bench:
         threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_change=changed)
         self.find_truth()  # while the first candidates are compiled
         self._watch_compiling()
+        harmed = []
         for done in threads.results(self.stop):
             candidate = candidates[done.index]
             candidate.compile_seconds = done.seconds
@@ -254,9 +232,14 @@ class Bench:
                 candidate.fail(FAILED, done.error)
             elif candidate.held is None:
                 self._check(candidate, done.result)
-            if candidate.status != SAME and candidate.held is None:
+            if candidate.status == FAILED and len(candidates) > 1 and self.watch.harm() != candidate.harm:
+                harmed.append(candidate)
+            elif candidate.status != SAME and candidate.held is None:
                 finished(candidate)
             self._watch_compiling()
+        for candidate in harmed:  # perhaps by what was compiled beside it
+            if not self.stop():
+                self.prepare([candidate], finished)
         self._reorder(candidates, finished)
         for candidate in candidates:
             if candidate.held is not None and not self.stop():
@@ -287,6 +270,7 @@ class Bench:
         self.watch.begin("compiling", [], self.limits.compile.seconds + _GRACE)
 
     def _compile(self, candidate: Candidate) -> Any:
+        candidate.harm = self.watch.harm()
         made = self.programs.get(config_id(candidate.config)) or self._made_elsewhere(candidate)
         if made is None:
             choice = Choice(config=candidate.config, platform=self.inv.platform)

@@ -203,7 +203,7 @@ def _carry_out(work: Callable[[], Made], scope: Scope) -> Made:
             return carried(work, deeper=True)()  # a kernel in a kernel is not to be tuned here
     finally:
         flush()
-        mine.outputs.mend()
+        mine.outputs.mend(is_idle=True)
 
 
 _pools: dict[int, CompileProcesses] = {}

@@ -128,6 +128,10 @@ class _Attempt:
         """See `Watch`."""
         self._running, self._alive = index, time.monotonic()
 
+    def harm(self) -> int:
+        """See `Watch`."""
+        return self._outputs.mend()
+
     def _is_abandoned(self) -> bool:
         self._alive = time.monotonic()
         return self._abandoned.is_set()

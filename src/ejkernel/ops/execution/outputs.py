@@ -17,34 +17,51 @@ class Outputs:
     """Standard output and standard error as they are now, to be brought back later.
 
     Args:
-        is_ours: Whether nobody but us may change them; else only what was closed is brought back, because what is
-            other than before may be so on purpose.
+        is_ours: Whether nobody but candidates may change them for good; else only what cannot be used any more is
+            brought back, because what is other than before may be so on purpose.
     """
 
     def __init__(self, *, is_ours: bool) -> None:
         self._is_ours = is_ours
         self._lock = threading.Lock()
+        self._harm = 0
         self._copies = {number: copy for number in (_STDOUT, _STDERR) if (copy := _copied(number)) is not None}
         self._streams: dict[str, TextIO | None] = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
-    def mend(self) -> None:
-        """Bring back what is lost."""
-        with self._lock:
-            for number, copy in self._copies.items():
-                with contextlib.suppress(OSError):  # the copy may be lost too; then nothing can be done
-                    if _is_closed(number) or (self._is_ours and not os.path.sameopenfile(number, copy)):
-                        os.dup2(copy, number)
-            for name, stream in self._streams.items():
-                self._mend_stream(name, stream)
+    def mend(self, *, is_idle: bool = False) -> int:
+        """Bring back what is lost, and return how often that was needed by now.
 
-    def _mend_stream(self, name: str, stream: TextIO | None) -> None:
-        if stream is not None and _has_ended(stream):
+        Args:
+            is_idle: Whether nobody is at work who may have put something else in its place on purpose.
+        """
+        with self._lock:
+            lost = 0
+            for number, copy in self._copies.items():
+                lost += self._mend_descriptor(number, copy, is_ours=is_idle and self._is_ours)
+            for name, stream in self._streams.items():
+                lost += self._mend_stream(name, stream, is_ours=is_idle and self._is_ours)
+            self._harm += bool(lost)
+            return self._harm
+
+    def _mend_descriptor(self, number: int, copy: int, *, is_ours: bool) -> bool:
+        """Return whether it was closed."""
+        is_lost = _is_closed(number)
+        with contextlib.suppress(OSError):  # the copy may be lost too; then nothing can be done
+            if is_lost or (is_ours and not os.path.sameopenfile(number, copy)):
+                os.dup2(copy, number)
+        return is_lost
+
+    def _mend_stream(self, name: str, stream: TextIO | None, *, is_ours: bool) -> bool:
+        """Return whether there was one, and it could not be written to."""
+        is_lost = stream is not None and not _can_be_written(getattr(sys, name))
+        if stream is not None and not _can_be_written(stream):
             number = _STDOUT if name == "stdout" else _STDERR
             stream = self._streams[name] = open(  # noqa: SIM115 - it lasts as long as the process
                 number, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False
             )
-        if getattr(sys, name) is not stream and (self._is_ours or _has_ended(getattr(sys, name))):
+        if is_lost or (is_ours and getattr(sys, name) is not stream):
             setattr(sys, name, stream)
+        return is_lost
 
     def close(self) -> None:
         """Let go of what is kept."""
@@ -96,5 +113,5 @@ def _is_closed(number: int) -> bool:
     return False
 
 
-def _has_ended(stream: Any) -> bool:
-    return stream is None or getattr(stream, "closed", False) is True
+def _can_be_written(stream: Any) -> bool:
+    return hasattr(stream, "write") and not getattr(stream, "closed", False)

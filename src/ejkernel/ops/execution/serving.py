@@ -46,7 +46,7 @@ class Reports:
 
     def compiling(self, configs: Sequence[Any]) -> None:
         """See `Watch`."""
-        self.outputs.mend()
+        self.outputs.mend(is_idle=not configs)
         self.send("compiling", list(configs))
 
     def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
@@ -59,6 +59,10 @@ class Reports:
         """See `Watch`."""
         self.pulse[RUNNING] = index
         self.beat()
+
+    def harm(self) -> int:
+        """See `Watch`."""
+        return self.outputs.mend()
 
     def beat(self) -> bool:
         """Show a sign of life, and return `False`: nobody has abandoned the search."""
