@@ -52,16 +52,19 @@ RAISED = {
 }
 
 
+def close_streams():
+    sys.stdout.close()
+    sys.stderr.close()
+
+
 def replace_streams():
     sys.stdout = sys.stderr = object()
 
 
 CLOSING = {
-    "close 1": lambda: os.close(1),
-    "close 2": lambda: os.close(2),
-    "close stdout": lambda: sys.stdout.close(),
-    "close stderr": lambda: sys.stderr.close(),
-    "replace": replace_streams,
+    "close": lambda: os.closerange(1, 3),
+    "close streams": close_streams,
+    "replace streams": replace_streams,
     "close all": lambda: os.closerange(0, 4096),
 }
 

@@ -28,6 +28,7 @@ from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.threads import carried
 from ejkernel.ops.execution.workers import Doing, Worker, WorkerDiedError, at_session_end
 from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.telling import error_text
 
 _SPILLED = re.compile(r"(\d+) bytes spill stores")
 _CHATTER = re.compile(r"I\d{4} |ptxas (info|warning)\b|\s*\d+ bytes stack frame|\s*$")
@@ -201,6 +202,10 @@ def _carry_out(work: Callable[[], Made], scope: Scope) -> Made:
     try:
         with entered(scope):
             return carried(work, deeper=True)()  # a kernel in a kernel is not to be tuned here
+    except Exception:
+        raise
+    except BaseException as error:  # as an error of its own it would be taken for the user's Ctrl-C
+        raise CandidateError(error_text(error)) from None
     finally:
         flush()
         mine.outputs.mend(is_idle=True)
