@@ -24,7 +24,7 @@ from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError, DeviceLostError, SerializationError, TuningError
 from ejkernel.ops.execution.checking import check_results
-from ejkernel.ops.execution.compiling import CompileThreads, Patience
+from ejkernel.ops.execution.compiling import CompileThreads, Done, Patience
 from ejkernel.ops.execution.measuring import Measurement, Runner, interleaved, sets_for_cold
 from ejkernel.ops.execution.memory import check_room, device_bytes, num_bytes, peak_bytes
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, PRUNED, READY, SAME, SKIPPED, WRONG, Outcome
@@ -225,13 +225,7 @@ class Bench:
         harmed = []
         for done in threads.results(self.stop):
             candidate = candidates[done.index]
-            candidate.compile_seconds = done.seconds
-            if isinstance(done.error, _SameProgram):
-                candidate.status, candidate.reason, candidate.twin = SAME, str(done.error), done.error.owner
-            elif done.error is not None:
-                candidate.fail(FAILED, done.error)
-            elif candidate.held is None:
-                self._check(candidate, done.result)
+            self._take(candidate, done)
             if candidate.status == FAILED and len(candidates) > 1 and self.watch.harm() != candidate.harm:
                 harmed.append(candidate)
             elif candidate.status != SAME and candidate.held is None:
@@ -246,6 +240,16 @@ class Bench:
                 self._prune_or_check(candidate, candidate.held)
                 finished(candidate)
         _tell_of_twins(candidates, finished)
+
+    def _take(self, candidate: Candidate, done: Done[Any]) -> None:
+        """Take note of what became of a candidate when it was compiled, and run it."""
+        candidate.compile_seconds = done.seconds
+        if isinstance(done.error, _SameProgram):
+            candidate.status, candidate.reason, candidate.twin = SAME, str(done.error), done.error.owner
+        elif done.error is not None:
+            candidate.fail(FAILED, done.error)
+        elif candidate.held is None:
+            self._check(candidate, done.result)
 
     def note_spills(self, spilled: int | None) -> None:
         """Take note that a candidate which is right spills so much, as far as that is known."""

@@ -204,7 +204,7 @@ def _carry_out(work: Callable[[], Made], scope: Scope) -> Made:
             return carried(work, deeper=True)()  # a kernel in a kernel is not to be tuned here
     except Exception:
         raise
-    except BaseException as error:  # as an error of its own it would be taken for the user's Ctrl-C
+    except BaseException as error:  # noqa: BLE001 - as it is it would be taken for the user's Ctrl-C
         raise CandidateError(error_text(error)) from None
     finally:
         flush()
