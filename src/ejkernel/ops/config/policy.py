@@ -20,7 +20,8 @@ class AutotunePolicy:
         autotune: Measure the candidates there and then. Off by default: nothing is tuned at a bad moment.
         heuristic: Answer with the kernel's heuristic; off, a miss is a `NoConfigError`.
         validate: While tuning, reject candidates whose results differ from the reference.
-        budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
+        budget_s: Seconds after which a search ends with the best so far, also when a candidate never returns, within a
+            grace of a quarter of them, five seconds at least; `None`: no limit. The heuristic has its turn in any case.
         cold_cache: Measure with inputs that no cache of the device holds, where calls meet such inputs in the program.
         isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
         devices: How many GPUs tune side by side, each with a worker process of its own; only with `isolate`, and where

@@ -132,7 +132,7 @@ class Remote(Loader, Protocol):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Limits:
-    """How long the parts of a search may take; in this process only compiling can be given up.
+    """How long the parts of a search may take; without a budget only compiling can be given up in this process.
 
     Attributes:
         compile: Lowering and compiling one candidate.

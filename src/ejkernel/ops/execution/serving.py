@@ -8,7 +8,6 @@ import os
 import pickle  # noqa: TID251 - between a process and its own child
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from ejkernel.ops.execution import outputs
 from ejkernel.ops.execution.lives import end_with, ignore_interrupts
 from ejkernel.ops.execution.outputs import Outputs
 from ejkernel.ops.execution.pipes import read_message, write_message
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.telling import error_text, traceback_text
 
 # What parent and worker share without a lock, which one that is killed would keep: the index of the candidate that
 # runs, a number that changes with each sign of life, one that changes as long as the interpreter's lock is to be had,
@@ -185,7 +184,7 @@ def _sendable(error: BaseException) -> BaseException:
     """
     if not isinstance(error, Exception | SystemExit):
         return TuningError(error_text(error))
-    error.add_note("in the worker:\n" + "".join(traceback.format_exception(error)))
+    error.add_note(f"in the worker:\n{traceback_text(error)}")
     bare = error.with_traceback(None)
     try:
         unpickled(pickle.dumps(bare))

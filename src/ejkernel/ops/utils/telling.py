@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ def message_of(error: BaseException) -> str:
         return str(error).strip() or "no message"
     except BaseException as raised:  # noqa: BLE001 - it is the message that is to blame, and nobody else
         return f"no message, for its __str__ raises {type(raised).__name__}"
+
+
+def traceback_text(error: BaseException) -> str:
+    """Return an error's traceback, as far as it can be had."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException:  # noqa: BLE001 - as above
+        return error_text(error)
 
 
 def value_text(value: Any) -> str:
