@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -167,6 +168,7 @@ class Bench:
         reference: The kernel's reference for this call, compiled before.
         compile_elsewhere: Compiles a call in another process; returns `None` if it must be compiled here.
         stop: Whether to end as soon as possible.
+        left: The seconds that are left for the search.
     """
 
     inv: Invocation[Any, Any]
@@ -180,6 +182,7 @@ class Bench:
     reference: Loader | None = None
     compile_elsewhere: Callable[[Invocation[Any, Any], Choice], Remote | None] | None = None
     stop: Callable[[], bool] = lambda: False
+    left: Callable[[], float] = lambda: math.inf
 
     def __post_init__(self) -> None:
         self._owners: dict[str, Candidate] = {}
@@ -219,7 +222,9 @@ class Bench:
                 self._compiling[id(jobs)] = [candidates[index].config for index in running]
                 self.watch.compiling([config for configs in self._compiling.values() for config in configs])
 
-        threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_change=changed)
+        threads = CompileThreads(
+            jobs, width=self.width, patience=self.limits.compile, left=self.left, on_change=changed
+        )
         self.find_truth()  # while the first candidates are compiled
         self._watch_compiling()
         harmed = []

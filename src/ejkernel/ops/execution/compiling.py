@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
+import math
 import os
 import queue
 import threading
@@ -51,6 +52,16 @@ class Patience:
             return self.first
         return max(self.least, self.factor * float(np.quantile(self._seen, 0.9)))
 
+    def within(self, left: float) -> float:
+        """Return what is allowed where so many seconds are left for everything.
+
+        That is half of them, so that others come to something too; but twice what others took always, and where
+        nothing is known of others, nothing says that it is too long.
+        """
+        if not self._seen:
+            return self.seconds
+        return min(self.seconds, max(left / 2, 2 * max(self._seen)))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
@@ -76,6 +87,7 @@ class CompileThreads(Generic[T]):
         jobs: What to run.
         width: How many at a time; the number of cores by default.
         patience: How long each may take; learns from those that end well.
+        left: The seconds that are left for everything.
         on_change: Called with the indices of the jobs under way, before one begins and when one ends, by whichever
             thread; one that was given up is under way until it ends.
         clock: Source of seconds.
@@ -87,12 +99,14 @@ class CompileThreads(Generic[T]):
         *,
         width: int | None = None,
         patience: Patience,
+        left: Callable[[], float] = lambda: math.inf,
         on_change: Callable[[Sequence[int]], None] = lambda running: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._waiting = collections.deque(enumerate(jobs))
         self._width = width or default_width()
         self._patience = patience
+        self._left = left
         self._on_change = on_change
         self._clock = clock
         self._running: dict[int, float] = {}  # those that are waited for, and since when
@@ -142,7 +156,7 @@ class CompileThreads(Generic[T]):
             self._ended.put(Done(index, result, error, self._clock() - start))
 
     def _given_up(self) -> Iterator[Done[Any]]:
-        allowed, now = self._patience.seconds, self._clock()
+        allowed, now = self._patience.within(self._left()), self._clock()
         for index in [index for index, start in self._running.items() if now - start > allowed]:
             seconds = now - self._running.pop(index)
             self._fill()

@@ -27,8 +27,8 @@ _RUNS = ("compiling", "loading", "running", "measuring")  # what takes each cand
 class Journal:
     """What is known of a task, from attempt to attempt.
 
-    With a budget, silence ends an attempt sooner than it would otherwise: when half of what is left has gone by, so
-    that the other half is there for the other candidates. Where the search ends whatever is under way, is a small grace
+    With a budget, silence ends an attempt sooner than it would otherwise: when it lasts for half of what is left by
+    then, so that there is time for the other candidates. Where the search ends whatever is under way, is a small grace
     after its budget, or after the heuristic has had its turn.
 
     Args:

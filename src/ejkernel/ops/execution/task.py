@@ -17,7 +17,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, hook
-from ejkernel.ops.errors import CandidateError, EjkernelError, NoConfigError, TuningError
+from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, NoConfigError, TuningError
 from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Loader, Unwatched, Watch, config_id
 from ejkernel.ops.execution.confirming import confirm
 from ejkernel.ops.execution.events import CandidateFinished, Event, SearchStarted, emit
@@ -161,7 +161,7 @@ class TuningRun:
         start = self._clock() - task.spent
         self._deadline = None if task.policy.budget_s is None else start + task.policy.budget_s
         first, others = self._configurations()
-        with named(inv.op_id):
+        with self._naming_the_kernel():
             baseline = _first(inv, first, others)
         self._bench = Bench(
             inv=inv,
@@ -174,8 +174,9 @@ class TuningRun:
             programs={config_id(config): program for config, program in task.programs},
             reference=task.reference,
             stop=self._must_end,
+            left=self._left,
         )
-        with self._compiling_elsewhere(), named(inv.op_id):
+        with self._compiling_elsewhere(), self._naming_the_kernel():
             if isinstance(others, ConfigSpace) and others.size > LISTED:
                 self._ask(others, first)
             else:
@@ -199,15 +200,27 @@ class TuningRun:
     def _configurations(self) -> tuple[list[Any], Collection[Any]]:
         """Return the heuristic's, if there is one, and the others."""
         inv, kernel, given = self.task.inv, self.task.kernel, self.task.candidates
+        with self._naming_the_kernel():
+            try:
+                first = heuristic_of(inv, kernel)
+                if given is not None:
+                    return first, check_candidates(given, f"{inv.op_id}: candidates")
+                return first, candidates_of(kernel, inv)
+            except EjkernelError:
+                raise
+            except BaseException as error:
+                raise KernelError(error_text(error)) from error
+
+    @contextlib.contextmanager
+    def _naming_the_kernel(self) -> Iterator[None]:
+        """Say whose configurations something is wrong with; what a hook raises is this call's error alone."""
+        op_id = self.task.inv.op_id
         try:
-            first = heuristic_of(inv, kernel)
-            if given is not None:
-                return first, check_candidates(given, f"{inv.op_id}: candidates")
-            return first, candidates_of(kernel, inv)
-        except EjkernelError:
-            raise
-        except BaseException as error:
-            raise TuningError(f"{inv.op_id}: its configurations cannot be had: {error_text(error)}") from error
+            with named(op_id):
+                yield
+        except KernelError as error:
+            why = str(error).removeprefix(f"{op_id}: ")
+            raise TuningError(f"{op_id}: its configurations cannot be had: {why}") from error
 
     @contextlib.contextmanager
     def _compiling_elsewhere(self) -> Iterator[None]:
@@ -217,7 +230,7 @@ class TuningRun:
             from ejkernel.ops.execution.compilers import compiler_for  # imports multiprocessing
 
             device, count = self.task.inv.device_fingerprint, self.task.policy.compile_processes
-            compiler = compiler_for(device, count, lambda: self._bench.limits.compile.seconds)
+            compiler = compiler_for(device, count, lambda: self._bench.limits.compile.within(self._left()))
         self._bench.compile_elsewhere = compiler
         try:
             yield
@@ -330,6 +343,9 @@ class TuningRun:
             self._ranking = []
         for candidate in runners:
             self._tell(CandidateFinished(self.task.inv.key, candidate.outcome()))
+
+    def _left(self) -> float:
+        return math.inf if self._deadline is None else self._deadline - self._clock()
 
     def _must_end(self) -> bool:
         """Return whether to end with the best so far: but the very first candidate has its turn."""
