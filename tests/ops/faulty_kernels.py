@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
+import sys
 import threading
 
 import jax
@@ -35,6 +37,43 @@ HEURISTIC = Fault(repeats=400)  # so slow that no load of the machine hides it
 BEST = Fault(repeats=1)
 
 
+class UnspeakableError(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+    __repr__ = __str__
+
+
+RAISED = {
+    "raise": ValueError("it raises"),
+    "interrupt": KeyboardInterrupt(),
+    "quit": SystemExit(3),
+    "unspeakable": UnspeakableError(),
+}
+
+
+def close_streams():
+    sys.stdout.close()
+    sys.stderr.close()
+
+
+def replace_streams():
+    sys.stdout = sys.stderr = object()
+
+
+CLOSING = {
+    "close": lambda: os.closerange(1, 3),
+    "close streams": close_streams,
+    "replace streams": replace_streams,
+    "close all": lambda: os.closerange(0, 4096),
+}
+
+
+def keep_the_lock():
+    """Never return, and never let another thread of this process run Python."""
+    ctypes.PyDLL(None).pause()
+
+
 def _strike(kind):
     """Do what the host's side of a program can do to its process."""
 
@@ -45,6 +84,8 @@ def _strike(kind):
             os._exit(3)
         if kind == "never":
             threading.Event().wait()
+        if kind == "lock":
+            keep_the_lock()
         if kind == "memory":
             np.ones(2**40, np.uint8)
         return x
@@ -58,15 +99,20 @@ class Faulty(Kernel[Fault, jax.Array]):
     kinds: tuple[str, ...] = ()
 
     def run(self, x, *, cfg):
-        if cfg.kind == "raise":
-            raise ValueError("it raises")
+        if cfg.kind in RAISED:
+            raise RAISED[cfg.kind]
         os.write(1, cfg.says.encode())
+        sys.stderr.write("")  # which fails where there is none
+        if cfg.kind in CLOSING:
+            CLOSING[cfg.kind]()
         if cfg.kind == "abort while tracing":
             os.abort()
         if cfg.kind == "never while tracing":
             threading.Event().wait()
+        if cfg.kind == "lock while tracing":
+            keep_the_lock()
         x = jax.lax.fori_loop(0, cfg.repeats, lambda _, x: x + 1e-30 * jnp.sin(x @ x), x)
-        if cfg.kind in ("abort", "exit", "never", "memory"):
+        if cfg.kind in ("abort", "exit", "never", "lock", "memory"):
             return jax.pure_callback(_strike(cfg.kind), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         if cfg.kind == "nan":
             return x * jnp.nan
@@ -98,6 +144,18 @@ class Hanging(Faulty):
     kinds = ("never",)
 
 
+class Locking(Faulty):
+    kinds = ("lock", "lock while tracing")
+
+
+class Closing(Faulty):
+    kinds = tuple(CLOSING)
+
+
+class Raising(Faulty):
+    kinds = tuple(RAISED)
+
+
 class Failing(Faulty):
     kinds = ("raise", "nan", "wrong", "memory", "terabyte", "wrong gradient")
 
@@ -118,5 +176,6 @@ class BrokenReference(Faulty):
 
 plain, spilling = Faulty("plain"), Spilling("spilling")
 crashing, hanging, failing = Crashing("crashing"), Hanging("hanging"), Failing("failing")
+locking, closing, raising = Locking("locking"), Closing("closing"), Raising("raising")
 failing_on_device = FailingOnDevice("failing_on_device")
 broken_reference = BrokenReference("broken_reference")

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.space import ConfigSpace, given_constraints
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
+from ejkernel.ops.utils.checks import asked, named
 from ejkernel.ops.utils.serialize import stable_json
 
 Config = dict[str, Any]
@@ -84,7 +85,10 @@ def tune(
     def decorate(function: Callable[..., Out]) -> TunedFunction[Out]:
         if not callable(function):
             raise KernelError(f"tune decorates a function, got {function!r}; write @tune(space=...).")
+        _check_functions(getattr(function, "__name__", "tune"), heuristic, reference, bucket)
         declared = _Declared(function, space, constraints, heuristic)
+        if not isinstance(version, str):
+            raise KernelError(f"{declared.called}: version must be a text, got {version!r}.")
         members: dict[str, Any] = {
             "__module__": getattr(function, "__module__", __name__),
             "run": _run(function, declared),
@@ -100,6 +104,12 @@ def tune(
         return made
 
     return decorate
+
+
+def _check_functions(called: str, heuristic: Any, reference: Any, bucket: Any) -> None:
+    for name, value in (("heuristic", heuristic), ("reference", reference), ("bucket", bucket)):
+        if value is not None and not callable(value):
+            raise KernelError(f"{called}: {name} must be a function or None, got {value!r}.")
 
 
 class TunedFunction(Kernel[Config, Out]):
@@ -153,7 +163,9 @@ class _Declared:
         heuristic: Callable[[Invocation[Any, Any]], Mapping[str, Any]] | None,
     ) -> None:
         self.called: str = getattr(function, "__name__", None) or repr(function)
-        self._space, self._constraints, self._heuristic = space, constraints, heuristic
+        with named(self.called):
+            self._constraints = given_constraints(constraints)
+        self._space, self._heuristic = space, heuristic
         parameters = inspect.signature(function).parameters
         self.names = _names_in(space, parameters, self.called)
         self.signature = _signature(parameters, self.names, self.called)
@@ -169,12 +181,14 @@ class _Declared:
                 f"{self.called}: {', '.join(missing)} must have a default, which untuned calls run with; or pass "
                 "tune(..., heuristic=...)."
             )
-        self._static = None if callable(space) or _depends_on_shapes(space) else self._listed(space, {}, self._defaults)
+        with named(self.called):
+            is_known = not callable(space) and not _depends_on_shapes(space)
+            self._static = self._listed(space, {}, self._defaults) if is_known else None
         self._types = _types(self._static, self.names, self._defaults)
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Config:
         """Return the configuration of a call that nobody tuned."""
-        found = self._heuristic(inv) if self._heuristic is not None else {}
+        found = {} if self._heuristic is None else asked(f"{self.called}: heuristic", self._heuristic, inv)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{self.called}: heuristic must return a dictionary, got {found!r}.")
         merged = {**self._defaults, **found, **self._fixed(inv)}
@@ -185,9 +199,12 @@ class _Declared:
         fixed, base = self._fixed(inv), self.heuristic_cfg(inv)
         if isinstance(self._static, ConfigSpace) and not fixed:
             return self._static
-        space = self._space(inv) if callable(self._space) else self._space
+        space = asked(f"{self.called}: space", self._space, inv) if callable(self._space) else self._space
         if isinstance(space, Mapping):
-            space = {name: values(inv) if callable(values) else values for name, values in space.items()}
+            space = {
+                name: asked(f"{self.called}: space[{name!r}]", values, inv) if callable(values) else values
+                for name, values in space.items()
+            }
         return self._listed(space, fixed, base)
 
     def checked(self, name: str, value: Any) -> Any:
@@ -224,7 +241,7 @@ class _Declared:
             self._check_names(space)
             axes = {name: [fixed[name]] if name in fixed else self._values(name, space[name], base) for name in space}
             return _some(ConfigSpace(axes, constraints=self._constraints), base)
-        if callable(self._constraints) or tuple(self._constraints):
+        if self._constraints:
             raise KernelError(f"{self.called}: constraints belong to values by name; put them into the ConfigSpace.")
         if isinstance(space, ConfigSpace):
             self._check_names(space.names)

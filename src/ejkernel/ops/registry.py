@@ -15,6 +15,7 @@ from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.checks import check_argument
 
 
 class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
@@ -45,6 +46,8 @@ def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> No
     Raises:
         UnstableKeyError: a static argument has no stable name, so the call has no key to be kept under.
     """
+    check_argument(hasattr(kernel, "op_id"), "kernel", "a Kernel", kernel)
+    check_argument(hasattr(inv, "abstract_args"), "inv", "an Invocation", inv)
     abstract = dataclasses.replace(inv, kernel=kernel).abstract()
     device, op, call = abstract.key
     with _lock:

@@ -97,6 +97,23 @@ def test_a_candidate_that_ends_the_process_that_compiles_it_costs_itself_alone()
     assert data.config == BEST
 
 
+def test_what_a_candidate_raises_or_closes_there_costs_itself_alone():
+    closing = [Fault(kind) for kind in ("close", "close streams", "replace streams")]
+    raising = [Fault(kind) for kind in ("interrupt", "quit", "unspeakable")]
+    data = tune([*closing, *raising, BEST])
+    assert [outcome.status for outcome in data.outcomes] == [
+        *["measured"] * 2,
+        *["same"] * 2,
+        *["failed"] * 3,
+        "measured",
+    ]
+    assert [outcome.reason.partition(":")[0] for outcome in data.outcomes[4:7]] == [
+        "KeyboardInterrupt",
+        "SystemExit",
+        "UnspeakableError",
+    ]
+
+
 def test_a_candidate_that_never_ends_compiling_is_ended():
     with pytest.raises(CandidateError, match=r"no sign of life for .* s while compiling \(allowed: 0.3 s\)"):
         compiled(Fault("never while tracing"), allowed=0.3)

@@ -133,6 +133,23 @@ def test_patience_follows_what_was_usual_but_allows_the_least_always():
     assert patience.seconds == 100.0
 
 
+def test_where_little_time_is_left_half_of_it_is_allowed_but_never_less_than_others_took():
+    patience = Patience(first=300.0, least=30.0)
+    assert patience.within(1.0) == 300.0  # nothing says yet that it is too long
+    patience.note(2.0)
+    assert [patience.within(left) for left in (100.0, 20.0, 5.0, 0.0)] == [30.0, 10.0, 4.0, 4.0]
+
+
+def test_a_job_that_never_ends_is_given_up_sooner_where_little_time_is_left():
+    never = threading.Event()
+    patience = Patience(first=LONG, least=LONG)
+    patience.note(0.01)
+    found = results([never.wait, lambda: "after it"], width=1, patience=patience, left=lambda: 0.2)
+    never.set()
+    assert str(found[0].error).endswith("(allowed: 0.1 s)")
+    assert found[1].result == "after it"
+
+
 def test_patience_learns_from_jobs_that_end_well_alone():
     ticks = iter(range(1000))
     patience = Patience(first=1e6, least=0.0, factor=2.0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import re
@@ -23,21 +24,23 @@ from tests.ops.faulty_kernels import BEST, SHAPE
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.errors import TuningError
+from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution import bench
 from ejkernel.ops.execution.bench import Limits
 from ejkernel.ops.execution.compiling import Patience
 from ejkernel.ops.execution.events import SearchStarted, WorkerRestarted, on_event
+from ejkernel.ops.execution.serving import reports
 from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.execution.workers import Worker, WorkerDiedError, worker_session
 
 X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 
 
-def tune(kernel, *, isolate=True, **limits):
+def tune(kernel, *, isolate=True, budget_s=None, width=1, **limits):
     # one after the other: the heuristic, whose times teach patience, comes first
-    tuner = Autotuner(limits=Limits(**limits), width=1)
-    return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=AutotunePolicy(isolate=isolate))
+    tuner = Autotuner(limits=Limits(**limits), width=width)
+    policy = AutotunePolicy(isolate=isolate, budget_s=budget_s)
+    return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy)
 
 
 def fates(data):
@@ -62,8 +65,7 @@ def test_a_candidate_that_ends_its_process_costs_itself_alone():
 
 
 def test_the_culprit_is_found_among_candidates_that_are_compiled_side_by_side():
-    kernel = faulty_kernels.crashing
-    data = Autotuner(width=4).tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=AutotunePolicy(isolate=True))
+    data = tune(faulty_kernels.crashing, width=4)
     assert data.config == BEST
     assert {kind: status for kind, (status, _) in fates(data).items()} == {
         "abort": "crashed",
@@ -79,6 +81,36 @@ def test_a_candidate_that_never_returns_is_ended_at_its_deadline():
     status, reason = fates(data)["never"]
     assert status == "crashed"
     assert "no sign of life for 2." in reason
+
+
+def test_whoever_keeps_the_interpreter_s_lock_is_found_among_all_and_the_heuristic_is_not_blamed():
+    data = tune(faulty_kernels.locking, width=4, budget_s=16.0)
+    found = fates(data)
+    assert data.heuristic.status == "measured"
+    assert "crashed" in {found[kind][0] for kind in ("lock", "lock while tracing")}
+    assert "crashed" not in found.get("", ())
+
+
+def test_a_budget_holds_when_a_candidate_never_returns():
+    data = tune(faulty_kernels.hanging, budget_s=10.0)  # its deadline alone is two minutes
+    assert data.heuristic.status == "measured"
+    assert fates(data)["never"][0] == "crashed"
+    assert data.seconds < 60  # by far enough for any machine, and half of the deadline
+
+
+def test_in_this_process_what_never_returns_is_left_and_the_search_goes_on():
+    with pytest.warns(TuningWarning, match=r"no sign of life .* while running .*'never'.* cannot be ended in this"):
+        data = tune(faulty_kernels.hanging, isolate=False, budget_s=6.0)
+    assert data.heuristic.status == "measured"
+    assert fates(data)["never"][0] == "crashed"
+
+
+def test_what_candidates_close_is_there_for_the_others():
+    data = tune(faulty_kernels.closing, width=4)
+    found = fates(data)
+    assert found.pop("close all")[0] == "crashed"  # with the pipe to the parent
+    assert {status for status, _ in found.values()} <= {"measured", "same"}
+    assert data.heuristic.status == "measured"
 
 
 def test_a_worker_that_ends_without_any_candidate_is_an_error():
@@ -155,6 +187,20 @@ def test_a_candidate_that_fails_in_the_middle_of_a_race_leaves_it():
     assert "tired" in data.outcomes[1].reason
 
 
+@pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
+def test_whatever_a_candidate_raises_costs_that_candidate_alone(isolate):
+    data = tune(faulty_kernels.raising, isolate=isolate, width=2)
+    assert data.config == BEST
+    assert not data.interrupted
+    assert {kind: reason for kind, (_, reason) in fates(data).items()} == {
+        "raise": "ValueError: it raises",
+        "interrupt": "KeyboardInterrupt: no message",
+        "quit": "SystemExit: 3",
+        "unspeakable": "UnspeakableError: no message, for its __str__ raises ValueError",
+        "": "",
+    }
+
+
 # --- the worker itself ---
 
 
@@ -177,6 +223,70 @@ def test_a_worker_answers_and_raises_what_its_work_raises():
         assert worker.call(np.add, 1, 2) == 3
     finally:
         worker.close()
+
+
+def raise_an_interrupt():
+    raise KeyboardInterrupt
+
+
+def stop_in_the_middle_of_a_message():
+    os.write(reports().pipe.fileno(), (1 << 20).to_bytes(8, "big") + b"the rest does not come")
+    faulty_kernels.keep_the_lock()
+
+
+class Hasty:
+    """A leash of no length."""
+
+    def silence(self, doing, *, is_stuck):
+        return 120.0 if doing.what == "starting" else 0.5
+
+    def left(self):
+        return math.inf
+
+
+def test_an_interrupt_that_its_work_raises_is_no_ctrl_c():
+    worker = Worker()
+    try:
+        with pytest.raises(TuningError, match="KeyboardInterrupt: no message"):
+            worker.call(raise_an_interrupt)
+        assert worker.call(os.getpid) == worker.pid
+        with pytest.raises(FileNotFoundError):  # and no error of its pipe either
+            worker.call(os.stat, "/no such file")
+        with pytest.raises(WorkerDiedError, match="no sign of life"):
+            worker.call(stop_in_the_middle_of_a_message, leash=Hasty())
+    finally:
+        worker.close()
+
+
+PARENT = """
+import os, threading
+from ejkernel.ops.execution.workers import Worker
+from tests.ops.faulty_kernels import keep_the_lock
+
+if __name__ == "__main__":
+    started = []
+    thread = threading.Thread(target=lambda: started.append(Worker()))
+    thread.start()
+    thread.join()  # whichever thread starts a worker, it lasts
+    pid = started[0].call(os.getpid)
+    threading.Thread(target=started[0].call, args=(keep_the_lock,), daemon=True).start()
+    while not started[0].is_busy:
+        os.sched_yield()
+    print(pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_worker_ends_with_its_parent_also_when_its_interpreter_s_lock_is_kept(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    deadline = time.monotonic() + 20
+    while is_running(int(done.stdout)) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not is_running(int(done.stdout))
 
 
 def test_a_worker_that_is_killed_says_so():

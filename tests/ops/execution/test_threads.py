@@ -4,40 +4,30 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 
 import jax
 import pytest
 
 from ejkernel.ops.execution import threads
-from ejkernel.ops.execution.threads import apart, carried
+from ejkernel.ops.execution.threads import LeftError, apart, carried
 from ejkernel.ops.utils import services
-
-
-class Interrupted(concurrent.futures.Future):
-    """Done; but Ctrl-C comes so many times while its result is waited for."""
-
-    def __init__(self, times):
-        super().__init__()
-        self.times = times
-        self.set_result("the result")
-
-    def result(self, timeout=None):
-        if self.times:
-            self.times -= 1
-            raise KeyboardInterrupt
-        return super().result(timeout)
 
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """`interrupted(times)` lets Ctrl-C come so many times."""
+    """`interrupted(times)` lets Ctrl-C come so many times while a result is waited for, which is there."""
 
     def setup(times):
-        class Executor:
-            def submit(self, work):
-                return Interrupted(times)
+        left = [KeyboardInterrupt] * times
+        wait_for = threads._wait_for
 
-        monkeypatch.setattr(threads, "_thread_of", lambda device, depth: Executor())
+        def wait(future, look):
+            wait_for(future, look)
+            if left:
+                raise left.pop()
+
+        monkeypatch.setattr(threads, "_wait_for", wait)
 
     return setup
 
@@ -45,7 +35,7 @@ def interrupted(monkeypatch):
 def test_ctrl_c_at_the_very_end_does_not_lose_the_result(interrupted):
     interrupted(1)
     asked = []
-    assert apart(lambda: None, on_interrupt=lambda: asked.append(True)) == "the result"
+    assert apart(lambda: "the result", on_interrupt=lambda: asked.append(True)) == "the result"
     assert asked == [True]
 
 
@@ -59,6 +49,34 @@ def test_ctrl_c_is_raised_where_nobody_can_end_the_work(interrupted):
     interrupted(1)
     with pytest.raises(KeyboardInterrupt):
         apart(lambda: None)
+
+
+def test_a_keyboard_interrupt_of_the_work_itself_is_no_ctrl_c():
+    asked = []
+
+    def work():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        apart(work, on_interrupt=lambda: asked.append(True))
+    assert asked == []
+
+
+def test_work_that_is_left_goes_on_by_itself_and_other_work_has_another_thread():
+    may_end, ended = threading.Event(), threading.Event()
+
+    def work():
+        may_end.wait(60)
+        ended.set()
+
+    def look():
+        raise LeftError("it takes too long")
+
+    with pytest.raises(LeftError, match="it takes too long"):
+        apart(work, look=look)
+    assert apart(ended.is_set) is False
+    may_end.set()
+    assert ended.wait(60)
 
 
 def test_work_apart_has_the_caller_s_device_and_precision_and_knows_that_it_measures():

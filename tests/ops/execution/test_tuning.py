@@ -274,13 +274,52 @@ def test_an_error_without_a_text_has_a_reason(race):
     assert fates(tune(Double(faults={2: silent})))[2][1] == "KeyError: no message"
 
 
-def test_a_keyboard_interrupt_ends_the_search(race):
-    def interrupted(x):
-        raise KeyboardInterrupt
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
 
-    race({})
-    with pytest.raises(KeyboardInterrupt):
-        tune(Double(faults={2: interrupted}))
+    __repr__ = __str__
+
+
+class NotAnException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt: no message"),
+        (SystemExit(3), "SystemExit: 3"),
+        (GeneratorExit(), "GeneratorExit: no message"),
+        (NotAnException("odd"), "NotAnException: odd"),
+        (Unspeakable(), "Unspeakable: no message, for its __str__ raises ValueError"),
+        (
+            ExceptionGroup("two", [ValueError("a"), Unspeakable()]),
+            "ExceptionGroup: two (2 sub-exceptions): ValueError: a",
+        ),
+        (BaseExceptionGroup("one", [KeyboardInterrupt()]), "BaseExceptionGroup: one (1 sub-exception): Keyboard"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_a_candidate_raises_while_it_is_traced_costs_that_candidate_alone(race, error, reason):
+    def raising(x):
+        raise error
+
+    race({1: 2.0, 3: 1.0})
+    tuned = tune(Double(faults={2: raising}))
+    assert fates(tuned)[2][0] == "failed"
+    assert fates(tuned)[2][1].startswith(reason)
+    assert tuned.config == 3
+
+
+def test_what_a_reference_or_a_heuristic_raises_is_no_ctrl_c_either(race):
+    class Broken(Double):
+        def reference(self, x):
+            raise KeyboardInterrupt
+
+    race({1: 2.0})
+    with pytest.raises(TuningError, match="example inputs or the reference failed: KeyboardInterrupt"):
+        tune(Broken())
 
 
 # --- budgets and progress ---

@@ -55,7 +55,7 @@ class Axis:
         Raises:
             ConfigError: there are no values, or one is there twice, or they are too many to have positions.
         """
-        if isinstance(values, str | bytes) or not isinstance(name, str):
+        if not _are_values(values) or not isinstance(name, str):
             raise ConfigError(f"axes must map a name to a sequence of values, got {name!r}: {values!r}.")
         try:
             values = values if isinstance(values, range) else tuple(values)
@@ -177,6 +177,10 @@ class Axis:
         known = np.array([level is not None for level in levels])[:, None]
         encoded: Floats = np.where(known, (2.0 * signs - 1.0) * math.sqrt(0.5 / _SHARED), 0.0)
         return encoded
+
+
+def _are_values(values: Any) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, str | bytes)
 
 
 def is_number(value: Any) -> bool:

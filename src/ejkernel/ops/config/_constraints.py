@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.telling import error_text
 
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -72,7 +73,7 @@ class Constraint:
         except Exception as error:
             hint = "" if self.reads is not None or self.by_name else " It gets the whole assignment, a dictionary."
             raise ConfigError(
-                f"{described(self.holds)} raised {type(error).__name__}: {error}, for {_short(given)}.{hint} It must "
+                f"{described(self.holds)} raised {error_text(error)}, for {_short(given)}.{hint} It must "
                 "return whether a configuration is possible."
             ) from error
 

@@ -20,7 +20,8 @@ class AutotunePolicy:
         autotune: Measure the candidates there and then. Off by default: nothing is tuned at a bad moment.
         heuristic: Answer with the kernel's heuristic; off, a miss is a `NoConfigError`.
         validate: While tuning, reject candidates whose results differ from the reference.
-        budget_s: Seconds after which a search ends with the best so far; `None`: no limit.
+        budget_s: Seconds after which a search ends with the best so far, also when a candidate never returns, within a
+            grace of a quarter of them, five seconds at least; `None`: no limit. The heuristic has its turn in any case.
         cold_cache: Measure with inputs that no cache of the device holds, where calls meet such inputs in the program.
         isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
         devices: How many GPUs tune side by side, each with a worker process of its own; only with `isolate`, and where
@@ -47,7 +48,8 @@ class AutotunePolicy:
         for name in ("autotune", "heuristic", "validate", "cold_cache", "isolate", "note_misses"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if self.budget_s is not None and not self.budget_s > 0:
+        is_number = isinstance(self.budget_s, int | float) and not isinstance(self.budget_s, bool)
+        if self.budget_s is not None and not (is_number and self.budget_s > 0):
             raise ConfigError(f"budget_s must be positive seconds or None, got {self.budget_s!r}.")
         for name, least in (("devices", 1), ("compile_processes", 0), ("max_candidates", 1)):
             value = getattr(self, name)

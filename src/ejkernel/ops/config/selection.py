@@ -33,6 +33,7 @@ from ejkernel.ops.errors import (
 )
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.perobject import IdentitySet
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.tables import arguments, counted
@@ -96,6 +97,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         tuner: Any = None,
         persist_autotune: bool = True,
     ) -> None:
+        check_argument(cache is None or isinstance(cache, ConfigCache), "cache", "a ConfigCache", cache)
+        check_argument(persistent is None or hasattr(persistent, "get"), "persistent", "a PersistentCache", persistent)
+        check_argument(policy is None or isinstance(policy, AutotunePolicy), "policy", "an AutotunePolicy", policy)
+        check_argument(tuner is None or hasattr(tuner, "tune"), "tuner", "an Autotuner", tuner)
         self.cache = ConfigCache() if cache is None else cache
         self.persistent = persistent
         self.persist_autotune = persist_autotune
@@ -226,6 +231,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             self._notes.put(request.inv, source)
 
     def _request(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], *, dry: bool) -> _Request:
+        check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
         policy = effective_policy(self.policy, self)
         try:
             return _Request(inv, kernel, inv.key, "", policy, dry)
@@ -238,7 +244,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if inv.op_id_v in self._warned:
             return
         self._warned.add(inv.op_id_v)
-        text = f"{inv.op_id}: the call cannot be remembered or tuned, and runs with its heuristic: {error}"
+        why = str(error).removeprefix(f"{inv.op_id}: ")
+        text = f"{inv.op_id}: the call cannot be remembered or tuned, and runs with its heuristic: {why}"
         warnings.warn(text, UnstableKeyWarning, stacklevel=2)
 
     def _warn_of_namesake(self, kernel: Kernel[Any, Any]) -> None:
@@ -373,7 +380,6 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             config = hook(request.kernel, "heuristic_cfg", request.inv.platform)(request.inv)
         except NoConfigError:
             return "the kernel has neither heuristic_cfg nor config_space"
-        check_config(request.kernel, config, "what heuristic_cfg returns")
         return request.answer(config, "heuristic")
 
 

@@ -17,7 +17,9 @@ from ejkernel.ops.config._chains import Effort
 from ejkernel.ops.config._constraints import Constraint
 from ejkernel.ops.config._parts import Part, parts_of
 from ejkernel.ops.config._parts import Point as Point
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
+from ejkernel.ops.utils.checks import check_argument
+from ejkernel.ops.utils.telling import error_text, where
 
 Cfg = TypeVar("Cfg")
 
@@ -68,13 +70,14 @@ class ConfigSpace(Generic[Cfg]):
         build: type[Cfg] | Callable[[dict[str, Any]], Cfg] | None = None,
         read: Callable[[Cfg], Mapping[str, Any]] | None = None,
     ) -> None:
+        check_argument(isinstance(axes, Mapping), "axes", "a mapping from names to values", axes)
         if not axes:
             raise ConfigError("axes must name at least one axis, got none; a lone configuration needs no space.")
         self.axes: tuple[Axis, ...] = tuple(Axis.of(name, values) for name, values in axes.items())
         self.names: tuple[str, ...] = tuple(axes)
-        given = [constraints] if callable(constraints) else list(constraints)
+        check_argument(build is None or callable(build), "build", "a class, or a function of the assignment", build)
         positions = {name: position for position, name in enumerate(self.names)}
-        self._constraints = tuple(Constraint.of(holds, positions) for holds in given)
+        self._constraints = tuple(Constraint.of(holds, positions) for holds in given_constraints(constraints))
         self._build = build
         self._read = read
         self._listed: tuple[Point, ...] | None = None
@@ -222,7 +225,12 @@ class ConfigSpace(Generic[Cfg]):
         assignment = self.assignment(point)
         if self._build is None:
             return assignment  # type: ignore[return-value] # without `build` the configuration is the dictionary
-        config: Cfg = self._build(**assignment) if isinstance(self._build, type) else self._build(assignment)
+        try:
+            config: Cfg = self._build(**assignment) if isinstance(self._build, type) else self._build(assignment)
+        except EjkernelError:
+            raise
+        except Exception as error:
+            raise KernelError(f"build={where(self._build)} raised {error_text(error)}, for {assignment!r}") from error
         return config
 
     def point(self, config: Cfg) -> Point:
@@ -431,6 +439,25 @@ class ConfigSpace(Generic[Cfg]):
 
 
 _SHOWN = 16
+
+
+def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
+    """Return the conditions that `constraints` stands for.
+
+    Raises:
+        ArgumentError: they are none.
+    """
+    given = [constraints] if callable(constraints) else constraints
+    check_argument(
+        isinstance(given, Iterable) and not isinstance(given, str | Mapping),
+        "constraints",
+        "a condition, which is a function, or several",
+        constraints,
+    )
+    listed = list(given)
+    for holds in listed:
+        check_argument(callable(holds), "each of constraints", "a function of values of axes", holds)
+    return listed
 
 
 def _fields(config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ejkernel.ops.core.derived import with_spec
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.nodes import Node
 from ejkernel.ops.errors import ArgumentError, KernelError
+from ejkernel.ops.utils.checks import asked
 from ejkernel.ops.utils.signature import abstract, is_array
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node:
 
 def _asked(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], own: _StandIn) -> _StandIn:
     """Return what the kernel's hook says of a call, checked against the call itself, `own`."""
-    answer: Any = kernel.bucket(inv)
+    answer: Any = asked(f"{kernel.op_id}: bucket", kernel.bucket, inv)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
         raise KernelError(f"{kernel.op_id}: bucket must return (args, kwargs), got {answer!r}.")
     try:

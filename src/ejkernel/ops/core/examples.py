@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,9 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import KernelError
+from ejkernel.ops.utils.checks import asked
 from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.telling import value_text
 
 _LARGE = 1 << 20  # elements from which random arrays are made on the device
 
@@ -98,7 +100,10 @@ def _primals(inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
 
 
 def _one_example(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
-    args, kwargs = kernel.example_inputs(inv, rng)
+    answer: Any = asked(f"{kernel.op_id}: example_inputs", kernel.example_inputs, inv, rng)
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
+        raise KernelError(f"{kernel.op_id}: example_inputs must return (args, kwargs), got {value_text(answer)}.")
+    args, kwargs = answer
     made = [leaf for leaf in jax.tree.leaves((tuple(args), dict(kwargs))) if is_array(leaf)]
     wanted = [leaf for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs))) if is_array(leaf)]
     got = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in made]

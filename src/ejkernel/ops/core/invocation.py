@@ -21,7 +21,8 @@ from ejkernel.ops.core.derived import wiring, with_spec
 from ejkernel.ops.core.kernel import Kernel, hook, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, UnstableKeyError
+from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
 from ejkernel.ops.utils.payloads import key_of
 from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, describe_static, is_array
@@ -78,6 +79,10 @@ class Invocation(Generic[Cfg, Out]):
     def __post_init__(self) -> None:
         if self.kernel is None and not self.op_id:
             raise ArgumentError("Invocation needs kernel=... or op_id=...; got neither.")
+        if self.kernel is not None:
+            check_argument(isinstance(self.kernel, Kernel), "kernel", "a Kernel", self.kernel)
+        check_argument(isinstance(self.args, list | tuple), "args", "a tuple of positional arguments", self.args)
+        check_argument(isinstance(self.kwargs, Mapping), "kwargs", "a mapping of keyword arguments", self.kwargs)
         set_field = functools.partial(object.__setattr__, self)
         set_field("args", tuple(self.args))
         set_field("kwargs", dict(self.kwargs))
@@ -203,7 +208,11 @@ class Invocation(Generic[Cfg, Out]):
             "promotion": self.promotion if self.promotion != DEFAULT_PROMOTION else None,
             "wiring": self._wiring(),
         }
-        described = {"op": self.op_id_v} | _described(args, kwargs)
+        described = {
+            "op": self.op_id_v,
+            "args": self._described(tuple(args)),
+            "kwargs": {name: self._described(value, name) for name, value in sorted(kwargs.items())},
+        }
         return described | {name: value for name, value in optional.items() if value}
 
     @functools.cached_property
@@ -223,6 +232,18 @@ class Invocation(Generic[Cfg, Out]):
         kept, rest = without_defaults(self.kernel, args, kwargs)
         spelled_out = {"args": len(args) - len(kept), "kwargs": sorted(kwargs.keys() - rest.keys())}
         return spelled_out if any(spelled_out.values()) else None
+
+    def _described(self, value: Any, name: str = "") -> Any:
+        """Return the description of a keyword argument, or of all positional ones.
+
+        Raises:
+            UnstableKeyError: it cannot be named stably; the message says which argument that is.
+        """
+        try:
+            return describe(value)
+        except UnstableKeyError as error:
+            culprit = name or next((f"argument {i}" for i, item in enumerate(value) if not _is_stable(item)), "")
+            raise UnstableKeyError(f"{self.op_id}: {culprit}: {error}") from error
 
     def _steps(self) -> list[list[Any]]:
         if self._node is not None:
@@ -278,13 +299,6 @@ def _weakly(node: Node | None) -> Node | None:
     return None if node is None else with_spec(node, node.spec.weak())
 
 
-def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "args": describe(tuple(args)),
-        "kwargs": {name: describe(value) for name, value in sorted(kwargs.items())},
-    }
-
-
 def _fields_of(kernel: Any) -> Any:
     """Return the fields of a kernel that is a dataclass: it computes something else with others."""
     if not dataclasses.is_dataclass(kernel):
@@ -333,6 +347,14 @@ def invocation_of(
 def _example(aval: Any, axis: int | None) -> jax.ShapeDtypeStruct:
     shape = tuple(dim for index, dim in enumerate(aval.shape) if index != axis)
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def _is_stable(value: Any) -> bool:
+    try:
+        describe(value)
+    except UnstableKeyError:
+        return False
+    return True
 
 
 def default_key_builder_with_sharding(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 import types
@@ -16,8 +17,10 @@ import numpy as np
 from ejkernel.ops.core.types import Cfg, Cost, Out
 from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.checks import asked, check_candidates, named
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 from ejkernel.ops.utils.instances import Noted, living
+from ejkernel.ops.utils.telling import value_text
 
 if typing.TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation as Invocation
@@ -54,7 +57,7 @@ class Kernel(Noted, Generic[Cfg, Out]):
     choices: frozenset[str] = frozenset()
 
     def __init__(self, name: str | None = None) -> None:
-        if name is not None and not _NAME.fullmatch(name):
+        if name is not None and not _is_name(name):
             raise KernelError(
                 f"name must be letters, digits, '_', '-' or '.', got {name!r}; a version is set by `version = ...`."
             )
@@ -122,8 +125,9 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Return a good configuration without measuring; by default the first candidate."""
         if not overrides(self, "config_space") and not overrides(self, "candidate_cfgs"):
             raise NoConfigError(self.op_id, ("heuristic",))
-        for first in candidates_of(self, inv):
-            return typing.cast(Cfg, first)
+        with named(self.op_id):
+            for first in candidates_of(self, inv):
+                return typing.cast(Cfg, first)
         raise NoConfigError(self.op_id, ("heuristic", "config_space"))
 
     def config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
@@ -216,6 +220,10 @@ def config_type_of(cls: type[Kernel[Any, Any]]) -> type | None:
     return None
 
 
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
     """Return the kernels that this process has made and still holds, by versioned name; the latest first."""
     found: dict[str, list[Kernel[Any, Any]]] = {}
@@ -268,12 +276,21 @@ def has_gradient_rule(kernel: Kernel[Any, Any]) -> bool:
 
 
 def hook(kernel: Kernel[Any, Any], name: str, platform: str, config: Any = None) -> Callable[..., Any]:
-    """Return the form of hook `name` that serves `platform` and `config`.
+    """Return the form of hook `name` that serves `platform` and `config`; what it returns is checked.
 
     Raises:
         UnsupportedError: `config.platform` asks for a form that the platform or the kernel does not have.
         KernelError: the kernel has no such hook at all.
     """
+    form = _form(kernel, name, platform, config)
+    check = _CHECKS.get(name)
+    if check is not None:
+        return functools.partial(check, kernel, form)
+    return typing.cast(Callable[..., Any], getattr(kernel, form))
+
+
+def _form(kernel: Kernel[Any, Any], name: str, platform: str, config: Any) -> str:
+    """Return the name of the form; see `hook`."""
     kind = platform_kind(platform)
     forms = _FORMS.get(kind, (kind, "xla"))
     asked = getattr(config, "platform", None)
@@ -281,24 +298,22 @@ def hook(kernel: Kernel[Any, Any], name: str, platform: str, config: Any = None)
         return _asked_form(kernel, name, str(asked), kind, forms)
     for form in forms:
         if overrides(kernel, f"{name}_{form}") and (form != "mosaic_gpu" or has_mosaic_gpu()):
-            return typing.cast(Callable[..., Any], getattr(kernel, f"{name}_{form}"))
+            return f"{name}_{form}"
     if name == "run" and not overrides(kernel, "run"):
         raise _no_run(kernel, kind)
-    return typing.cast(Callable[..., Any], getattr(kernel, name))
+    return name
 
 
-def _asked_form(
-    kernel: Kernel[Any, Any], name: str, asked: str, kind: str, forms: tuple[str, ...]
-) -> Callable[..., Any]:
+def _asked_form(kernel: Kernel[Any, Any], name: str, asked: str, kind: str, forms: tuple[str, ...]) -> str:
     if asked not in forms:
         raise UnsupportedError(
             f"cfg.platform={asked!r} does not run on {kind!r}; use one of {', '.join(forms)}, or 'auto'."
         )
     if overrides(kernel, f"{name}_{asked}"):
-        return typing.cast(Callable[..., Any], getattr(kernel, f"{name}_{asked}"))
+        return f"{name}_{asked}"
     if name == "run" and not overrides(kernel, "run"):
         raise UnsupportedError(f"cfg.platform={asked!r}, but {type(kernel).__name__} has no run_{asked} and no run.")
-    return typing.cast(Callable[..., Any], getattr(kernel, name))
+    return name
 
 
 def _no_run(kernel: Kernel[Any, Any], kind: str) -> Exception:
@@ -337,6 +352,45 @@ def check_config(kernel: Kernel[Any, Any], config: Any, name: str = "cfg") -> No
         ConfigError: it is not.
     """
     kernel._check_cfg(config, name)
+
+
+def _heuristic_config(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, Any]) -> Any:
+    """Return what a form of `heuristic_cfg` returns, if it is a configuration."""
+    config = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
+    if config is None:
+        raise ConfigError(
+            f"{kernel.op_id}: what {form} returns must be a configuration, got None; without the hook the first of "
+            "config_space is taken."
+        )
+    check_config(kernel, config, f"what {form} returns")
+    return config
+
+
+def _candidates(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, Any]) -> Collection[Any]:
+    """Return what a form of `config_space` returns, if it is a collection of configurations."""
+    answer = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
+    found = check_candidates(answer, f"{kernel.op_id}: what {form} returns")
+    if isinstance(found, Sequence):  # a space may be too large to look at
+        for index, config in enumerate(found):
+            check_config(kernel, config, f"item {index} of what {form} returns")
+    return found
+
+
+_CHECKS = {"heuristic_cfg": _heuristic_config, "config_space": _candidates, "candidate_cfgs": _candidates}
+
+
+def prepared(
+    kernel: Kernel[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what the kernel's `prepare` makes of the arguments of a call.
+
+    Raises:
+        KernelError: it is not `(args, kwargs)`.
+    """
+    found: Any = kernel.prepare(*args, **kwargs)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+        raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
+    return tuple(found[0]), dict(found[1])
 
 
 def candidates_of(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Collection[Any]:

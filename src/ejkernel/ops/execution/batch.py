@@ -11,6 +11,7 @@ import jax
 
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.execution.executor import Executor, default_executor
+from ejkernel.ops.utils.checks import check_argument
 
 
 def vmap_with_config(
@@ -32,6 +33,7 @@ def vmap_with_config(
         executor: Who runs it; the default executor if left out.
         **vmap_options: `axis_name`, `axis_size`, `spmd_axis_name`.
     """
+    check_argument(callable(kernel), "kernel", "a Kernel", kernel)
 
     def batched(*args: Any, **kwargs: Any) -> Any:
         call = functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs)
@@ -61,6 +63,7 @@ def pmap_with_config(
         executor: Who runs it; the default executor if left out.
         **pmap_options: `devices`, `backend`, `axis_size`.
     """
+    check_argument(callable(kernel), "kernel", "a Kernel", kernel)
 
     def parallel(*args: Any, **kwargs: Any) -> Any:
         call = functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs)

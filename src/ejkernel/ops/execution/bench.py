@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +25,22 @@ from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError, DeviceLostError, SerializationError, TuningError
 from ejkernel.ops.execution.checking import check_results
-from ejkernel.ops.execution.compiling import CompileThreads, Patience
+from ejkernel.ops.execution.compiling import CompileThreads, Done, Patience
 from ejkernel.ops.execution.measuring import Measurement, Runner, interleaved, sets_for_cold
 from ejkernel.ops.execution.memory import check_room, device_bytes, num_bytes, peak_bytes
 from ejkernel.ops.execution.naming import result_names
 from ejkernel.ops.execution.outcome import FAILED, MEASURED, PRUNED, READY, SAME, SKIPPED, WRONG, Outcome
 from ejkernel.ops.execution.racing import Race
 from ejkernel.ops.execution.threads import carried
+from ejkernel.ops.execution.watching import Unwatched as Unwatched
+from ejkernel.ops.execution.watching import Watch as Watch
+from ejkernel.ops.utils.telling import error_text, message_of
 
 _MOST_SETS = 512  # of inputs for cold caches; inputs so small that they need more are measured warm
 # Bytes of registers that a thread spills, from which on a candidate is not run if there is another: such ones took 2.5
 # times as long as the best, and more, while one that spilled 20 was the best (benchmarks/results/spills_h200.json).
 _SPILLS_MUCH = 512
+REFERENCE = "running the reference"  # what no candidate is to blame for
 _GRACE = 10.0  # seconds in which this process gives a compilation up by itself, before whoever watches ends it
 
 
@@ -53,6 +58,7 @@ class Candidate:
     measurement: Measurement | None = None
     twin: Candidate | None = None  # whose program is the same
     held: Loader | None = None  # its program, which spills much, until the others have been checked
+    harm: int = 0  # what the watch knew of harm when it was begun
 
     @property
     def seconds(self) -> float | None:
@@ -63,8 +69,7 @@ class Candidate:
     def fail(self, status: str, error: BaseException) -> None:
         """Note the reason alone: a traceback would keep the candidate's arrays alive."""
         self.status, self.compiled, self.measurement, self.held = status, None, None, None
-        text = str(error).strip() or "no message"
-        self.reason = text if isinstance(error, CandidateError) else f"{type(error).__name__}: {text}"
+        self.reason = message_of(error) if isinstance(error, CandidateError) else error_text(error)
 
     def take_over(self, known: Outcome) -> None:
         """Become what an earlier attempt found out."""
@@ -128,35 +133,9 @@ class Remote(Loader, Protocol):
         """What tells it from others; empty if nothing does."""
 
 
-class Watch(Protocol):
-    """Whoever must know what is under way, in case this process does not survive it."""
-
-    def compiling(self, configs: Sequence[Any]) -> None:
-        """Say which candidates are being compiled now, in threads."""
-
-    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
-        """Say what the device works on, and for how many seconds at most without a sign of life."""
-
-    def running(self, index: int) -> None:
-        """Say that the candidate at `index` of those that `begin` named last is called now; a sign of life."""
-
-
-class Unwatched:
-    """Nobody watches."""
-
-    def compiling(self, configs: Sequence[Any]) -> None:
-        """See `Watch`."""
-
-    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
-        """See `Watch`."""
-
-    def running(self, index: int) -> None:
-        """See `Watch`."""
-
-
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Limits:
-    """How long the parts of a search may take; in this process only compiling can be given up.
+    """How long the parts of a search may take; without a budget only compiling can be given up in this process.
 
     Attributes:
         compile: Lowering and compiling one candidate.
@@ -191,6 +170,7 @@ class Bench:
         reference: The kernel's reference for this call, compiled before.
         compile_elsewhere: Compiles a call in another process; returns `None` if it must be compiled here.
         stop: Whether to end as soon as possible.
+        left: The seconds that are left for the search.
     """
 
     inv: Invocation[Any, Any]
@@ -204,10 +184,12 @@ class Bench:
     reference: Loader | None = None
     compile_elsewhere: Callable[[Invocation[Any, Any], Choice], Remote | None] | None = None
     stop: Callable[[], bool] = lambda: False
+    left: Callable[[], float] = lambda: math.inf
 
     def __post_init__(self) -> None:
         self._owners: dict[str, Candidate] = {}
         self._lock = threading.Lock()
+        self._compiling: dict[int, list[Any]] = {}
         self._references: dict[Node, Callable[..., Any]] = {}
         self._arrays: list[Any] | None = None
         self._truth: Sequence[Any] | None = None
@@ -238,31 +220,43 @@ class Bench:
         jobs = [carried(functools.partial(self._compile, candidate)) for candidate in candidates]
 
         def changed(running: Sequence[int]) -> None:
-            self.watch.compiling([candidates[index].config for index in running])
+            with self._lock:  # threads that were left by an earlier call may still be at work
+                self._compiling[id(jobs)] = [candidates[index].config for index in running]
+                self.watch.compiling([config for configs in self._compiling.values() for config in configs])
 
-        threads = CompileThreads(jobs, width=self.width, patience=self.limits.compile, on_change=changed)
-        self._find_truth()  # while the first candidates are compiled
+        threads = CompileThreads(
+            jobs, width=self.width, patience=self.limits.compile, left=self.left, on_change=changed
+        )
+        self.find_truth()  # while the first candidates are compiled
         self._watch_compiling()
+        harmed = []
         for done in threads.results(self.stop):
             candidate = candidates[done.index]
-            candidate.compile_seconds = done.seconds
-            if isinstance(done.error, _SameProgram):
-                candidate.status, candidate.reason, candidate.twin = SAME, str(done.error), done.error.owner
-            elif isinstance(done.error, KeyboardInterrupt):
-                raise done.error
-            elif done.error is not None:
-                candidate.fail(FAILED, done.error)
-            elif candidate.held is None:
-                self._check(candidate, done.result)
-            if candidate.status != SAME and candidate.held is None:
+            self._take(candidate, done)
+            if candidate.status == FAILED and len(candidates) > 1 and self.watch.harm() != candidate.harm:
+                harmed.append(candidate)
+            elif candidate.status != SAME and candidate.held is None:
                 finished(candidate)
             self._watch_compiling()
+        for candidate in harmed:  # perhaps by what was compiled beside it
+            if not self.stop():
+                self.prepare([candidate], finished)
         self._reorder(candidates, finished)
         for candidate in candidates:
             if candidate.held is not None and not self.stop():
                 self._prune_or_check(candidate, candidate.held)
                 finished(candidate)
         _tell_of_twins(candidates, finished)
+
+    def _take(self, candidate: Candidate, done: Done[Any]) -> None:
+        """Take note of what became of a candidate when it was compiled, and run it."""
+        candidate.compile_seconds = done.seconds
+        if isinstance(done.error, _SameProgram):
+            candidate.status, candidate.reason, candidate.twin = SAME, str(done.error), done.error.owner
+        elif done.error is not None:
+            candidate.fail(FAILED, done.error)
+        elif candidate.held is None:
+            self._check(candidate, done.result)
 
     def note_spills(self, spilled: int | None) -> None:
         """Take note that a candidate which is right spills so much, as far as that is known."""
@@ -278,7 +272,7 @@ class Bench:
         self.watch.begin("loading", [candidate.config], self.limits.run.seconds)
         try:
             compiled = program.load()
-        except Exception as error:  # noqa: BLE001 - as any failure of a candidate
+        except BaseException as error:  # noqa: BLE001 - as any failure of a candidate
             candidate.fail(FAILED, error)
         else:
             self._check(candidate, compiled)
@@ -287,6 +281,7 @@ class Bench:
         self.watch.begin("compiling", [], self.limits.compile.seconds + _GRACE)
 
     def _compile(self, candidate: Candidate) -> Any:
+        candidate.harm = self.watch.harm()
         made = self.programs.get(config_id(candidate.config)) or self._made_elsewhere(candidate)
         if made is None:
             choice = Choice(config=candidate.config, platform=self.inv.platform)
@@ -340,22 +335,20 @@ class Bench:
             if first.held is None:
                 finished(first)
 
-    def _find_truth(self) -> None:
+    def find_truth(self) -> None:
         """Make the inputs and the reference's results, if that was not done before."""
         if self._arrays is not None:
             return
         has_reference = overrides(self.inv.node.spec.kernel, "reference")
         what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
-        self.watch.begin("running the reference", [], self.limits.compile.first)
+        self.watch.begin(REFERENCE, [], self.limits.compile.first)
         try:
             self._arrays = self.inputs(self.seed)
             self._truth = self.truth_about(self.inv.node, self._arrays) if self.policy.validate else None
         except TuningError:
             raise
-        except Exception as error:  # whatever it is, without inputs and truth no candidate can be judged
-            raise TuningError(
-                f"{self.inv.op_id}: example inputs or {what} failed: {type(error).__name__}: {error}"
-            ) from error
+        except BaseException as error:  # whatever it is, without inputs and truth no candidate can be judged
+            raise TuningError(f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error)}") from error
 
     def inputs(self, seed: int) -> list[Any]:
         """Return random inputs of the call."""
@@ -388,7 +381,7 @@ class Bench:
             candidate.fail(WRONG, error)
         except TuningError as error:
             candidate.fail(FAILED, CandidateError(str(error)))
-        except Exception as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
+        except BaseException as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
             candidate.fail(FAILED, error)
             self._probe(candidate)
         else:
@@ -404,7 +397,7 @@ class Bench:
         """Find out whether the device still works: after an illegal access every later call in the process fails."""
         try:
             jax.block_until_ready(jnp.zeros((), jnp.float32) + 1)
-        except Exception as error:
+        except BaseException as error:
             raise DeviceLostError(
                 f"{self.inv.op_id}: the device does not work in this process any more, after {culprit.config!r}: "
                 f"{culprit.reason}; tune in a worker process (AutotunePolicy(isolate=True), or the command)."
@@ -414,7 +407,7 @@ class Bench:
         """Put new inputs in place of those that the candidates were checked and measured on so far."""
         self._arrays, self._truth = None, None
         self.seed += 1
-        self._find_truth()
+        self.find_truth()
 
     def check_again(self, candidate: Candidate) -> Sequence[Any]:
         """Compare a candidate's results on the inputs that there are now, and return them.
@@ -425,8 +418,8 @@ class Bench:
         assert candidate.compiled is not None
         try:
             results: Sequence[Any] = jax.block_until_ready(candidate.compiled(*self.arrays))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the candidate's
-            raise CandidateError(f"it fails on other inputs: {type(error).__name__}: {error}") from None
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the candidate's
+            raise CandidateError(f"it fails on other inputs: {error_text(error)}") from None
         if self._truth is not None:
             self.compare(results, self._truth)
         return results
@@ -443,7 +436,7 @@ class Bench:
         ]
         failed: list[int] = []
 
-        def left(index: int, error: Exception) -> None:
+        def left(index: int, error: BaseException) -> None:
             failed.append(index)
             runners[index].fail(FAILED, error)
             self._probe(runners[index])

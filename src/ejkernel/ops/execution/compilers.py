@@ -22,10 +22,13 @@ from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.execution.ahead import LEFT, Made, compile_for, is_first
 from ejkernel.ops.execution.compiling import default_width
+from ejkernel.ops.execution.outputs import flush
+from ejkernel.ops.execution.serving import reports, write_to
 from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.threads import carried
 from ejkernel.ops.execution.workers import Doing, Worker, WorkerDiedError, at_session_end
 from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.telling import error_text
 
 _SPILLED = re.compile(r"(\d+) bytes spill stores")
 _CHATTER = re.compile(r"I\d{4} |ptxas (info|warning)\b|\s*\d+ bytes stack frame|\s*$")
@@ -187,21 +190,25 @@ class _Process:
 
 def _prepare(output: str) -> None:
     """Have this process write to `output`, and leave the devices to others."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
-    os.close(descriptor)
+    write_to(output)
     settings.tell_of_spills()
     compat.leave_devices_alone()
     compat.forget_compilations()
 
 
 def _carry_out(work: Callable[[], Made], scope: Scope) -> Made:
+    mine = reports()
+    assert mine is not None  # only workers are sent here
     try:
         with entered(scope):
             return carried(work, deeper=True)()  # a kernel in a kernel is not to be tuned here
+    except Exception:
+        raise
+    except BaseException as error:  # noqa: BLE001 - as it is it would be taken for the user's Ctrl-C
+        raise CandidateError(error_text(error)) from None
     finally:
-        sys.stdout.flush()
+        flush()
+        mine.outputs.mend(is_idle=True)
 
 
 _pools: dict[int, CompileProcesses] = {}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
+import math
 import os
 import queue
 import threading
@@ -51,6 +52,16 @@ class Patience:
             return self.first
         return max(self.least, self.factor * float(np.quantile(self._seen, 0.9)))
 
+    def within(self, left: float) -> float:
+        """Return what is allowed where so many seconds are left for everything.
+
+        That is half of them, so that others come to something too; but twice what others took always, and where
+        nothing is known of others, nothing says that it is too long.
+        """
+        if not self._seen:
+            return self.seconds
+        return min(self.seconds, max(left / 2, 2 * max(self._seen)))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
@@ -76,7 +87,9 @@ class CompileThreads(Generic[T]):
         jobs: What to run.
         width: How many at a time; the number of cores by default.
         patience: How long each may take; learns from those that end well.
-        on_change: Called with the indices of the jobs under way, whenever one begins or ends.
+        left: The seconds that are left for everything.
+        on_change: Called with the indices of the jobs under way, before one begins and when one ends, by whichever
+            thread; one that was given up is under way until it ends.
         clock: Source of seconds.
     """
 
@@ -86,15 +99,19 @@ class CompileThreads(Generic[T]):
         *,
         width: int | None = None,
         patience: Patience,
+        left: Callable[[], float] = lambda: math.inf,
         on_change: Callable[[Sequence[int]], None] = lambda running: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._waiting = collections.deque(enumerate(jobs))
         self._width = width or default_width()
         self._patience = patience
+        self._left = left
         self._on_change = on_change
         self._clock = clock
-        self._running: dict[int, float] = {}
+        self._running: dict[int, float] = {}  # those that are waited for, and since when
+        self._under_way: dict[int, None] = {}
+        self._lock = threading.Lock()
         self._ended: queue.SimpleQueue[Done[T]] = queue.SimpleQueue()
         self._fill()
 
@@ -108,7 +125,6 @@ class CompileThreads(Generic[T]):
                 continue
             if self._running.pop(done.index, None) is None:
                 continue  # it was given up
-            self._on_change(list(self._running))
             if done.error is None:
                 self._patience.note(done.seconds)
             self._fill()
@@ -118,7 +134,9 @@ class CompileThreads(Generic[T]):
         while self._waiting and len(self._running) < self._width:
             index, job = self._waiting.popleft()
             start = self._running[index] = self._clock()
-            self._on_change(list(self._running))  # before it begins: it may end the process
+            with self._lock:
+                self._under_way[index] = None
+                self._on_change(list(self._under_way))  # before it begins: it may end the process
             thread = threading.Thread(target=self._work, args=(index, job, start), name="ejkernel-compile", daemon=True)
             _threads.add(thread)
             thread.start()
@@ -130,13 +148,17 @@ class CompileThreads(Generic[T]):
             result = job()
         except BaseException as raised:  # noqa: BLE001 - whoever asks for the result decides
             error = raised.with_traceback(None)
-        self._ended.put(Done(index, result, error, self._clock() - start))
+        try:
+            with self._lock:
+                del self._under_way[index]
+                self._on_change(list(self._under_way))
+        finally:
+            self._ended.put(Done(index, result, error, self._clock() - start))
 
     def _given_up(self) -> Iterator[Done[Any]]:
-        allowed, now = self._patience.seconds, self._clock()
+        allowed, now = self._patience.within(self._left()), self._clock()
         for index in [index for index, start in self._running.items() if now - start > allowed]:
             seconds = now - self._running.pop(index)
-            self._on_change(list(self._running))
             self._fill()
             error = CandidateError(f"compiling was given up after {seconds:.1f} s (allowed: {allowed:.1f} s)")
             yield Done(index, None, error, seconds)

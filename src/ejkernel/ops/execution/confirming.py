@@ -11,10 +11,10 @@ import jax
 
 from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError
-from ejkernel.ops.execution.bench import Bench, Candidate
+from ejkernel.ops.execution.bench import REFERENCE, Bench, Candidate
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.gradients import baseline_gradient, gradient_of
-from ejkernel.ops.utils.printable import printable_lines
+from ejkernel.ops.utils.telling import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -56,38 +56,38 @@ def _has_right_gradient(bench: Bench, candidate: Candidate, results: Sequence[An
     gradient, inputs, names = backward
     try:
         lowered = jax.jit(gradient.flat(choice)).lower(*inputs)
-    except Exception as error:  # noqa: BLE001 - whether that is the candidate's fault, the heuristic tells
+    except BaseException as error:  # noqa: BLE001 - whether that is the candidate's fault, the heuristic tells
         return _excuse(bench, gradient, inputs, error)
     try:
-        bench.watch.begin("running the reference's gradient", [], bench.limits.compile.first)
+        bench.watch.begin(f"{REFERENCE}'s gradient", [], bench.limits.compile.first)
         truth = (baseline_gradient if rule_is_faulty else Bench.truth_about)(bench, gradient, inputs)
-    except Exception as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
-        logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, printable_lines(error))
+    except BaseException as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
+        logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, error_text(error))
         return False
     bench.watch.begin("confirming", [candidate.config], bench.limits.compile.first)
     try:
         found = jax.block_until_ready(lowered.compile()(*inputs))
-    except Exception as error:  # noqa: BLE001 - see above
+    except BaseException as error:  # noqa: BLE001 - see above
         return _excuse(bench, gradient, inputs, error)
     check_results(found, truth, platform=inv.platform, precision=inv.precision, names=names)
     return True
 
 
-def _excuse(bench: Bench, gradient: Node, inputs: Sequence[Any], error: Exception) -> bool:
+def _excuse(bench: Bench, gradient: Node, inputs: Sequence[Any], error: BaseException) -> bool:
     """Return `False`, there is no gradient, if the heuristic has none either.
 
     Raises:
         CandidateError: it has one; so the candidate is to blame.
     """
     if _works(gradient, Choice(config=bench.baseline, platform=bench.inv.platform), inputs):
-        raise CandidateError(f"gradient: {type(error).__name__}: {error}") from None
-    logger.info("%s: gradients are not checked, the kernel has none: %s", bench.inv.op_id, printable_lines(error))
+        raise CandidateError(f"gradient: {error_text(error)}") from None
+    logger.info("%s: gradients are not checked, the kernel has none: %s", bench.inv.op_id, error_text(error))
     return False
 
 
 def _works(node: Node, choice: Choice, inputs: Sequence[Any]) -> bool:
     try:
         jax.block_until_ready(jax.jit(node.flat(choice))(*inputs))
-    except Exception:  # noqa: BLE001 - that is the question
+    except BaseException:  # noqa: BLE001 - that is the question
         return False
     return True

@@ -8,11 +8,14 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
 from ejkernel.ops.execution.outcome import AutotuneData, Outcome
+from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.printable import printable_lines
+from ejkernel.ops.utils.telling import error_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,9 +35,11 @@ class SearchStarted(Event):
 
     Attributes:
         candidates: How many candidates it looks at, at most.
+        first: The candidate that the others are compared with: the heuristic's, where there is one.
     """
 
     candidates: int
+    first: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ def on_event(listener: Listener) -> Iterator[None]:
 
     What the listener raises does not reach the search; it is a `TuningWarning`.
     """
+    check_argument(callable(listener), "listener", "a function of an event", listener)
     with _lock:
         _listeners.append(listener)
     try:
@@ -102,5 +108,5 @@ def emit(event: Event) -> None:
         try:
             listener(event)
         except Exception as error:  # noqa: BLE001 - a search does not end because somebody looks on
-            text = f"a listener failed on {type(event).__name__}: {type(error).__name__}: {error}"
+            text = f"a listener failed on {type(event).__name__}: {error_text(error)}"
             warnings.warn(text, TuningWarning, stacklevel=2)

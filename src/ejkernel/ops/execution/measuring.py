@@ -25,6 +25,7 @@ from ejkernel.ops.execution.timers import (
     wall_sample,
     work_between,
 )
+from ejkernel.ops.utils.checks import check_argument, is_count
 from ejkernel.ops.utils.signature import is_array
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def interleaved(
     race: Race | None = None,
     warmup: int = 2,
     stop: Callable[[], bool] = lambda: False,
-    on_error: Callable[[int, Exception], None] | None = None,
+    on_error: Callable[[int, BaseException], None] | None = None,
 ) -> list[Measurement]:
     """Measure functions in turn, round by round, so that drift of the machine hits all of them alike.
 
@@ -206,7 +207,7 @@ class _Meet:
     functions: Sequence[Callable[[], Any]]
     race: Race
     stop: Callable[[], bool]
-    on_error: Callable[[int, Exception], None] | None
+    on_error: Callable[[int, BaseException], None] | None
 
     def warmed_up(self, warmup: int) -> dict[int, int]:
         """Return how many calls make a sample of each function; after `stop`, others than the first leave the race."""
@@ -236,7 +237,7 @@ class _Meet:
             return time(self.functions[index], count)
         except TimerError:
             raise
-        except Exception as error:
+        except BaseException as error:  # on a measuring thread no Ctrl-C comes: what is raised is the function's own
             if self.on_error is None:
                 raise
             self.race.fail(index)
@@ -258,7 +259,8 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warm
     Raises:
         ConfigError: `num_iters` is not positive, or `num_warmup` is negative.
     """
-    if num_iters < 1 or num_warmup < 0:
+    check_argument(callable(fn), "fn", "a function", fn)
+    if not (is_count(num_iters, 1) and is_count(num_warmup, 0)):
         raise ConfigError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
 
     def work() -> float:

@@ -11,7 +11,7 @@ from ejkernel import compat
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, prepared
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
@@ -22,6 +22,7 @@ from ejkernel.ops.execution.store import MeasurementStore as MeasurementStore  #
 from ejkernel.ops.execution.texts import calls_in_text
 from ejkernel.ops.execution.tuning import Autotuner, process_session
 from ejkernel.ops.registry import Recorded, get_invocations
+from ejkernel.ops.utils.checks import check_argument, is_count
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
         selector: The chain whose tuner measures, and which remembers; an executor stands for its own.
         lowered: What `jax.jit(f).lower(...)` returns, or a program's text.
     """
+    check_argument(
+        isinstance(lowered, str) or hasattr(lowered, "as_text"), "lowered", "a lowered program, or its text", lowered
+    )
     program = calls_in_text(compat.lowered_text(lowered), recorded=get_invocations(device_fingerprint()))
     if program.bare:
         text = (
@@ -69,6 +73,7 @@ def autotune_recorded(
         selector: The chain whose tuner measures, and which remembers; the default executor's if left out.
     """
     given = get_invocations() if invocations is None else invocations
+    check_argument(isinstance(given, Mapping), "invocations", "what get_invocations() returns", given)
     device = device_fingerprint()
     if device in given:
         operations = given[device]
@@ -78,13 +83,18 @@ def autotune_recorded(
         operations = {}
     else:
         operations = given
-    found = [_invocation(recorded) for calls in operations.values() for recorded in calls.values()]
+    found = []
+    for op, calls in operations.items():
+        check_argument(isinstance(calls, Mapping), f"invocations[{op!r}]", "a mapping from keys to calls", calls)
+        found += [_invocation(recorded, f"invocations[{op!r}][{key!r}]") for key, recorded in calls.items()]
     return tune_invocations(_chain(selector), found)
 
 
-def _invocation(recorded: Any) -> Invocation[Any, Any]:
+def _invocation(recorded: Any, what: str) -> Invocation[Any, Any]:
     if isinstance(recorded, Recorded):
         return recorded.invocation
+    is_call = isinstance(recorded, tuple) and len(recorded) == 3 and isinstance(recorded[0], Kernel)
+    check_argument(is_call, what, "(kernel, args, kwargs)", recorded)
     kernel, args, kwargs = recorded
     return Invocation(kernel=kernel, args=args, kwargs=kwargs)
 
@@ -191,7 +201,7 @@ def autotune(
 
     The default executor remembers what is found, in memory and in its persistent cache.
     """
-    if num_iters < 1 or num_warmup < 0:
+    if not (is_count(num_iters, 1) and is_count(num_warmup, 0)):
         raise ArgumentError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
     chain = _chain(None)
     if not isinstance(target, Kernel):
@@ -201,7 +211,7 @@ def autotune(
         if not found:
             warnings.warn(f"{target!r} calls no kernel; there is nothing to tune.", OfflineWarning, stacklevel=2)
         return tune_invocations(chain, found)
-    prepared_args, prepared_kwargs = target.prepare(*args, **kwargs)
+    prepared_args, prepared_kwargs = prepared(target, args, kwargs)
     if "cfg" in prepared_kwargs:
         raise ArgumentError(
             f"{target.op_id}: the call says its whole configuration, {prepared_kwargs['cfg']!r}, so nothing is left to "

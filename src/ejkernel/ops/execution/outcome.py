@@ -43,8 +43,8 @@ class Outcome:
         config: The candidate.
         status: `measured`; `failed` (raised); `wrong` (results differ from the reference); `same` (the program of
             another candidate); `pruned` (not run, because its program spills many registers); `crashed` (its process
-            ended, or had to be ended); `skipped` (out of time). While the search goes on, also `ready` (compiled and
-            checked).
+            ended, had to be ended, or was left alone); `skipped` (out of time). While the search goes on, also `ready`
+            (compiled and checked).
         reason: Why it was not measured.
         twin: Of one that is `same`, the candidate whose program it is.
         measurement: Its times.

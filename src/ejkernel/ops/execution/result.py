@@ -14,6 +14,7 @@ from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.execution.outcome import AutotuneData
+from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.sealed import read_object, sealed_json
 from ejkernel.ops.utils.serialize import describe, from_plain, to_data
@@ -77,6 +78,8 @@ class AutotuningResult:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self.entries))
+        for entry in self.entries:
+            check_argument(isinstance(entry, Entry), "each of entries", "an Entry", entry)
 
     def __str__(self) -> str:
         """Return a table: of each call its configuration and, of those that were tuned here, what that brought."""
@@ -115,6 +118,7 @@ class AutotuningResult:
 
     def save(self, cache: ConfigCache | PersistentCache) -> None:
         """Put every entry into `cache`."""
+        check_argument(hasattr(cache, "put"), "cache", "a ConfigCache or a PersistentCache", cache)
         for entry in self.entries:
             cache.put(ConfigKey(self.device, entry.op_id_v, entry.call_key), entry.cfg)
 
@@ -138,9 +142,12 @@ class AutotuningResult:
             ConfigError: a configuration's type may not be named in this process.
         """
         if not isinstance(text, str):
-            raise SerializationError(f"text must be what dumps() returned, got {describe(text)}.")
+            raise SerializationError(f"text must be what AutotuningResult.dumps() returned, got {describe(text)}.")
         raw = (text.rstrip() + "\n").encode("utf-8", "surrogatepass")  # what is no Unicode is no UTF-8 either
-        stored = from_plain(read_object(raw, _SCHEMA, "the text of an AutotuningResult"), _StoredResult)
+        try:
+            stored = from_plain(read_object(raw, _SCHEMA, "the text of an AutotuningResult"), _StoredResult)
+        except SerializationError as error:
+            raise SerializationError(f"text must be what AutotuningResult.dumps() returned: {error}") from error
         return cls(
             stored.device, tuple(Entry(e.op, e.call, decode_config(e.config, e.config_type)) for e in stored.entries)
         )

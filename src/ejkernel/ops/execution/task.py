@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config, hook
-from ejkernel.ops.errors import CandidateError, EjkernelError, NoConfigError, TuningError
+from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, NoConfigError, TuningError
 from ejkernel.ops.execution.bench import Bench, Candidate, Limits, Loader, Unwatched, Watch, config_id
 from ejkernel.ops.execution.confirming import confirm
 from ejkernel.ops.execution.deciding import (
@@ -30,7 +31,7 @@ from ejkernel.ops.execution.deciding import (
     why_it_stays,
 )
 from ejkernel.ops.execution.duels import Duel
-from ejkernel.ops.execution.events import CandidateFinished, SearchStarted, emit
+from ejkernel.ops.execution.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.execution.gradients import rule_fault
 from ejkernel.ops.execution.outcome import (
     MEASURED,
@@ -45,7 +46,9 @@ from ejkernel.ops.execution.outcome import (
 from ejkernel.ops.execution.racing import Race, RacePlan
 from ejkernel.ops.execution.roofline import suspiciously_fast
 from ejkernel.ops.execution.searching import Record, default_strategy
+from ejkernel.ops.utils.checks import check_candidates, named
 from ejkernel.ops.utils.tables import counted
+from ejkernel.ops.utils.telling import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +131,8 @@ class TuningRun:
         progress: Called with how many candidates are compiled and checked, and how many there are.
         watch: Who must know what is under way.
         stop: Whether to end as soon as possible, with the best so far.
-        abandoned: Whether nobody waits for the result any more.
+        abandoned: Whether nobody waits for the result any more; asked again and again while candidates are compiled.
+        tell: Called with every event.
         clock: Source of seconds.
     """
 
@@ -140,6 +144,7 @@ class TuningRun:
         watch: Watch | None = None,
         stop: Callable[[], bool] = lambda: False,
         abandoned: Callable[[], bool] = lambda: False,
+        tell: Callable[[Event], None] = emit,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.task = task
@@ -147,6 +152,7 @@ class TuningRun:
         self._watch = watch or Unwatched()
         self._stop = stop
         self._abandoned = abandoned
+        self._tell = tell
         self._clock = clock
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._rejected = {config_id(outcome.config): outcome for outcome in task.rejected}
@@ -168,9 +174,11 @@ class TuningRun:
         start = self._clock() - task.spent
         self._deadline = None if task.policy.budget_s is None else start + task.policy.budget_s
         first, others = self._configurations()
+        with self._naming_the_kernel():
+            baseline = _first(inv, first, others)
         self._bench = Bench(
             inv=inv,
-            baseline=_first(inv, first, others),
+            baseline=baseline,
             policy=task.policy,
             seed=task.seed,
             width=task.width or task.policy.compile_processes or None,
@@ -179,8 +187,9 @@ class TuningRun:
             programs={config_id(config): program for config, program in task.programs},
             reference=task.reference,
             stop=self._must_end,
+            left=self._left,
         )
-        with self._compiling_elsewhere():
+        with self._compiling_elsewhere(), self._naming_the_kernel():
             if isinstance(others, ConfigSpace) and not others.has_at_most(LISTED):
                 self._ask(others, first)
             else:
@@ -207,13 +216,27 @@ class TuningRun:
     def _configurations(self) -> tuple[list[Any], Collection[Any]]:
         """Return the heuristic's, if there is one, and the others."""
         inv, kernel, given = self.task.inv, self.task.kernel, self.task.candidates
+        with self._naming_the_kernel():
+            try:
+                first = heuristic_of(inv, kernel)
+                if given is not None:
+                    return first, check_candidates(given, f"{inv.op_id}: candidates")
+                return first, candidates_of(kernel, inv)
+            except EjkernelError:
+                raise
+            except BaseException as error:
+                raise KernelError(error_text(error)) from error
+
+    @contextlib.contextmanager
+    def _naming_the_kernel(self) -> Iterator[None]:
+        """Say whose configurations something is wrong with; what a hook raises is this call's error alone."""
+        op_id = self.task.inv.op_id
         try:
-            return heuristic_of(inv, kernel), candidates_of(kernel, inv) if given is None else given
-        except EjkernelError:
-            raise
-        except Exception as error:
-            text = f"{inv.op_id}: its configurations cannot be had: {type(error).__name__}: {error}"
-            raise TuningError(text) from error
+            with named(op_id):
+                yield
+        except KernelError as error:
+            why = str(error).removeprefix(f"{op_id}: ")
+            raise TuningError(f"{op_id}: its configurations cannot be had: {why}") from error
 
     @contextlib.contextmanager
     def _compiling_elsewhere(self) -> Iterator[None]:
@@ -223,7 +246,7 @@ class TuningRun:
             from ejkernel.ops.execution.compilers import compiler_for  # imports multiprocessing
 
             device, count = self.task.inv.device_fingerprint, self.task.policy.compile_processes
-            compiler = compiler_for(device, count, lambda: self._bench.limits.compile.seconds)
+            compiler = compiler_for(device, count, lambda: self._bench.limits.compile.within(self._left()))
         self._bench.compile_elsewhere = compiler
         try:
             yield
@@ -238,7 +261,7 @@ class TuningRun:
         for config in others:
             check_config(self.task.kernel, config, "each candidate")
         self._tried = _distinct((*first, *others))
-        self._begin(len(self._tried))
+        self._begin(len(self._tried), self._tried)
         self._prepare(self._tried)
         self._race(self._tried, self._plan)
 
@@ -248,7 +271,7 @@ class TuningRun:
         total = most if points is None else min(len(points), most)
         strategy = default_strategy(space, seeds=first, records=self.task.records, seed=self.task.seed)
         batch = _distinct(first) or _distinct(strategy.ask(_BATCH))
-        self._begin(total)
+        self._begin(total, batch)
         while batch:
             self._tried += batch
             fresh = [candidate for candidate in batch if not self._recall(candidate)]
@@ -288,9 +311,9 @@ class TuningRun:
 
     # --- what is done with them ---
 
-    def _begin(self, total: int) -> None:
+    def _begin(self, total: int, candidates: Sequence[Candidate]) -> None:
         self._tally.total = total
-        emit(SearchStarted(self.task.inv.key, total))
+        self._tell(SearchStarted(self.task.inv.key, total, candidates[0].config))
         self._tally.note(0)
 
     def _prepare(self, candidates: Sequence[Candidate]) -> None:
@@ -303,17 +326,31 @@ class TuningRun:
                 self._one_finished(candidate)
             else:
                 todo.append(candidate)
-        suspects = [candidate for candidate in todo if config_id(candidate.config) in self._suspects]
-        self._bench.prepare([candidate for candidate in todo if candidate not in suspects], self._one_finished)
-        for suspect in suspects:
-            self._bench.prepare([suspect], self._one_finished)
-        if suspects:
+        if self._suspects:
+            self._bench.find_truth()  # so that each of them is alone indeed
+        groups = self._to_compile_together(todo)
+        for group in itertools.takewhile(lambda _: not self._bench.stop(), groups):
+            self._bench.prepare(group, self._one_finished)
+        if len(groups) > 1:
             self._bench.settle(todo, self._one_finished)  # one that came late may be the first of its program
+
+    def _to_compile_together(self, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+        """Return the candidates in groups: suspects alone, and after the others, who should not wait for them.
+
+        But the very first candidate comes first if it has to be alone: as a suspect, or because time is up, so that no
+        other is begun.
+        """
+        first = self._tried[0]
+        alone = [candidate for candidate in candidates if config_id(candidate.config) in self._suspects]
+        is_late = self._deadline is not None and self._clock() > self._deadline
+        before = [first] if first in candidates and (first in alone or is_late) else []
+        together = [candidate for candidate in candidates if candidate not in (*alone, *before)]
+        return [group for group in (before, together, *([c] for c in alone if c is not first)) if group]
 
     def _one_finished(self, candidate: Candidate) -> None:
         self._finished.add(id(candidate))
         self._tally.note(len(self._finished))
-        emit(CandidateFinished(self.task.inv.key, candidate.outcome()))
+        self._tell(CandidateFinished(self.task.inv.key, candidate.outcome()))
 
     def _race(self, candidates: Iterable[Candidate], plan: RacePlan) -> None:
         runners = [candidate for candidate in candidates if candidate.compiled is not None]
@@ -322,7 +359,10 @@ class TuningRun:
         else:
             self._ranking = []
         for candidate in runners:
-            emit(CandidateFinished(self.task.inv.key, candidate.outcome()))
+            self._tell(CandidateFinished(self.task.inv.key, candidate.outcome()))
+
+    def _left(self) -> float:
+        return math.inf if self._deadline is None else self._deadline - self._clock()
 
     def _must_end(self) -> bool:
         """Return whether to end with the best so far: but the very first candidate has its turn."""
@@ -403,7 +443,7 @@ class TuningRun:
             return confirm(self._bench, rival, rule_is_faulty=bool(self._rule_fault))
         except CandidateError as error:
             rival.fail(WRONG, error)
-            emit(CandidateFinished(self.task.inv.key, rival.outcome()))
+            self._tell(CandidateFinished(self.task.inv.key, rival.outcome()))
             return ()
 
     def _duel(self, rival: Candidate) -> Standing | None:
@@ -448,7 +488,6 @@ def heuristic_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[An
         config = hook(kernel, "heuristic_cfg", inv.platform)(inv)
     except NoConfigError:
         return []
-    check_config(kernel, config, "what heuristic_cfg returns")
     return [config]
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -22,12 +24,78 @@ from ejkernel.ops.utils.fingerprint import default_device, device_called, device
 
 T = TypeVar("T")
 
+_LOOK = 0.2  # seconds between two looks at what is done apart
+_AT_EXIT = 30.0  # seconds that the end of the process waits for what is under way
+_AT_EXIT_LEFT = 1.0  # and for what was left, because it does not end
 _inside = threading.local()
 
 
-@functools.lru_cache(maxsize=64)
-def _thread_of(device: jax.Device, depth: int) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"ejkernel-measure-{device.id}-{depth}")
+class LeftError(TuningError):
+    """What was done apart was left, because it does not end."""
+
+
+class _Lane:
+    """A thread that works off what it is given; a daemon, because it may have to be left at what it is at."""
+
+    def __init__(self, name: str) -> None:
+        self._given: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any], threading.Event]]
+        self._given = queue.SimpleQueue()
+        self._last_done = threading.Event()
+        self._last_done.set()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Have `work` done after what was given before."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._last_done = done = threading.Event()
+        self._given.put((work, future, done))
+        return future
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there is nothing to do."""
+        self._last_done.wait(seconds)
+
+    def _serve(self) -> None:
+        while True:
+            work, future, done = self._given.get()
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - whoever asked decides
+                future.set_exception(error)
+            del work, future  # or they would live until there is more to do
+            done.set()
+
+
+_lanes: dict[tuple[jax.Device, int], _Lane] = {}
+_left: list[_Lane] = []
+_guard = threading.Lock()
+
+
+def _lane_of(device: jax.Device, depth: int) -> _Lane:
+    with _guard:
+        if (device, depth) not in _lanes:
+            _lanes[device, depth] = _Lane(f"ejkernel-measure-{device.id}-{depth}")
+        return _lanes[device, depth]
+
+
+def _leave(lane: _Lane) -> None:
+    """Have others take another thread from now on."""
+    with _guard:
+        _left.append(lane)
+        for place in [place for place, there in _lanes.items() if there is lane]:
+            del _lanes[place]
+
+
+def _wait_at_exit() -> None:
+    """Wait for what is measured still: the interpreter's end would meet it in the middle of C++."""
+    end = time.monotonic() + _AT_EXIT
+    for lane in list(_lanes.values()):
+        lane.wait(max(0.0, end - time.monotonic()))
+    for lane in _left:
+        lane.wait(_AT_EXIT_LEFT)
+
+
+atexit.register(_wait_at_exit)
 
 
 def _depth() -> int:
@@ -60,7 +128,12 @@ def carried(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
     return inside
 
 
-def apart(work: Callable[[], T], *, on_interrupt: Callable[[], None] | None = None) -> T:
+def apart(
+    work: Callable[[], T],
+    *,
+    on_interrupt: Callable[[], None] | None = None,
+    look: Callable[[], None] | None = None,
+) -> T:
     """Run `work` on the default device's measuring thread, with the caller's settings; see `carried`.
 
     Called on a measuring thread, by a candidate that runs a kernel itself, `work` has another one: the candidate's
@@ -69,15 +142,27 @@ def apart(work: Callable[[], T], *, on_interrupt: Callable[[], None] | None = No
     Args:
         work: What to run.
         on_interrupt: Called on Ctrl-C, after which `work` is waited for; a second one is raised.
+        look: Called again and again meanwhile; if it raises, so does this, and `work` is left to go on by itself.
     """
-    future = _thread_of(default_device(), _depth()).submit(carried(work, deeper=True))
+    lane = _lane_of(default_device(), _depth())
+    future = lane.submit(carried(work, deeper=True))
     try:
-        return future.result()
-    except KeyboardInterrupt:
+        _wait_for(future, look)
+    except KeyboardInterrupt:  # the user's: what `work` raises is not seen here
         if on_interrupt is None:
             raise
         on_interrupt()  # even if the work has just been done: it is not lost
-        return future.result()
+        _wait_for(future, look)
+    except LeftError:
+        _leave(lane)
+        raise
+    return future.result()
+
+
+def _wait_for(future: concurrent.futures.Future[Any], look: Callable[[], None] | None) -> None:
+    while not concurrent.futures.wait([future], timeout=None if look is None else _LOOK).done:
+        if look is not None:
+            look()
 
 
 @contextlib.contextmanager

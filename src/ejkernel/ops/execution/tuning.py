@@ -19,14 +19,16 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.bench import Limits
 from ejkernel.ops.execution.events import SearchFinished, emit
+from ejkernel.ops.execution.here import tune_here
 from ejkernel.ops.execution.measuring import benchmark as benchmark
 from ejkernel.ops.execution.outcome import CRASHED, FAILED, SAME, WRONG, AutotuneData
 from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.searching import Record
-from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
-from ejkernel.ops.execution.threads import apart, on_device_of
+from ejkernel.ops.execution.task import Progress, TuningTask
+from ejkernel.ops.execution.threads import on_device_of
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.checks import check_argument, is_count
 
 if TYPE_CHECKING:
     from ejkernel.ops.execution.bundles import BundledCall
@@ -61,6 +63,8 @@ class Autotuner:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        check_argument(is_count(rounds, 1), "rounds", "a positive int", rounds)
+        check_argument(is_count(warmup, 0), "warmup", "an int >= 0", warmup)
         self.rounds = rounds
         self.warmup = warmup
         self.seed = seed
@@ -97,6 +101,8 @@ class Autotuner:
             TuningError: no candidate could be measured, or the reference itself failed.
             KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
         """
+        check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
+        check_argument(isinstance(kernel, Kernel), "kernel", "a Kernel", kernel)
         inv = dataclasses.replace(inv.abstract(), kernel=kernel)
         task = TuningTask(
             inv=inv,
@@ -118,14 +124,10 @@ class Autotuner:
         return data
 
     def _here(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
-        stop, abandoned = threading.Event(), threading.Event()
-        run = TuningRun(task, progress=progress, stop=stop.is_set, abandoned=abandoned.is_set, clock=self._clock)
+        stop = threading.Event()
         try:
             with process_session(task.policy), on_device_of(task.inv):
-                data = apart(run.run, on_interrupt=stop.set)
-        except KeyboardInterrupt:
-            abandoned.set()
-            raise
+                data = tune_here(task, progress, stop=stop, clock=self._clock)
         except TuningError:
             if stop.is_set():  # the reason why nothing was measured
                 raise KeyboardInterrupt from None

@@ -12,32 +12,31 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import math
 import multiprocessing
-import multiprocessing.connection
 import os
-import pickle  # noqa: TID251 - between a process and its own child
 import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ejkernel import settings
 from ejkernel.ops.errors import DeviceLostError, TuningError
 from ejkernel.ops.execution.events import Event
-from ejkernel.ops.execution.interrupts import interrupts_blocked, interrupts_dropped, interrupts_held_back
-from ejkernel.ops.utils.printable import printable_lines
+from ejkernel.ops.execution.interrupts import interrupts_held_back
+from ejkernel.ops.execution.lives import start_process
+from ejkernel.ops.execution.pipes import Exchange
+from ejkernel.ops.execution.serving import BEATS, RUNNING, SHARED, STOP, WAKE_UP, WAKES, begin_serving, serve, unpickled
+from ejkernel.ops.execution.serving import pickled as pickled
+from ejkernel.ops.execution.serving import reports as reports
 
 _LOOK = 0.2  # seconds between two looks at whether a worker is alive
 _START = 120.0  # seconds in which a worker must have started
+_STUCK = 5 * WAKE_UP  # seconds without waking up after which somebody keeps a worker's interpreter from it
 _GOODBYE = 5.0  # seconds that a worker has to end by itself
-# What parent and worker share without a lock, which one that is killed would keep: the index of the candidate that
-# runs, how often one was called, and whether to end the search.
-_RUNNING, _CALLS, _STOP = range(3)
 
 
 _UNGUARDED = 78
@@ -50,9 +49,20 @@ GUARD = (
 class WorkerDiedError(TuningError):
     """A worker process ended, or had to be ended, before it had an answer."""
 
-    def __init__(self, reason: str, *, timed_out: bool = False) -> None:
-        super().__init__(reason)
-        self.timed_out = timed_out
+
+class Leash(Protocol):
+    """How long a worker may be waited for, beside what it says itself."""
+
+    def silence(self, doing: Doing, *, is_stuck: bool) -> float:
+        """Return the seconds without a sign of life after which it is ended.
+
+        Args:
+            doing: What it is at.
+            is_stuck: Whether its interpreter's lock is not to be had.
+        """
+
+    def left(self) -> float:
+        """Return the seconds after which it is ended whatever it does."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,19 +105,19 @@ class Worker:
     ) -> None:
         _check_that_main_is_there()
         context = multiprocessing.get_context("spawn")
-        self._pulse = context.RawArray("q", 3)
-        self._pipe, other = context.Pipe()
-        arguments = (other, self._pulse, dict(environ or {}), reports() is None)
+        self._pulse = context.RawArray("q", SHARED)
+        pipe, other = context.Pipe()
+        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid())
         self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
+        start_process(self._process.start)
+        other.close()
+        self._pipe = Exchange(pipe)
         self._can_stop = False
         self._stop = stop or threading.Event()
         self._is_leaf = is_leaf
         self.is_busy = False  # true, too, once it has died at work, or nobody has waited for its answer
         self.doing = Doing()
-        with interrupts_blocked():
-            self._process.start()
-            other.close()
-            atexit.register(self.kill)  # it is no daemon, for it may have processes of its own
+        atexit.register(self.kill)  # it is no daemon, for it may have processes of its own
 
     @property
     def pid(self) -> int | None:
@@ -123,12 +133,12 @@ class Worker:
     def culprit(self) -> Any:
         """The candidate that the device worked on last; `None` if it did not work on one."""
         configs = self.doing.configs
-        return configs[min(self._pulse[_RUNNING], len(configs) - 1)] if configs else None
+        return configs[min(self._pulse[RUNNING], len(configs) - 1)] if configs else None
 
     @property
     def is_stopping(self) -> bool:
         """Whether it was asked to end its search."""
-        return bool(self._pulse[_STOP])
+        return bool(self._pulse[STOP])
 
     def call(
         self,
@@ -137,6 +147,7 @@ class Worker:
         on_event: Callable[[Event], None] | None = None,
         stopping: bool | None = None,
         doing: Doing | None = None,
+        leash: Leash | None = None,
     ) -> Any:
         """Return `function(*args)`, computed in the worker; what it raises is raised here.
 
@@ -147,66 +158,96 @@ class Worker:
             stopping: Whether it is asked to stop from the start; if not, the first Ctrl-C asks it to, and a second
                 one is raised. If left out it cannot be asked, and the first is raised.
             doing: What it is at, until it says so itself.
+            leash: For how long it is waited for; without one, for as long as it says itself.
 
         Raises:
             KeyboardInterrupt: Ctrl-C, as above; the worker is gone.
-            WorkerDiedError: the worker ended, or showed no sign of life for as long as it had said; it is gone.
+            WorkerDiedError: the worker ended, or showed no sign of life for as long as is allowed; it is gone.
             TuningError: the function or its arguments cannot be sent to another process.
         """
         request = pickled((function, args))
         self.doing = doing or Doing(what="receiving its task")
-        self._can_stop, self._pulse[_STOP] = stopping is not None, bool(stopping)
+        self._can_stop, self._pulse[STOP] = stopping is not None, bool(stopping)
         self.is_busy = True
-        try:
-            with interrupts_held_back() as interrupts:
-                self._pipe.send_bytes(request)
-                return self._answer(on_event, interrupts)
-        except (BrokenPipeError, ConnectionResetError, EOFError):
-            self._process.join(_GOODBYE)
-            raise WorkerDiedError(self._last_words()) from None
+        with interrupts_held_back() as interrupts:
+            self._pipe.post(request)
+            return self._answer(on_event, interrupts, leash or _Loose())
 
-    def _answer(self, on_event: Callable[[Event], None] | None, interrupts: list[Callable[[], object]]) -> Any:
-        alive, beats = time.monotonic(), self._pulse[_CALLS]
+    def _answer(
+        self, on_event: Callable[[Event], None] | None, interrupts: list[Callable[[], object]], leash: Leash
+    ) -> Any:
+        alive = awake = time.monotonic()
+        beats, wakes, is_dead = self._pulse[BEATS], self._pulse[WAKES], False
         while True:
             if self._can_stop and self._stop.is_set():
-                self._pulse[_STOP] = True
-            ready = self._wait(interrupts)
+                self._pulse[STOP] = True
+            message = self._next_message(interrupts)
             now = time.monotonic()
-            if ready:
+            if self._pulse[WAKES] != wakes:
+                awake, wakes = now, self._pulse[WAKES]
+            if message is not None:
                 alive = now
-                kind, value = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 - our own child wrote it
+                kind, value = unpickled(message)
                 self.is_busy = kind not in ("done", "error")
                 if kind == "done":
                     return value
                 if kind == "error":
                     raise value
                 self._take_note(kind, value, on_event)
-            elif self._pulse[_CALLS] != beats:
-                alive, beats = now, self._pulse[_CALLS]
-            elif not self._process.is_alive() and not self._pipe.poll():
+            elif self._pulse[BEATS] != beats:
+                alive, beats = now, self._pulse[BEATS]
+            elif is_dead:
                 raise WorkerDiedError(self._last_words())
-            elif now - alive > (allowed := self.doing.limit):
-                self.kill()
-                text = f"no sign of life for {now - alive:.1f} s while {self.doing.what} (allowed: {allowed:.1f} s)"
-                raise WorkerDiedError(text, timed_out=True)
+            else:
+                is_dead = not self._process.is_alive()  # what it said last may be there by now, so look once more
+            self._check_time(now - alive, leash, is_stuck=now - awake > _STUCK)
 
-    def _wait(self, interrupts: list[Callable[[], object]]) -> bool:
-        """Return whether a message is there. Ctrl-C asks the worker to stop, if it can be asked and was not before."""
+    def _next_message(self, interrupts: list[Callable[[], object]]) -> bytes | None:
+        """Return the next message, `None` if none comes soon.
+
+        Ctrl-C asks the worker to stop, if it can be asked and was not before.
+
+        Raises:
+            KeyboardInterrupt: it cannot be asked, or was.
+            WorkerDiedError: none comes any more.
+        """
         try:
-            multiprocessing.connection.wait([self._pipe, self._process.sentinel], timeout=_LOOK)
             while interrupts:
                 interrupts.pop()()
         except KeyboardInterrupt:
             if not self._can_stop or self.is_stopping:
                 self.kill()
                 raise
-            self._pulse[_STOP] = True
-        return self._pipe.poll()
+            self._pulse[STOP] = True
+        try:
+            message = self._pipe.take()
+            if message is None:
+                self._pipe.wait(self._process.sentinel, _LOOK)
+                message = self._pipe.take()
+        except EOFError:
+            self._process.join(_GOODBYE)
+            raise WorkerDiedError(self._last_words()) from None
+        return message
+
+    def _check_time(self, silent: float, leash: Leash, *, is_stuck: bool) -> None:
+        """End the worker if it has been silent for too long, or its time is over.
+
+        Raises:
+            WorkerDiedError: it was.
+        """
+        allowed = leash.silence(self.doing, is_stuck=is_stuck)
+        if silent > allowed:
+            text = f"no sign of life for {silent:.1f} s while {self.doing.what} (allowed: {allowed:.1f} s)"
+        elif leash.left() <= 0:
+            text = f"its time was over while {self.doing.what}"
+        else:
+            return
+        self.kill()
+        raise WorkerDiedError(text)
 
     def _take_note(self, kind: str, value: Any, on_event: Callable[[Event], None] | None) -> None:
         if kind == "begin":
             self.doing.what, self.doing.configs, self.doing.allowed = value
-            self._pulse[_RUNNING] = 0
         elif kind == "compiling":
             self.doing.compiling = value
         elif kind == "warning":
@@ -245,18 +286,6 @@ class Worker:
         self.kill()  # what it started may be left
 
 
-def pickled(value: Any) -> bytes:
-    """Return what a worker is told of `value`.
-
-    Raises:
-        TuningError: it cannot be pickled.
-    """
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise _unsendable(error) from error
-
-
 def _check_that_main_is_there() -> None:
     """End this process if it is a worker that is only importing the program, which should not start any.
 
@@ -278,113 +307,25 @@ def _session_of(leader: int) -> list[int]:
     return found
 
 
-# --- in the worker ---
+class _Loose:
+    """A leash that leaves it to the worker."""
+
+    def silence(self, doing: Doing, *, is_stuck: bool) -> float:
+        """See `Leash`."""
+        del is_stuck
+        return doing.limit
+
+    def left(self) -> float:
+        """See `Leash`."""
+        return math.inf
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Reports:
-    """The worker's side: a `Watch` that tells the parent."""
-
-    pipe: Any
-    pulse: Any
-    lock: Any
-
-    def send(self, kind: str, value: Any) -> None:
-        data = pickle.dumps((kind, value))
-        with self.lock:
-            self.pipe.send_bytes(data)
-
-    def compiling(self, configs: Sequence[Any]) -> None:
-        self.send("compiling", list(configs))
-
-    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
-        self.send("begin", (doing, list(configs), allowed))
-
-    def running(self, index: int) -> None:
-        self.pulse[_RUNNING] = index
-        self.pulse[_CALLS] += 1
-
-    def warn(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        """Have the parent warn, in place of `warnings.showwarning`."""
-        try:
-            self.send("warning", message)
-        except Exception:  # noqa: BLE001 - a warning of the user's own that cannot be pickled: its text has to do
-            self.send("warning", f"{type(message).__name__}: {message}")
-
-    def must_stop(self) -> bool:
-        """Return whether the parent asks for the search's end."""
-        return bool(self.pulse[_STOP])
-
-
-_reports: list[_Reports] = []  # of this process, if it is a worker
-
-
-def reports() -> _Reports | None:
-    """Return how this process tells its parent what it is at; `None` if it is no worker."""
-    return _reports[0] if _reports else None
-
-
-def _serve(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool) -> None:
-    if leads:
-        os.setsid()  # Ctrl-C is the parent's to handle
-    else:
-        os.setpgid(0, 0)  # a worker's own worker is ended with it, as part of its session, or alone, with its children
-    interrupts_dropped()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # results on stdout are the parent's to print
-    settings.share_device(environ)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    mine = _Reports(pipe, pulse, threading.Lock())
-    _reports.append(mine)
-    warnings.showwarning = mine.warn
-    session = contextlib.ExitStack()
-    session.enter_context(worker_session())
-    while True:
-        try:
-            request = pipe.recv_bytes()
-        except EOFError:
-            session.close()
-            os._exit(0)  # at once: threads that still compile would end in the middle of C++, and not quietly
-        kind, value = _carry_out(request)
-        try:
-            mine.send(kind, value)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises any of these
-            mine.send("error", _unsendable(error))
-
-
-def _carry_out(request: bytes) -> tuple[str, Any]:
-    try:
-        function, args = pickle.loads(request)  # noqa: S301 - our own parent wrote it
-    except Exception as error:  # noqa: BLE001 - such as of a class that is not where its name says
-        return "error", _unsendable(error)
-    try:
-        return "done", function(*args)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised in the parent
-        return "error", _sendable(error)
-
-
-def _unsendable(error: Exception) -> TuningError:
-    return TuningError(
-        f"this cannot be sent to a worker process, or back: {type(error).__name__}: {error}. Kernels and their "
-        "configurations must be defined at the top of a module; or tune in this process (isolate=False, "
-        "compile_processes=0)."
-    )
-
-
-def _sendable(error: BaseException) -> BaseException:
-    """Return the error, or its text if it cannot be pickled."""
-    error.add_note(printable_lines("in the worker:\n" + "".join(traceback.format_exception(error))))
-    bare = error.with_traceback(None)
-    try:
-        pickle.loads(pickle.dumps(bare))  # noqa: S301 - our own
-    except Exception:  # noqa: BLE001 - then its text has to do
-        return TuningError(f"{type(error).__name__}: {error}")
-    return bare
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
+def _serve(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool, parent: int) -> None:
+    """Be a worker."""
+    begin_serving(pipe, pulse, environ, leads, parent)
+    with worker_session():
+        serve()
+    os._exit(0)  # at once: threads that still compile would end in the middle of C++, and not quietly
 
 
 # --- workers that are shared ---

@@ -20,6 +20,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.signature import describe
 
@@ -63,6 +64,7 @@ def label(op_id: str, call_hash: str | None = None, prefix: str | None = None) -
 
 
 def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    check_argument(_is_text(name), "label name", "a text", name)
     if not re.fullmatch(r"[A-Za-z_][\w.\-]*", name):
         raise ConfigError(f"label name must be letters, digits, '_', '-' or '.', got {name!r}.")
     op_id = f"{name}@v0"
@@ -82,6 +84,10 @@ def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return labelled
 
     return decorate
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def is_scope(op_id_v: str) -> bool:
@@ -104,6 +110,7 @@ def stamp(values: Sequence[Any], inputs: Sequence[Any], name: str, payload: str)
 
 def extract_labels_from_hlo_text(hlo_text: str) -> list[str]:
     """Return the distinct labels in a program's text, StableHLO or HLO, in order of first appearance."""
+    check_argument(isinstance(hlo_text, str), "hlo_text", "a program's text", hlo_text)
     return list(dict.fromkeys(text for text, _ in label_positions(hlo_text)))
 
 
@@ -121,6 +128,9 @@ def find_labels_in_lowered(lowered: Any) -> list[str]:
     Args:
         lowered: What `jax.jit(f).lower(...)` returns, anything with `as_text()`, or a text.
     """
+    check_argument(
+        isinstance(lowered, str) or hasattr(lowered, "as_text"), "lowered", "a lowered program, or its text", lowered
+    )
     return extract_labels_from_hlo_text(compat.lowered_text(lowered))
 
 
@@ -135,7 +145,8 @@ def labels_to_configs(labels: Any, selector: Any = None) -> list[tuple[str, Any]
     """
     if not isinstance(labels, list | tuple):
         labels = find_labels_in_lowered(labels)
-    chain = services.default_executor().chooser if selector is None else selector
+    chain = services.default_executor().chooser if selector is None else getattr(selector, "chooser", selector)
+    check_argument(hasattr(chain, "cache"), "selector", "a ConfigSelectorChain", selector)
     return [(text, _remembered(chain, text)) for text in labels]
 
 

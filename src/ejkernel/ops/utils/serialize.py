@@ -92,7 +92,7 @@ def _lenient(text: str) -> Any:
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise SerializationError(f"$: not valid JSON ({error}).") from error
+        raise SerializationError(f"$: not valid JSON ({error}); text is {describe(text)}.") from error
     return plain(data)
 
 
