@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import array, core, effects, tree_util
+from jax._src import config as jax_config
 from jax._src.interpreters import mlir as private_mlir
 from jax._src.state import types as state_types
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
@@ -24,6 +25,7 @@ from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
 _core: Any = core
+_jax_config: Any = jax_config
 _effects: Any = effects
 _state_types: Any = state_types
 _mlir: Any = private_mlir
@@ -250,6 +252,11 @@ def noting_answers(noted: Answers) -> Iterator[None]:
 def traced(function: Any, avals: Sequence[Any]) -> Any:
     """Return the closed jaxpr of `function`, which is under `jax.jit`, as jit's own cache has it."""
     return function.trace(*avals).jaxpr  # 6 us for the 150 of make_jaxpr
+
+
+def trace_context() -> Any:
+    """Return a hashable value of all in force that a trace depends on."""
+    return _jax_config.trace_context()
 
 
 def outer_effects(jaxpr: Any) -> Any:

@@ -219,7 +219,7 @@ class Invocation(Generic[Cfg, Out]):
     def _canonical(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the representative; a keyword for a positional parameter is the same call."""
         args, kwargs = self.representative.args, dict(self.representative.kwargs)
-        if self.kernel is None:
+        if self.kernel is None or self.representative._node is not None:  # a node's arguments were taken apart before
             return tuple(args), kwargs
         spec, arrays = take_apart(self.kernel, args, kwargs, self.method)
         return spec.join([abstract(array) for array in arrays])

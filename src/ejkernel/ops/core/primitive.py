@@ -23,9 +23,10 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact, zero_tangent
 from ejkernel.ops.errors import ArgumentError, GradientError, NoConfigError
-from ejkernel.ops.utils.fingerprint import platform_kind
+from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
 from ejkernel.ops.utils.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.perobject import Bounded, PerObject
+from ejkernel.ops.utils.signature import abstract_tree
 
 
 class Body(Protocol):
@@ -167,8 +168,14 @@ class _Traces:
         self.platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
         self.jitted = jax.jit(self._typed)
         self.found: dict[Any, _Found] = {}
+        self.known: Bounded[Types] = Bounded()
 
     def of(self, avals: Sequence[Any]) -> Types:
+        key = (tuple(avals), compat.trace_context())
+        known = self.known.get(key)
+        return self.known.keep(key, self._traced(avals)) if known is None else known
+
+    def _traced(self, avals: Sequence[Any]) -> Types:
         jaxpr = compat.traced(self.jitted, avals)
         if len(jaxpr.in_avals) != len(avals):
             raise _closed_over(self.call, jaxpr.in_avals[: len(jaxpr.in_avals) - len(avals)])
@@ -222,7 +229,10 @@ def _config_for_types(call: Call, platform: str, args: tuple[Any, ...], kwargs: 
     if call.override is not None:
         return call.override.config
     kernel = call.node.spec.kernel
-    inv = Invocation(kernel=kernel, args=args, kwargs=kwargs, method=call.node.spec.method).abstract()
+    args, kwargs = abstract_tree((args, kwargs))
+    inv = Invocation(
+        kernel=kernel, args=args, kwargs=kwargs, method=call.node.spec.method, device=platform_fingerprint(platform)
+    )
     try:
         return hook(kernel, "heuristic_cfg", platform)(inv)
     except NoConfigError:
