@@ -161,12 +161,11 @@ call_p.multiple_results = True
 
 
 class _Traces:
-    """A call's traces for its types. JAX's own cache has them, under everything that they depend on."""
+    """A call's traces for its types, under everything that they depend on."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
-        self.jitted = jax.jit(self._typed)
         self.found: dict[Any, _Found] = {}
         self.known: Bounded[Types] = Bounded()
 
@@ -176,9 +175,10 @@ class _Traces:
         return self.known.keep(key, self._traced(avals)) if known is None else known
 
     def _traced(self, avals: Sequence[Any]) -> Types:
-        jaxpr = compat.traced(self.jitted, avals)
-        if len(jaxpr.in_avals) != len(avals):
-            raise _closed_over(self.call, jaxpr.in_avals[: len(jaxpr.in_avals) - len(avals)])
+        jaxpr = compat.traced(self._typed, avals)
+        foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
+        if foreign:
+            raise _closed_over(self.call, foreign)
         found = self.found.get(_shapes(avals), _Found())
         return Types(jaxpr=jaxpr, effects=compat.outer_effects(jaxpr), found=found, platform=self.platform)
 
@@ -269,7 +269,11 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     with call.settings.entered(), compat.lowering(ctx):
         if len(platforms) > 1:
             return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
-        body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
+        # Equal calls of a program are resolved once. JAX's own cache of lowerings makes a function of each distinct one.
+        bodies, key = ctx.module_context.cached_primitive_lowerings, (call_p, call, tuple(ctx.avals_in))
+        if key not in bodies:
+            bodies[key] = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
+        body = bodies[key]
         if body.jaxpr is None:
             return _lower_computed(ctx, body, call, *values)
         out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
@@ -291,7 +295,7 @@ def _lower_computed(ctx: Any, body: Body, call: Call, *values: Any) -> Any:
 
 call_p.def_effectful_abstract_eval(_abstract_eval)
 call_p.def_impl(_impl)
-compat.mlir.register_lowering(call_p, _lower)
+compat.mlir.register_lowering(call_p, _lower, cacheable=False)
 
 
 def _batch(axis_data: Any, arrays: Sequence[Any], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
