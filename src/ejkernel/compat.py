@@ -259,10 +259,20 @@ def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
     Its constants are tracers where the function uses what another trace, which is still open, computes.
     """
     described = _api_util.debug_info("ejkernel_call", function, tuple(avals), {})
-    jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(
-        _linear_util.wrap_init(function, debug_info=described), list(avals)
-    )
+    known = [
+        _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        if isinstance(aval, jax.ShapeDtypeStruct)
+        else aval
+        for aval in avals
+    ]
+    wrapped = _linear_util.wrap_init(function, debug_info=described)
+    jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(wrapped, known)
     return _core.ClosedJaxpr(jaxpr, consts)
+
+
+def function_of(jaxpr: Any) -> Callable[..., Any]:
+    """Return the function that a closed jaxpr is."""
+    return lambda *arrays: tuple(_core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
 
 
 def trace_context() -> Any:

@@ -31,6 +31,7 @@ class Choice:
         platform: The platform whose hooks run.
         reference: Use the kernel's `reference` and plain differentiation instead of its hooks.
         config_for_types: Only types are wanted: a function from `(args, kwargs)` to any valid configuration.
+        traced: Gives the computation of a node on such arrays, where it was traced before with this configuration.
         trees: Where the forward leaves the structure of its output (and residuals), if somebody asks.
     """
 
@@ -38,6 +39,7 @@ class Choice:
     platform: str = "cpu"
     reference: bool = False
     config_for_types: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+    traced: Callable[[Any, Sequence[Any]], Flat | None] | None = None
     trees: list[Any] | None = None
 
     @property
@@ -169,7 +171,12 @@ class Forward:
             return self._custom_vjp(choice)
         if has_residual_form(kernel):
             return self._vjp_through_residuals(choice)
-        return autodiff_vjp(self.flat(choice), count)
+
+        def gradients(*arrays: Any) -> tuple[Any, ...]:
+            traced = None if choice.traced is None else choice.traced(self, arrays[:count])
+            return autodiff_vjp(traced or self.flat(choice), count)(*arrays)
+
+        return gradients
 
     def _custom_vjp(self, choice: Choice) -> Flat:
         def gradients(*arrays: Any) -> tuple[Any, ...]:

@@ -216,6 +216,12 @@ def types_of(call: Call, avals: Sequence[Any]) -> Types:
         return found.of(avals)
 
 
+def known_types(call: Call, avals: Sequence[Any]) -> Types | None:
+    """Return what `types_of` found before, if it was asked."""
+    found = _traces.of(call.node.spec.kernel).get(call.weak)
+    return None if found is None else found.known.get((tuple(avals), compat.trace_context()))
+
+
 def _closed_over(call: Call, avals: Sequence[Any]) -> ArgumentError:
     kernel = call.node.spec.kernel
     shown = ", ".join(str(aval) for aval in avals)
@@ -269,7 +275,7 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     with call.settings.entered(), compat.lowering(ctx):
         if len(platforms) > 1:
             return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
-        # Equal calls of a program are resolved once. JAX's own cache of lowerings makes a function of each distinct one.
+        # Equal calls of a program are resolved once; JAX's own cache would make a function of each distinct one.
         bodies, key = ctx.module_context.cached_primitive_lowerings, (call_p, call, tuple(ctx.avals_in))
         if key not in bodies:
             bodies[key] = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)

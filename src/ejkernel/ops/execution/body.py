@@ -17,8 +17,8 @@ from ejkernel.ops.config.selection import Resolution
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import hook
-from ejkernel.ops.core.nodes import Choice
-from ejkernel.ops.core.primitive import Call, types_of
+from ejkernel.ops.core.nodes import Choice, Node
+from ejkernel.ops.core.primitive import Call, Types, known_types, types_of
 from ejkernel.ops.errors import CacheWarning, KernelError, NoConfigError, SerializationError
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.meta import label, stamp
@@ -92,11 +92,19 @@ class ResolvedCall:
     def _say_unlabelled(self) -> None:
         logger.debug("%s carries no label: each of its results is one of its inputs", self.inv.op_id_v)
 
+    def _traced(self, node: Node, arrays: Sequence[Any]) -> Callable[..., Any] | None:
+        """Return a part of the call that was traced for its own types, such as the forward that a gradient repeats."""
+        part = dataclasses.replace(self.call, node=node, linear=0)
+        types = known_types(part, [jax.typeof(array) for array in arrays])
+        jaxpr = None if types is None else _if_same(types, self.resolution.config, self.inv.platform)
+        return None if jaxpr is None else compat.function_of(jaxpr)
+
     def _computed(self, arrays: Sequence[Any]) -> tuple[Resolution[Any], Sequence[Any]]:
         """Compute the call; where a configuration that was saved does not run, with the heuristic's, and a warning."""
         inv, node, resolution = self.inv, self.call.node, self.resolution
         try:
-            return resolution, node.flat(Choice(config=resolution.config, platform=inv.platform))(*arrays)
+            choice = Choice(config=resolution.config, platform=inv.platform, traced=self._traced)
+            return resolution, node.flat(choice)(*arrays)
         except Exception as error:
             if inv.representative is not inv and resolution.source not in _FOR_THE_CALL_ITSELF:
                 raise _does_not_fit(inv, resolution) from error
@@ -138,7 +146,11 @@ def _trace_with(config: Any, call: Call, avals: Sequence[Any], platform: str) ->
     """Return what was traced for the call's types, if it is the whole call under this configuration."""
     if not call.node.types_are_whole:
         return None
-    types = types_of(call, avals)
+    return _if_same(types_of(call, avals), config, platform)
+
+
+def _if_same(types: Types, config: Any, platform: str) -> Any:
+    """Return the computation that types were taken from, if it is that under this configuration."""
     if types.config is None or not types.still_hold(platform) or compat.has_references(types.jaxpr):
         return None
     try:
