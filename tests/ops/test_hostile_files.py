@@ -228,7 +228,7 @@ def everything_printed(cache):
         printed.append(why_no_entry(cache, other, other.key))
         for note in MissedNotes(cache.path).entries():
             printed.append(note.config_key.op if is_printable(note.config_key.op) else "")
-        cli_files.missed_calls(cache.path, [])
+        cli_files.missed_calls(cache.path)
         for arguments in (["show"], ["show", "--json"], ["show", "--log", ""], ["show", "--log", "", "--json"]):
             assert main([*arguments, "--cache", str(cache.path)]) in (0, 1)
     return [*printed, out.getvalue(), err.getvalue(), *(str(warning.message) for warning in caught)]

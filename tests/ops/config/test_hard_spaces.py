@@ -15,7 +15,7 @@ from ejkernel.ops.config import _chains, _parts
 from ejkernel.ops.config import space as space_module
 from ejkernel.ops.config._parts import Part
 from ejkernel.ops.config.space import ConfigSpace
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ArgumentError, ConfigError
 from ejkernel.ops.execution.searching import ModelSearch, Random, default_strategy
 
 TWELVE = {f"axis{i}": [1, 2, 3, 4, 5] for i in range(12)}
@@ -323,7 +323,7 @@ def test_a_constraint_cannot_change_what_others_see():
 
 @pytest.mark.parametrize("constraints", [[True], "a > 1", [lambda: True], [lambda *, one: True]])
 def test_what_is_no_condition_on_axes_is_an_error(constraints):
-    with pytest.raises(ConfigError, match="constraint"):
+    with pytest.raises((ArgumentError, ConfigError), match="constraint"):
         ConfigSpace({"a": [1]}, constraints=constraints)
 
 
