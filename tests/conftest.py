@@ -8,12 +8,17 @@ import sys
 import textwrap
 import types
 
+import hypothesis
 import jax
 import pytest
 
 # Before any test touches a device: meshes and `pmap` need several, and a CUDA plugin compiles without a GPU.
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+# An example may be the one that compiles, on a machine that is busy.
+hypothesis.settings.register_profile("ejkernel", deadline=None)
+hypothesis.settings.load_profile("ejkernel")
 
 
 def pytest_addoption(parser):

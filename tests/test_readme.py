@@ -55,6 +55,7 @@ def test_a_field_of_the_policy_is_there(field):
 
 
 def test_every_status_that_a_table_shows_is_explained():
-    statuses = {value for name, value in vars(outcome).items() if name.isupper() and isinstance(value, str)}
+    words = {value for name, value in vars(outcome).items() if name.isupper() and isinstance(value, str)}
+    statuses = words - {outcome.READY, outcome.PROCESSOR, *outcome.CAME_OUT}  # of a race, and not of a candidate
     explained = set(re.findall(r"^\| `(\w+)` \|", README, re.M))
-    assert statuses - {outcome.READY} <= explained
+    assert statuses <= explained

@@ -49,7 +49,7 @@ from tests.hostile import (
 
 import ejkernel
 from ejkernel.cli.files import calls_in_bundle, calls_in_file, missed_calls
-from ejkernel.cli.finding import names_modules
+from ejkernel.cli.finding import Source
 from ejkernel.ops import (
     AutotuningResult,
     CacheWarning,
@@ -73,9 +73,9 @@ from ejkernel.ops.execution.store import MeasurementStore
 from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.texts import calls_in_text
 from ejkernel.ops.execution.tuning import Autotuner
-from ejkernel.ops.utils.nameable import JAX_MODULES, Names
+from ejkernel.ops.utils.nameable import Names
 from ejkernel.ops.utils.payloads import key_of, text_of_bytecode
-from ejkernel.ops.utils.signature import describe
+from ejkernel.ops.utils.signature import JAX_MODULES, describe
 from ejkernel.ops.utils.typenames import decode_config
 from ejkernel.settings import Settings
 
@@ -175,7 +175,7 @@ def test_what_the_kernel_declares_may_be_named():
     inv = rebuild(called_with(options=options, mode={"enum": f"{HERE}.Mode", "name": "SAFE"}))
     assert inv.kwargs["options"] == Options(1.0, Nested(Level.LOW))
     assert inv.kwargs["mode"] is Mode.SAFE
-    assert rebuild(called_with(function={"name": f"{HERE}.by_default"})).kwargs["function"] is by_default
+    assert rebuild(called_with({"name": f"{HERE}.by_default"})).args[1] is by_default
 
 
 def nested():
@@ -308,14 +308,20 @@ def test_an_exported_program_is_searched_and_not_parsed(tmp_path, monkeypatch):
         text_of_bytecode(b"\0nothing")
 
 
-def test_a_file_is_read_without_the_working_directory(tmp_path):
+def test_a_file_is_read_without_the_working_directory(tmp_path, monkeypatch):
     """`import` finds what lies there only if the user named modules."""
     file = tmp_path / "program:step.mlir"
     file.write_text("")
-    assert not names_modules(str(file), ())
-    assert not names_modules("", ())
-    assert names_modules(str(file), ("my_kernels",))
-    assert names_modules("my_program:step", ())
+    monkeypatch.chdir(tmp_path)
+    for target, imports, looks in (
+        (str(file), (), False),
+        ("", (), False),
+        (str(file), ("my_kernels",), True),
+        ("my_program:step", (), True),
+    ):
+        monkeypatch.setattr(sys, "path", ["elsewhere"])
+        assert Source.of(target, imports).names_modules is looks
+        assert (sys.path != ["elsewhere"]) is looks
 
 
 def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
@@ -435,19 +441,25 @@ def test_only_these_places_turn_names_or_bytes_into_code():
     )
     found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
     assert found == {
-        ("cli/finding.py", "importlib.import_module"),  # what the user named
+        ("cli/app.py", "importlib.import_module"),  # a command of a fixed list
+        ("cli/finding.py", "importlib.import_module"),  # our own modules
+        ("cli/operations.py", "importlib.import_module"),  # our own modules
+        ("cli/programs.py", "importlib.import_module"),  # what the user named
         ("compat.py", "deserialize_and_load"),  # a bundle's programs, and those of our own compiler processes
         ("kernels/flash_attention/__init__.py", "importlib.import_module"),  # of a fixed list
-        ("ops/execution/workers.py", "pickle.loads"),  # between a process and its own child
+        ("ops/execution/checks/forms.py", "jax.export.deserialize"),  # what it has just written itself
+        ("ops/execution/checks/forms.py", "pickle.loads"),  # the same
+        ("ops/execution/lives.py", "ctypes.CDLL"),  # the C library that this process has
+        ("ops/execution/serving.py", "pickle.loads"),  # between a process and its own child
         ("ops/utils/nameable.py", "importlib.import_module"),  # of a fixed list
         ("ops/utils/signature.py", "importlib.import_module"),  # of a fixed list
-        *({("ops/utils/_decode.py", "typing.get_type_hints")} & found),
     } | {call for call in found if call[1] == "json.loads"}
 
 
 def test_loaded_modules_are_not_searched_by_a_files_names():
     users = {str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py") if "sys.modules" in file.read_text("utf-8")}
     assert users == {
+        "cli/app.py",  # whether our own errors were imported yet
         "ops/core/kernel.py",  # where an instance is kept, to be pickled by name
         "ops/utils/nameable.py",  # where annotations of registered classes are to be resolved
         "ops/utils/signature.py",  # whether a value has the name that it says it has

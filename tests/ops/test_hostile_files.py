@@ -228,7 +228,7 @@ def everything_printed(cache):
         printed.append(why_no_entry(cache, other, other.key))
         for note in MissedNotes(cache.path).entries():
             printed.append(note.config_key.op if is_printable(note.config_key.op) else "")
-        cli_files.missed_calls(cache.path, [])
+        cli_files.missed_calls(cache.path)
         for arguments in (["show"], ["show", "--json"], ["show", "--log", ""], ["show", "--log", "", "--json"]):
             assert main([*arguments, "--cache", str(cache.path)]) in (0, 1)
     return [*printed, out.getvalue(), err.getvalue(), *(str(warning.message) for warning in caught)]
@@ -281,7 +281,7 @@ def test_each_odd_value_in_each_place_of_a_log_is_a_skip_or_what_it_says():
                     assert all(seconds is None or 1e-13 < seconds < 1e10 for _, seconds in record.times)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_value_in_any_place_is_no_exception_and_is_printed_harmlessly(data):
     with made() as files:
@@ -291,7 +291,7 @@ def test_any_value_in_any_place_is_no_exception_and_is_printed_harmlessly(data):
         assert all(map(is_printable, everything_printed(files.cache)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_value_in_any_line_of_a_log_is_no_exception_and_is_printed_harmlessly(data):
     with made() as files:
@@ -305,7 +305,7 @@ def test_any_value_in_any_line_of_a_log_is_no_exception_and_is_printed_harmlessl
 # --- texts that would drive a terminal ---
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(nasty=texts)
 def test_no_text_of_an_entry_a_log_or_a_note_drives_a_terminal(nasty):
     key = ConfigKey(INV.key.device, f"double@v0{nasty}", f"call{nasty}")

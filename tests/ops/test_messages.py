@@ -124,7 +124,7 @@ HOOKS = [
     (
         "constraint raises",
         both(config_space=space(constraints=lambda n: 1 / 0)),
-        OWN,
+        ConfigError,
         r"^scale: .*the constraint .*<lambda> \(test_messages.py:\d+\) raised ZeroDivisionError.* for {'n': 1}",
     ),
     (
@@ -180,8 +180,9 @@ def test_a_hook_that_only_tuning_calls_is_named_too(name, value, text):
         ({"name": 5}, KernelError, "name must be letters, .*, got 5"),
         ({"constraints": 5}, ArgumentError, "scale: constraints must be a condition, .* got 5"),
         ({"constraints": [5]}, ArgumentError, "scale: each of constraints must be a function .* got 5"),
-        ({"constraints": lambda n: 1 / 0}, KernelError, "scale: the constraint .* raised ZeroDivisionError"),
-        ({"space": None}, KernelError, "scale: space must be values by name, .*got None"),
+        ({"constraints": lambda n: 1 / 0}, ConfigError, "scale: the constraint .* raised ZeroDivisionError"),
+        ({"space": None}, KernelError, r"^tune\(\): tune needs to know what .*write @tune\(space="),
+        ({"space": 5}, KernelError, "scale: space must be values by name, .*got 5"),
         ({"space": {"n": None}}, KernelError, r"scale: space\['n'\] must be a sequence of values, got None"),
         ({"heuristic": boom}, TuningError, "scale: .*: heuristic raised ValueError: boom"),
         ({"heuristic": lambda inv: None}, ConfigError, "scale: heuristic must return a dictionary, got None"),
@@ -226,7 +227,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: value_text(text)[:20])
 def test_a_text_that_is_no_result_is_said_to_be_none(text):
-    with pytest.raises(SerializationError, match=r"^text must be what AutotuningResult.dumps\(\) returned: "):
+    with pytest.raises(SerializationError, match=r"^text must be what AutotuningResult.dumps\(\) returned(: |, got )"):
         AutotuningResult.loads(text)
 
 

@@ -65,7 +65,7 @@ def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
     rows = [(tier.tier, _answer(tier)) for tier in why.tiers]
     answer = f"{compact(why.config)}, from {why.source}" if why.resolution else "no configuration"
     title = printable(f"{why.op_id_v}  {report.signature(inv)}")
-    return f"{title}\n{printable(key)}\n{report.table(('tier', 'answer'), rows)}\n=> {answer}"
+    return f"{title}\n{report.wrapped(printable(key))}\n{report.table(('tier', 'answer'), rows)}\n=> {answer}"
 
 
 def _answer(tier: Consulted) -> str:

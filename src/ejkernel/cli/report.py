@@ -7,6 +7,7 @@ import collections
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,14 @@ def width() -> int | None:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *optional: str) -> str:
     """Return rows under a header, so that they fit; columns named in `optional` may be left out, in this order."""
     return text_table(header, rows, width=width(), optional=optional)
+
+
+def wrapped(text: str) -> str:
+    """Return a line as lines that fit the terminal, with no word cut."""
+    columns = width()
+    if columns is None:
+        return text
+    return textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
 
 
 def echo_json(data: Any) -> None:

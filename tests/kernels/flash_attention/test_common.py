@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.kernels.flash_attention.common import Rules, visible_pairs, within_window
@@ -13,7 +13,6 @@ LENGTH = st.integers(1, 12)
 SIDE = st.none() | st.integers(0, 14)
 
 
-@settings(deadline=None)  # the first example starts a backend
 @given(LENGTH, LENGTH, SIDE, SIDE)
 def test_pairs_are_counted_as_the_mask_shows_them(queries, keys, left, right):
     rules = Rules(scale=1.0, left=left, right=right)

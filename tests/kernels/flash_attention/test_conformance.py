@@ -199,7 +199,7 @@ def test_tangents_match_reference(implementation):
     assert_close(expected, actual, "bfloat16")
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=5, derandomize=True)
 @given(
     queries=st.integers(1, 40),
     keys=st.integers(1, 40),
@@ -217,7 +217,7 @@ def test_any_lengths_and_blocks_match_reference(queries, keys, q_block, kv_block
     jax.tree.map(lambda a, b: assert_close(a, b, "float32"), [expected, expected_gradients], [out, gradients])
 
 
-@settings(max_examples=3, deadline=None, derandomize=True)
+@settings(max_examples=3, derandomize=True)
 @given(bias=st.tuples(*(st.sampled_from([1, n]) for n in (2, 4, 9, 13))))
 def test_a_bias_of_any_broadcast_shape_has_a_gradient_of_its_shape(bias):
     operands = Case(queries=9, keys=13, bias=bias).operands()

@@ -10,7 +10,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops.config.cache import ConfigCache, overlay_cache
@@ -93,7 +93,6 @@ def resolved(chain, inv):
 # --- order ---
 
 
-@settings(deadline=None)
 @given(st.sets(st.sampled_from(list(ANSWERS)), min_size=1))
 def test_the_first_tier_that_has_an_answer_gives_it_and_is_named(tiers):
     kernel = Double() if "heuristic" in tiers else Bare("Double")

@@ -190,7 +190,6 @@ def test_listed_configurations_must_have_the_same_fields(configurations):
 
 
 @given(spaces())
-@settings(deadline=None)
 def test_a_small_space_is_all_that_meets_the_constraints(made):
     space, allowed = made
     every = [dict(zip(space.names, v, strict=True)) for v in itertools.product(*(axis.values for axis in space.axes))]
@@ -198,7 +197,6 @@ def test_a_small_space_is_all_that_meets_the_constraints(made):
 
 
 @given(spaces(), st.integers(0, 2**32), st.integers(0, 40))
-@settings(deadline=None)
 def test_samples_meet_the_constraints_and_differ(made, seed, count):
     space, allowed = made
     sample = space.sample(np.random.default_rng(seed), count)
@@ -207,7 +205,7 @@ def test_samples_meet_the_constraints_and_differ(made, seed, count):
 
 
 @given(st.integers(0, 2**32))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_samples_depend_on_the_generator_alone(seed):
     one, two = (large().sample(np.random.default_rng(seed), 20) for _ in range(2))
     assert one == two
@@ -249,7 +247,6 @@ def test_a_space_is_true_without_being_counted():
 
 
 @given(spaces(), st.data())
-@settings(deadline=None)
 def test_neighbours_are_valid_differ_on_one_axis_and_are_mutual(made, data):
     space, allowed = made
     config = data.draw(st.sampled_from(list(space)))
@@ -266,7 +263,6 @@ def test_adjacent_values_are_the_first_neighbours():
 
 
 @given(spaces())
-@settings(deadline=None)
 def test_the_encoding_of_points_is_that_of_their_assignments(made):
     space, _ = made
     points = space.points()
@@ -275,7 +271,6 @@ def test_the_encoding_of_points_is_that_of_their_assignments(made):
 
 
 @given(spaces())
-@settings(deadline=None)
 def test_encodings_are_finite_and_tell_configurations_apart(made):
     space, _ = made
     points = space.points()

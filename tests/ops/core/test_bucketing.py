@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.ops.sample_kernels import Plain, WithResiduals, WithRule, squared, tanh_matmul, told_apart
 
@@ -89,7 +89,6 @@ def key_of(count, kernel=KERNEL):
 COUNTS = st.integers(1, 5000)
 
 
-@settings(deadline=None)
 @given(COUNTS, COUNTS)
 def test_calls_of_one_bucket_have_one_key_and_calls_of_two_have_two(first, second):
     left, right = (jax.ShapeDtypeStruct((count, 4), "float32") for count in (first, second))
@@ -97,7 +96,6 @@ def test_calls_of_one_bucket_have_one_key_and_calls_of_two_have_two(first, secon
     assert (keys[0] == keys[1]) == ((first - 1).bit_length() == (second - 1).bit_length())
 
 
-@settings(deadline=None)
 @given(COUNTS)
 def test_a_bucket_has_the_key_of_an_ordinary_call_with_its_arguments(count):
     plain = Invocation(kernel=Plain("BucketedPlain"), args=(bucketed(rows(count), 0), W))

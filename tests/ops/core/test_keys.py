@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -126,20 +126,17 @@ STATICS = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(), STATICS, max_size=5))
 def test_the_order_of_a_dictionary_does_not_matter(options):
     assert key_of(X, dict(reversed(options.items()))) == key_of(X, options)
 
 
-@settings(deadline=None)
 @given(STATICS)
 def test_equal_content_gives_equal_keys(option):
     again = json.loads(json.dumps(describe(option)))
     assert describe(option) == again
 
 
-@settings(deadline=None)
 @given(st.tuples(STATICS, STATICS))
 def test_different_descriptions_give_different_keys(pair):
     left, right = pair
@@ -147,14 +144,12 @@ def test_different_descriptions_give_different_keys(pair):
     assert (key_of(X, left) == key_of(X, right)) == same
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["float32", "int8", "bfloat16"]))
 def test_values_of_arrays_do_not_matter(seed, dtype):
     values = jnp.asarray(np.random.default_rng(seed).integers(0, 9, (3, 2)), dtype)
     assert key_of(values) == key_of(jax.ShapeDtypeStruct((3, 2), dtype))
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -160,7 +160,9 @@ def test_of_kernels_of_one_name_one_that_makes_such_a_call_is_taken(length, vary
 def test_a_function_that_is_a_kernel_is_rebuilt_with_functions_that_may_be_named():
     (inv,) = calls(lambda x: tuned(x, activation=doubled), X)
     got = rebuild(data_of(inv))
-    assert (got.key, got.node) == (inv.key, inv.node)
+    assert (got.key, got.description) == (inv.key, inv.description)
+    assert got.args[0].shape == inv.args[0].shape
+    assert got.kwargs["activation"] is doubled
 
 
 def test_a_rebuilt_call_is_tuned_as_the_original():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops.errors import CandidateError
@@ -57,7 +57,6 @@ def test_complex_numbers_have_the_tolerance_of_their_parts():
     assert got[0] == got[1]
 
 
-@settings(deadline=None)  # every length is compiled
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20))
 def test_equal_results_are_right(values):
     truth = np.asarray(values, np.float32)

@@ -279,7 +279,7 @@ if __name__ == "__main__":
 
 def test_a_worker_ends_with_its_parent_also_when_its_interpreter_s_lock_is_kept(tmp_path):
     (tmp_path / "parent.py").write_text(PARENT)
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
     command = [sys.executable, str(tmp_path / "parent.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr

@@ -81,7 +81,7 @@ def test_a_backward_is_held_against_run_where_there_is_no_reference(name, batche
 
 
 def test_a_backward_that_is_wrong_throughout_names_the_argument():
-    with pytest.warns(TuningWarning, match=r"\.bwd: none of 1 candidates .* the gradient of w differs from the ref"):
+    with pytest.warns(TuningWarning, match=r"\.bwd: none of 1 candidate .* the gradient of w differs from the ref"):
         autotune(backward(WrongWithReference("alike")), x, w)
 
 

@@ -72,7 +72,7 @@ def small_spaces(draw):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(space=small_spaces(), batch=st.integers(1, 5), failing=st.integers(1, 5), seed=st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_every_configuration_is_proposed_once_and_then_no_more(strategy, space, batch, failing, seed):
     rng = np.random.default_rng(seed)
     searcher = strategy(space)

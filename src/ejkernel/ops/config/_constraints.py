@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.telling import error_text, where
 
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -83,11 +83,7 @@ _SHOWN = 16
 
 def described(holds: Callable[..., Any]) -> str:
     """Return what a user recognises a constraint by."""
-    function = inspect.unwrap(holds)
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    code = getattr(function, "__code__", None)
-    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    return f"the constraint {name}{where}"
+    return f"the constraint {where(inspect.unwrap(holds))}"
 
 
 def by_last(constraints: Iterable[Constraint], order: Iterable[str]) -> tuple[tuple[Constraint, ...], ...]:

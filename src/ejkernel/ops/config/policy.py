@@ -95,3 +95,10 @@ def policy_override(selector: Any = None, /, **changes: Any) -> Iterator[None]:
     change = PolicyChange(selector, tuple(sorted(changes.items())))
     with entered(dataclasses.replace(scope, policies=(*scope.policies, change))):
         yield
+
+
+@contextlib.contextmanager
+def looking_only() -> Iterator[None]:
+    """Let the calls inside take what configurations there are: nothing is tuned, and no miss is noted or an error."""
+    with policy_override(autotune=False, heuristic=True, note_misses=False):
+        yield

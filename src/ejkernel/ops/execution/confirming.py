@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.execution.bench import REFERENCE, Bench, Candidate
@@ -42,6 +43,7 @@ def confirm(bench: Bench, candidate: Candidate, *, rule_is_faulty: bool = False)
     return ("outputs", "gradients") if agrees and not rule_is_faulty else ("outputs",)
 
 
+@looking_only()
 def _has_right_gradient(bench: Bench, candidate: Candidate, results: Sequence[Any], rule_is_faulty: bool) -> bool:
     """Return whether there is a gradient, which then is right.
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.config.policy import policy_override
+from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.registry import recording
@@ -36,7 +36,7 @@ def discover_for(
     if not callable(fn):
         raise ArgumentError(f"a kernel or a function is needed, got {fn!r}.")
     jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else _of_arrays(fn, args, kwargs)
-    with recording() as seen, policy_override(autotune=False, heuristic=True, note_misses=False):
+    with recording() as seen, looking_only():
         traced = jitted.trace(*values, **named)
         traced.lower() if platform is None else traced.lower(lowering_platforms=compat.lowering_names(platform))
     return list({inv.key: inv for inv in seen}.values())

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ejkernel import compat
+from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.derived import Vjp, innermost, with_spec
 from ejkernel.ops.core.examples import random_array
@@ -73,6 +74,7 @@ def gradient_of(bench: Bench, results: Sequence[Any]) -> tuple[Node, list[Any], 
     return Vjp(bench.inv.node, len(arrays), wrt, outs), [*arrays, *cotangents], names
 
 
+@looking_only()
 def rule_fault(bench: Bench) -> str:
     """Return how the gradients of the bench's baseline differ from JAX's of `reference`, or of `run` without one.
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from typing import Any
 
 _LOOK = 1.0  # seconds between two looks at whether the parent is there
@@ -55,10 +56,11 @@ class _Starter:
         future.result()
 
     def _serve(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         while True:
             start, future = self._asked.get()
             try:
+                resource_tracker.ensure_running()  # some versions of Python unblock Ctrl-C when they start it
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                 start()
             except BaseException as error:  # noqa: BLE001 - whoever asked decides
                 future.set_exception(error)

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.signature import importable
+from ejkernel.ops.utils.signature import JAX_MODULES, importable
 
 T = TypeVar("T")
 
-JAX_MODULES: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax.numpy.linalg")
 # Of their functions those that read or write something else than their arguments.
 _NOT_OF_ARRAYS: Final = {
     "jax.numpy": {"from_dlpack", "frombuffer", "fromfile", "load", "save", "savez"}

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ _LONGEST = 200
 _JAX_DTYPES = type(jnp.float32)
 # What these make of a function computes the same.
 _TRANSPARENT: tuple[Any, ...] = (type(jax.jit(lambda: None)), type(functools.cache(lambda: None)))
-# Where JAX's own functions are known by; their __module__ is a private path that moves between releases.
-_PUBLIC_JAX = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax")
+# Where JAX's functions of arrays are found.
+JAX_MODULES: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax.numpy.linalg")
 
 
 def is_array(value: object) -> bool:
@@ -199,8 +199,9 @@ def name_of(function: Any) -> str:
 
 @functools.cache
 def _public_jax_names() -> dict[int, str]:
+    """Return what JAX's functions are known by; their `__module__` is a private path that moves between releases."""
     names: dict[int, str] = {}
-    for path in _PUBLIC_JAX:
+    for path in (*JAX_MODULES, "jax"):
         for name, value in sorted(vars(importlib.import_module(path)).items()):
             if callable(value) and not name.startswith("_"):
                 names.setdefault(id(value), f"{path}.{name}")

@@ -23,7 +23,8 @@ def text_table(
     """Return rows under a header, in columns two spaces apart; every cell is printable.
 
     Where that is wider than `width`, cells are wrapped between their words, and if that does not do, columns are left
-    out. If that does not do either, each row is a paragraph, with a line for each column. No word is cut.
+    out. If that does not do either, each row is a paragraph, with a line for each column. No word is cut that
+    is not longer than a line.
 
     Args:
         header: The columns' names.
@@ -77,7 +78,11 @@ def _paragraphs(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
     for row in rows:
         lines = []
         for name, cell in zip(header, row, strict=True):
-            parts = textwrap.wrap(cell, max(width - indent, 1), break_on_hyphens=False) if cell else []
+            room = width - indent
+            if max(map(len, cell.split()), default=0) > room:  # a word of it fits below the label, or nowhere
+                lines += [name, *textwrap.wrap(cell, max(width, 1), break_on_hyphens=False)]
+                continue
+            parts = textwrap.wrap(cell, room, break_on_hyphens=False) if cell else []
             lines += [f"{label:<{indent}}{part}" for label, part in zip(_labels(name), parts, strict=False)]
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
