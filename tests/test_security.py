@@ -436,7 +436,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
     found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
     assert found == {
         ("cli/finding.py", "importlib.import_module"),  # what the user named
-        ("compat.py", "deserialize_and_load"),  # a bundle's programs, and those of our own compiler processes
+        ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, or one of our own compiler processes
         ("kernels/flash_attention/__init__.py", "importlib.import_module"),  # of a fixed list
         ("ops/execution/workers.py", "pickle.loads"),  # between a process and its own child
         ("ops/utils/nameable.py", "importlib.import_module"),  # of a fixed list
