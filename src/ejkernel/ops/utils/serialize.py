@@ -241,7 +241,7 @@ def _number(value: np.generic, path: str) -> bool | int | float | str:
         return int(value)
     if jnp.issubdtype(dtype, np.floating):
         return float(value)
-    if isinstance(value, str):
+    if isinstance(value, np.str_):
         return str(value)
     raise SerializationError(f"{path}: a value of type {_type_name(value)} has no JSON form.")
 
