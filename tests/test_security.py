@@ -445,7 +445,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("cli/finding.py", "importlib.import_module"),  # our own modules
         ("cli/operations.py", "importlib.import_module"),  # our own modules
         ("cli/programs.py", "importlib.import_module"),  # what the user named
-        ("compat.py", "deserialize_and_load"),  # a bundle's programs, and those of our own compiler processes
+        ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
         ("kernels/flash_attention/__init__.py", "importlib.import_module"),  # of a fixed list
         ("ops/execution/checks/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("ops/execution/checks/forms.py", "pickle.loads"),  # the same

@@ -11,7 +11,8 @@ import pytest
 from tests.ops.execution.made_up_times import interleaved_with
 
 from ejkernel.cli import main
-from ejkernel.ops.execution import bench, task, tuning
+from ejkernel.ops.execution import bench, here
+from ejkernel.ops.execution.run import TuningRun
 
 PROGRAM = '''
 import dataclasses
@@ -233,9 +234,9 @@ def test_what_was_found_before_an_interrupt_is_shown_and_saved(program, capsys, 
         calls.append(args)
         if len(calls) > 1:
             raise KeyboardInterrupt
-        return task.TuningRun(*args, **kwargs)
+        return TuningRun(*args, **kwargs)
 
-    monkeypatch.setattr(tuning, "TuningRun", interrupt_the_second)
+    monkeypatch.setattr(here, "TuningRun", interrupt_the_second)
     status, _, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     assert status == 130
     assert re.search(r"product .* 8.00x", err)

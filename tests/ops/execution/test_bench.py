@@ -20,7 +20,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.execution import bench, measuring, memory
-from ejkernel.ops.execution.bench import Bench, Candidate
+from ejkernel.ops.execution.bench import Bench
+from ejkernel.ops.execution.candidates import Candidate
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.outcome import Outcome
 from ejkernel.ops.execution.racing import Race, RacePlan

@@ -16,7 +16,8 @@ from ejkernel.ops.errors import ConfigError, TuningError
 from ejkernel.ops.execution import bench
 from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.outcome import Outcome
-from ejkernel.ops.execution.task import TuningRun, TuningTask
+from ejkernel.ops.execution.run import TuningRun
+from ejkernel.ops.execution.task import TuningTask
 from ejkernel.ops.execution.tuning import Autotuner
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)

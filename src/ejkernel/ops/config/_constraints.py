@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.telling import error_text, where
 
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_SHOWN = 16  # axes that a message names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +80,23 @@ class Constraint:
             ) from error
 
 
-_SHOWN = 16
+def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
+    """Return the conditions that `constraints` stands for.
+
+    Raises:
+        ArgumentError: they are none.
+    """
+    given = [constraints] if callable(constraints) else constraints
+    check_argument(
+        isinstance(given, Iterable) and not isinstance(given, str | Mapping),
+        "constraints",
+        "a condition, which is a function, or several",
+        constraints,
+    )
+    listed = list(given)
+    for holds in listed:
+        check_argument(callable(holds), "each of constraints", "a function of values of axes", holds)
+    return listed
 
 
 def described(holds: Callable[..., Any]) -> str:

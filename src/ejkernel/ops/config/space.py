@@ -15,6 +15,7 @@ import numpy as np
 from ejkernel.ops.config._axes import ALIGNED_FROM, Axis, Floats, is_number, value_key
 from ejkernel.ops.config._chains import Effort
 from ejkernel.ops.config._constraints import Constraint
+from ejkernel.ops.config._constraints import given_constraints as given_constraints
 from ejkernel.ops.config._parts import Part, parts_of
 from ejkernel.ops.config._parts import Point as Point
 from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
@@ -27,6 +28,7 @@ ENUMERATED = 20_000  # up to this many configurations a space is small: all are 
 _LISTING = 16_000_000  # of `Effort`: to list the parts of a space, half of it at most for one; about two seconds
 _WALKED = 2_000_000  # assignments in a row that break a constraint, after which a walk gives up
 _ROUNDS = 8  # of drawing, where draws are often the same
+_SHOWN = 16  # axes that a space's text names
 
 
 class ConfigSpace(Generic[Cfg]):
@@ -436,28 +438,6 @@ class ConfigSpace(Generic[Cfg]):
             f"constraints, of about 10^{total:.0f} that there are; some may. Let constraints name the axes that they "
             "read (`lambda rows, warps: ...`), as few as possible each, so that they are checked early."
         )
-
-
-_SHOWN = 16
-
-
-def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
-    """Return the conditions that `constraints` stands for.
-
-    Raises:
-        ArgumentError: they are none.
-    """
-    given = [constraints] if callable(constraints) else constraints
-    check_argument(
-        isinstance(given, Iterable) and not isinstance(given, str | Mapping),
-        "constraints",
-        "a condition, which is a function, or several",
-        constraints,
-    )
-    listed = list(given)
-    for holds in listed:
-        check_argument(callable(holds), "each of constraints", "a function of values of axes", holds)
-    return listed
 
 
 def _fields(config: Any) -> dict[str, Any]:

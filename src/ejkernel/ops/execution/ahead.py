@@ -15,7 +15,7 @@ from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.execution.bench import program_digest
+from ejkernel.ops.execution.candidates import program_digest
 from ejkernel.ops.execution.outcome import READY
 from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.utils.fingerprint import default_device

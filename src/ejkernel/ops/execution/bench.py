@@ -5,36 +5,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.examples import example_arrays, example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.nodes import Choice, Node
-from ejkernel.ops.errors import CandidateError, DeviceLostError, SerializationError, TuningError
+from ejkernel.ops.errors import CandidateError, DeviceLostError, TuningError
+from ejkernel.ops.execution.candidates import Candidate, Loader, Remote, config_id, exchange, program_digest
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.compiling import CompileThreads, Done, Patience
-from ejkernel.ops.execution.measuring import Measurement, Runner, interleaved, sets_for_cold
+from ejkernel.ops.execution.measuring import Runner, interleaved, sets_for_cold
 from ejkernel.ops.execution.memory import check_room, device_bytes, num_bytes, peak_bytes
 from ejkernel.ops.execution.naming import result_names
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, PRUNED, READY, SAME, SKIPPED, WRONG, Outcome
+from ejkernel.ops.execution.outcome import FAILED, MEASURED, PRUNED, READY, SAME, WRONG
 from ejkernel.ops.execution.racing import Race
 from ejkernel.ops.execution.threads import carried
-from ejkernel.ops.execution.watching import Unwatched as Unwatched
-from ejkernel.ops.execution.watching import Watch as Watch
-from ejkernel.ops.utils.telling import error_text, message_of
+from ejkernel.ops.execution.watching import Unwatched, Watch
+from ejkernel.ops.utils.telling import error_text
 
 _MOST_SETS = 512  # of inputs for cold caches; inputs so small that they need more are measured warm
 # Bytes of registers that a thread spills, from which on a candidate is not run if there is another: such ones took 2.5
@@ -44,93 +42,8 @@ REFERENCE = "running the reference"  # what no candidate is to blame for
 _GRACE = 10.0  # seconds in which this process gives a compilation up by itself, before whoever watches ends it
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Candidate:
-    """A candidate under way."""
-
-    config: Any
-    compiled: Callable[..., Any] | None = None
-    status: str = SKIPPED
-    reason: str = "the budget was spent before its turn"
-    compile_seconds: float | None = None
-    peak_bytes: int | None = None
-    spilled: int | None = None
-    measurement: Measurement | None = None
-    twin: Candidate | None = None  # whose program is the same
-    held: Loader | None = None  # its program, which spills much, until the others have been checked
-    harm: int = 0  # what the watch knew of harm when it was begun
-
-    @property
-    def seconds(self) -> float | None:
-        """How long a call takes; that of its twin if it has one; `None` if it was not measured, or failed since."""
-        measured = self if self.twin is None else self.twin
-        return None if measured.measurement is None else measured.measurement.median
-
-    def fail(self, status: str, error: BaseException) -> None:
-        """Note the reason alone: a traceback would keep the candidate's arrays alive."""
-        self.status, self.compiled, self.measurement, self.held = status, None, None, None
-        self.reason = message_of(error) if isinstance(error, CandidateError) else error_text(error)
-
-    def take_over(self, known: Outcome) -> None:
-        """Become what an earlier attempt found out."""
-        self.status, self.reason, self.measurement = known.status, known.reason, known.measurement
-        self.compile_seconds, self.peak_bytes, self.spilled = known.compile_seconds, known.peak_bytes, known.spilled
-
-    def outcome(self) -> Outcome:
-        """Return what became of it."""
-        return Outcome(
-            config=self.config,
-            status=self.status,
-            reason="" if self.status in (MEASURED, READY) else self.reason,
-            twin=self.twin.config if self.twin is not None and self.status == SAME else None,
-            measurement=self.measurement,
-            compile_seconds=self.compile_seconds,
-            peak_bytes=self.peak_bytes,
-            spilled=self.spilled,
-        )
-
-
-def program_digest(text: str) -> str | None:
-    """Return what tells a lowered program from others; `None` where its text does not tell.
-
-    The text of a program that calls back to the host does not say which function it calls.
-    """
-    return None if "callback" in text else hashlib.sha256(text.encode()).hexdigest()
-
-
 def _spills_much(spilled: int | None) -> bool:
     return spilled is not None and spilled >= _SPILLS_MUCH
-
-
-def config_id(config: Any) -> Any:
-    """Return what tells a configuration from others.
-
-    Raises:
-        TuningError: it is not plain data.
-    """
-    try:
-        return config_token(config)
-    except SerializationError as error:
-        raise TuningError(f"configurations must be plain data, got {config!r}: {error}") from error
-
-
-class Loader(Protocol):
-    """A program that was compiled before."""
-
-    @property
-    def spilled(self) -> int | None:
-        """Bytes of registers that a thread of it spills to memory, as far as that is known."""
-
-    def load(self) -> Any:
-        """Return the program, ready to run on the default device."""
-
-
-class Remote(Loader, Protocol):
-    """A program that another process has compiled."""
-
-    @property
-    def digest(self) -> str:
-        """What tells it from others; empty if nothing does."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -329,7 +242,7 @@ class Bench:
             if not twins or order[id(twins[0])] > order.get(id(owner), -1):
                 continue
             first = self._owners[program] = twins[0]
-            _exchange(first, owner)
+            exchange(first, owner)
             for twin in (*twins[1:], owner):
                 twin.twin, twin.reason = first, str(_SameProgram(first))
             if first.held is None:
@@ -481,12 +394,3 @@ def _tell_of_twins(candidates: Sequence[Candidate], finished: Callable[[Candidat
     for candidate in candidates:
         if candidate.status == SAME:
             finished(candidate)
-
-
-def _exchange(one: Candidate, other: Candidate) -> None:
-    """Swap all that was found out about two candidates that are the same program."""
-    for field in dataclasses.fields(Candidate):
-        if field.name != "config":
-            mine, theirs = getattr(one, field.name), getattr(other, field.name)
-            setattr(one, field.name, theirs)
-            setattr(other, field.name, mine)

@@ -28,7 +28,7 @@ from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
 from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
 from ejkernel.ops.execution.ahead import LEFT, Made, compile_for, load_program
-from ejkernel.ops.execution.bench import config_id
+from ejkernel.ops.execution.candidates import config_id
 from ejkernel.ops.execution.compilers import compile_processes
 from ejkernel.ops.execution.compiling import CompileThreads, Patience
 from ejkernel.ops.execution.outcome import FAILED, READY, SAME, Outcome

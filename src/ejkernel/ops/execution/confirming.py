@@ -12,7 +12,8 @@ import jax
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError
-from ejkernel.ops.execution.bench import REFERENCE, Bench, Candidate
+from ejkernel.ops.execution.bench import REFERENCE, Bench
+from ejkernel.ops.execution.candidates import Candidate
 from ejkernel.ops.execution.checking import check_results
 from ejkernel.ops.execution.gradients import baseline_gradient, gradient_of
 from ejkernel.ops.utils.telling import error_text

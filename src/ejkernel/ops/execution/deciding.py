@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from ejkernel.ops.execution.bench import Candidate
+from ejkernel.ops.execution.candidates import Candidate
 from ejkernel.ops.execution.duels import MARGIN, Verdict, compare
 from ejkernel.ops.execution.outcome import Standing
 from ejkernel.ops.execution.racing import CLOCK, PROCESSOR

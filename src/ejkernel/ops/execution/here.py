@@ -15,7 +15,8 @@ from ejkernel.ops.execution.events import Event
 from ejkernel.ops.execution.journal import Journal, named
 from ejkernel.ops.execution.outcome import AutotuneData
 from ejkernel.ops.execution.outputs import Outputs
-from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
+from ejkernel.ops.execution.run import TuningRun
+from ejkernel.ops.execution.task import Progress, TuningTask
 from ejkernel.ops.execution.threads import LeftError, apart
 
 

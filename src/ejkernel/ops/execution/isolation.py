@@ -14,8 +14,9 @@ from ejkernel.ops.errors import DeviceLostError, TuningError
 from ejkernel.ops.execution.events import WorkerRestarted, emit, on_event
 from ejkernel.ops.execution.journal import Journal, named
 from ejkernel.ops.execution.outcome import AutotuneData
+from ejkernel.ops.execution.run import TuningRun
 from ejkernel.ops.execution.serving import reports
-from ejkernel.ops.execution.task import Progress, TuningRun, TuningTask
+from ejkernel.ops.execution.task import Progress, TuningTask
 from ejkernel.ops.execution.threads import apart, on_device_of
 from ejkernel.ops.execution.workers import Doing, Worker, WorkerDiedError, shared_worker, worker_session
 

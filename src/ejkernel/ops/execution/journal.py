@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.execution.bench import REFERENCE, config_id
+from ejkernel.ops.execution.bench import REFERENCE
+from ejkernel.ops.execution.candidates import config_id
 from ejkernel.ops.execution.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.execution.outcome import CRASHED, MEASURED, READY, SKIPPED, AutotuneData, Outcome
 from ejkernel.ops.execution.task import Progress, Tally, TuningTask

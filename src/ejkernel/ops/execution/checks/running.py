@@ -12,7 +12,7 @@ from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
-from ejkernel.ops.execution.bench import config_id
+from ejkernel.ops.execution.candidates import config_id
 from ejkernel.ops.execution.checks.forms import (
     dtype_rows,
     export_row,

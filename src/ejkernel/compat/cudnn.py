@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cuDNN's fused attention, by the primitives that `jax.nn` binds."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.compat.programs import is_partitioned
+
+
+def cudnn_attention_forward(
+    query: Any, key: Any, value: Any, bias: Any | None, *, scale: float, causal: bool, window: int
+) -> tuple[Any, Any]:
+    """Run cuDNN's fused attention, and return its output and the float32 log-sum-exp `[batch, heads, queries]`.
+
+    `jax.nn.dot_product_attention` rounds the log-sum-exp to the output's dtype and has no way to hand it to a
+    backward of one's own, so the primitives beneath are bound here.
+
+    Args:
+        query, key, value: `[batch, length, heads, head_dim]`.
+        bias: `[batch or 1, heads or 1, queries, keys]`, of the query's dtype.
+        scale: Factor on the product of query and key.
+        causal: Hide later keys; the first query is aligned with the first key.
+        window: How many keys a query sees, itself included; 0: all. Needs `causal`.
+    """
+    static = _cudnn_parameters(scale, causal, window, (bias is not None, False)) | {"is_training": True}
+    out, stats = _call_cudnn_attention("fwd", _cudnn_operands(query, key, value, bias), static)
+    return out, stats
+
+
+def cudnn_attention_backward(
+    operands: tuple[Any, Any, Any, Any | None],
+    residuals: tuple[Any, Any],
+    dout: Any,
+    *,
+    scale: float,
+    causal: bool,
+    window: int,
+    bias_gradient: bool,
+) -> tuple[Any, ...]:
+    """Return cuDNN's gradients of query, key, value and, with `bias_gradient`, bias.
+
+    Args:
+        operands: Query, key, value and bias, as `cudnn_attention_forward` takes them.
+        residuals: Output and log-sum-exp of the forward.
+        dout: Cotangent of the output.
+        scale, causal, window: As in the forward.
+        bias_gradient: Whether the gradient of the bias is wanted; it is summed where the bias was broadcast.
+    """
+    static = _cudnn_parameters(scale, causal, window, (operands[3] is not None, bias_gradient))
+    out, stats = residuals
+    return tuple(_call_cudnn_attention("bwd", (*_cudnn_operands(*operands), stats, out, dout), static))
+
+
+def _cudnn_operands(query: Any, key: Any, value: Any, bias: Any | None) -> tuple[Any, ...]:
+    absent = jnp.zeros(0, query.dtype)  # stands for each of the six optional operands that are not given
+    return (query, key, value, absent if bias is None else bias, *[absent] * 6)
+
+
+def _cudnn_parameters(scale: float, causal: bool, window: int, biases: tuple[bool, bool]) -> dict[str, Any]:
+    from jax._src.cudnn import fused_attention_stablehlo as module
+
+    return {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": biases,
+        "mask_type": module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK,
+        "layout": module.AttentionLayout.BTNH.value,
+        "sliding_window_length": window or None,
+    }
+
+
+def _call_cudnn_attention(direction: str, arrays: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo as module
+
+    function = getattr(module, f"_dot_product_attention_{direction}_impl")
+    has_score_mod = "score_mod" in inspect.signature(function).parameters  # since JAX 0.12
+    if is_partitioned():  # the form that tells XLA how to spread it
+        primitive = getattr(module, f"_dot_product_attention_{direction}_p_wrapper")
+        return primitive.bind(*arrays, **static, **({"score_mod": None} if has_score_mod else {}))
+    return function(*arrays, **static, **({"score_mod": None, "score_mod_args": ()} if has_score_mod else {}))

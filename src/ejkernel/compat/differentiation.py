@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tangents: the zero ones, and the mesh axes over which they vary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad as ad
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Return the mesh axes over which `value` may differ between devices, inside `shard_map`."""
+    return frozenset(jax.typeof(value).manual_axis_type.varying)
+
+
+def match_varying(primal: Any, gradient: Any) -> Any:
+    """Return `gradient` summed over, or spread to, the mesh axes that `primal` varies over.
+
+    A rule's gradient of a replicated argument differs between devices, and the argument's gradient is their sum.
+    """
+    have, want = varying_axes(gradient), varying_axes(primal)
+    if have - want:
+        gradient = jax.lax.psum(gradient, tuple(sorted(have - want)))
+    if want - have:
+        gradient = jax.lax.pcast(gradient, tuple(sorted(want - have)), to="varying")
+    return gradient
+
+
+def zeros_of_tangent(value: Any) -> Any:
+    """Return the zero tangent of `value`: `float0` for integers, and varying as `value` does."""
+    dtype = jax.typeof(value).to_tangent_aval().dtype
+    if dtype == jax.dtypes.float0:
+        return np.zeros(value.shape, dtype)
+    return match_varying(value, jnp.zeros(value.shape, dtype))
+
+
+def instantiated(aval: Any) -> Any:
+    """Return zeros of a type."""
+    return ad.instantiate_zeros(ad.Zero(aval))
+
+
+def is_zero_tangent(tangent: Any) -> bool:
+    """Return whether a differentiation rule was handed "no tangent"."""
+    return isinstance(tangent, ad.Zero) or tangent.dtype == jax.dtypes.float0
+
+
+def zero_for(value: Any) -> Any:
+    """Return the symbolic zero tangent for a result `value` of a differentiation rule."""
+    return ad.Zero(jax.typeof(value).to_tangent_aval())

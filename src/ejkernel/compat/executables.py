@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs compiled, for this device or one that is only described, and carried between processes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.compat.settings import chosen_device
+
+
+def abstract_gpu(device_kind: str, num_cores: int) -> Any:
+    """Return a context in which Pallas sees such a GPU as the device that it lowers for."""
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+    device = AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((1,), ("target",), axis_types=(AxisType.Auto,), abstract_device=device))
+
+
+def gpu_topology_sharding(description: str) -> Any:
+    """Return the sharding of arrays on one GPU that is only described (`GpuTargetConfigProto`, as text)."""
+    from jax._src import xla_bridge
+    from jax.experimental import topologies
+
+    xla_bridge._discover_and_register_pjrt_plugins()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("target",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def compiled_for_one_run(lowered: Any, platform: str) -> Any:
+    """Return the program compiled soon rather than well: without XLA's own search for fast algorithms on the GPU."""
+    if platform == "gpu":
+        with contextlib.suppress(Exception):  # such as of a version that has no such option; what follows tells
+            return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    return lowered.compile()
+
+
+def compiled_to_be_checked(lowered: Any, platform: str) -> Any:
+    """Return a program that is small and runs once: on a CPU, optimising it takes most of the time."""
+    if platform == "cpu":
+        with contextlib.suppress(Exception):  # as above
+            return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    return compiled_for_one_run(lowered, platform)
+
+
+def serialized(compiled: Any) -> bytes:
+    """Return a compiled program as bytes, for `loaded` in a process with the same JAX."""
+    from jax.experimental.serialize_executable import serialize
+
+    payload, _, _ = serialize(compiled)
+    return bytes(payload)
+
+
+def loaded(payload: bytes, *, inputs: int, outputs: int) -> Any:
+    """Return the program of flat arrays that `serialized` made bytes of, on the default device.
+
+    The bytes are machine code and run as such: only ever load one's own.
+    """
+    from jax.experimental.serialize_executable import deserialize_and_load
+
+    in_tree = jax.tree.structure(((0,) * inputs, {}))
+    out_tree = jax.tree.structure((0,) * outputs)
+    device = chosen_device()
+    devices = [device] if isinstance(device, jax.Device) else jax.local_devices(backend=device)[:1]
+    return deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
+
+
+def load_mosaic_gpu_runtime() -> None:
+    """Bring the runtime of Mosaic GPU kernels into this process, which a program compiled elsewhere expects there."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    def double(source: Any, target: Any) -> None:
+        target[...] = source[...] + source[...]
+
+    ones = jnp.ones((128,), jnp.float32)
+    shape = jax.ShapeDtypeStruct(ones.shape, ones.dtype)
+    jax.block_until_ready(plgpu.kernel(double, out_type=shape, grid=(1,), grid_names=("x",))(ones))

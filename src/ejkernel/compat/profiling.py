@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a device is at work, as its own profilers say."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def cupti_seconds(work: Callable[[], Any]) -> float | None:
+    """Run `work`, and return how long the GPU's kernels took, added up; `None` if that cannot be known.
+
+    That is where there is no CUPTI (no NVIDIA GPU, or another profiler is attached), or where no kernel ran. CUPTI
+    stays attached, for attaching takes ten milliseconds; `detach_cupti` ends it.
+    """
+    extension = _cupti()
+    try:
+        if extension is None:
+            return None
+        extension._cupti_init()
+    except RuntimeError:
+        return None
+    try:
+        jax.block_until_ready(work())
+    finally:
+        timings = extension._cupti_get_timings(False)  # milliseconds by kernel
+    return sum(milliseconds for _, milliseconds in timings) * 1e-3 if timings else None
+
+
+def detach_cupti() -> None:
+    """Leave CUPTI to other profilers."""
+    extension = _cupti()
+    if extension is not None:
+        with contextlib.suppress(RuntimeError):  # somebody else's already
+            extension._cupti_init()
+            extension._cupti_get_timings(True)
+
+
+def _cupti() -> Any:
+    try:
+        from jax._src.lib import mosaic_gpu
+    except ImportError:
+        return None
+    extension = vars(mosaic_gpu).get("_mosaic_gpu_ext")
+    return extension if hasattr(extension, "_cupti_get_timings") else None
+
+
+def profiled_planes(work: Callable[[], Any]) -> list[Any]:
+    """Run `work` under the profiler, and return the planes of its trace: `name`, and `lines` of `events`.
+
+    Raises:
+        RuntimeError: the profiler cannot be had, such as when another trace is being taken.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0  # the device's own events are enough
+    with tempfile.TemporaryDirectory(prefix="ejkernel-trace-") as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(work())
+        return [
+            plane
+            for file in sorted(Path(folder).rglob("*.xplane.pb"))
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+        ]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs while they are lowered: what they are for, what becomes of a primitive, and their text."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax._src.interpreters import mlir as private_mlir
+from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
+from jax.interpreters import mlir as mlir
+
+_mlir: Any = private_mlir
+_ir: Any = _mlir.ir
+
+
+def lowering_names(platform: str) -> tuple[str, ...]:
+    """Return what JAX calls a kind of device that it lowers programs for."""
+    return ("cuda",) if platform == "gpu" else (platform,)
+
+
+def lacks_lowering(error: Exception) -> bool:
+    """Return whether a program was not lowered for want of what jaxlib has for that platform."""
+    return isinstance(error, ImportError) or "install jaxlib" in str(error)
+
+
+def lowering_platforms(ctx: Any) -> tuple[str, ...]:
+    """Return the platforms that a lowering rule's program is for."""
+    return tuple(ctx.module_context.platforms)
+
+
+_axis_context: contextvars.ContextVar[Any] = contextvars.ContextVar("axis_context", default=None)
+_platforms: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("platforms", default=())
+
+
+@contextlib.contextmanager
+def lowering(ctx: Any) -> Iterator[None]:
+    """Let the functions below tell what the program that is being lowered is for."""
+    token, platforms = _axis_context.set(ctx.module_context.axis_context), _platforms.set(lowering_platforms(ctx))
+    try:
+        yield
+    finally:
+        _axis_context.reset(token)
+        _platforms.reset(platforms)
+
+
+def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: Any) -> Any:
+    """Lower `function` in place of a primitive."""
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+
+
+def lowered_platform() -> str | None:
+    """Return the platform of the program that is being lowered; `None` outside it, or for several."""
+    platforms = _platforms.get()
+    return _answered(lowered_platform, platforms[0] if len(platforms) == 1 else None)
+
+
+def is_partitioned() -> bool:
+    """Return whether XLA's partitioner spreads the program that is being lowered over several devices.
+
+    Under `shard_map` over a whole mesh it does not: each device's part is a call of its own there.
+    """
+    context = _axis_context.get()
+    mesh = getattr(context, "mesh", None)
+    if mesh is not None:
+        return _answered(is_partitioned, bool(mesh.size > 1 and set(context.manual_axes) != set(mesh.axis_names)))
+    return _answered(is_partitioned, int(getattr(context, "num_devices", None) or 1) > 1)
+
+
+def knows_devices() -> bool:
+    """Return whether that program's devices are known while it is lowered, as custom partitioning needs it."""
+    return _answered(knows_devices, getattr(_axis_context.get(), "device_assignment", None) is not None)
+
+
+Answers = dict[Callable[[], Any], Any]
+_answers: contextvars.ContextVar[Answers | None] = contextvars.ContextVar("answers", default=None)
+T = TypeVar("T")
+
+
+def _answered(question: Callable[[], T], answer: T) -> T:
+    noted = _answers.get()
+    if noted is not None:
+        noted[question] = answer
+    return answer
+
+
+@contextlib.contextmanager
+def noting_answers(noted: Answers) -> Iterator[None]:
+    """Note what the functions above say: a trace that asked holds only where they say the same."""
+    token = _answers.set(noted)
+    try:
+        yield
+    finally:
+        _answers.reset(token)
+
+
+def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]:
+    """Lower a closed jaxpr in place of a primitive, as part of the function around it, in a named scope."""
+    consts = _mlir.ir_consts(jaxpr.consts, [var.aval for var in jaxpr.jaxpr.constvars])
+    out, tokens = _mlir.jaxpr_subcomp(
+        ctx.module_context,
+        jaxpr.jaxpr,
+        ctx.name_stack.extend(scope),
+        ctx.tokens_in,
+        consts,
+        *values,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=None,
+    )
+    ctx.set_tokens_out(tokens)
+    return list(out)
+
+
+def label_value(value: Any, inputs: Sequence[Any], name: str, payload: str) -> bool:
+    """Set a frontend attribute on the operation that made a value of a program's text.
+
+    Returns:
+        Whether there is one: a value that *is* an input, or an argument of the function around, was made elsewhere.
+    """
+    if any(value == given for given in inputs) or not isinstance(value.owner, _ir.Operation | _ir.OpView):
+        return False
+    attributes = value.owner.attributes
+    known = "mhlo.frontend_attributes"
+    found = {entry.name: entry.attr for entry in attributes[known]} if known in attributes else {}
+    found[name] = _ir.StringAttr.get(payload)
+    attributes[known] = _ir.DictAttr.get(found)
+    return True
+
+
+def run_on_platform(branches: Mapping[str, Callable[..., Any]], *values: Any) -> Any:
+    """Return the result of the branch whose platform the program runs on, when it is lowered for several."""
+    return jax.lax.platform_dependent(*values, **branches)
+
+
+def lowered_text(lowered: Any) -> str:
+    """Return the text of a `jax.stages.Lowered`, or of anything that has `as_text()`; a string is its own text."""
+    return lowered if isinstance(lowered, str) else lowered.as_text()

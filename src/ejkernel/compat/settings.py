@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's settings: those in force in this thread, and those that a process chooses once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+# The stubs of `jax.config` name none of its options.
+_config: Any = jax.config
+
+
+def matmul_precision() -> str | None:
+    """Return the default matmul precision in force, or `None`."""
+    precision = _config.jax_default_matmul_precision
+    return None if precision is None else str(precision)
+
+
+def x64_enabled() -> bool:
+    """Return whether 64-bit types are enabled."""
+    return bool(_config.jax_enable_x64)
+
+
+class Numerics(NamedTuple):
+    """JAX's settings that decide what a traced function computes, as `jax.config` has them."""
+
+    default_matmul_precision: str | None
+    enable_x64: bool
+    default_prng_impl: str
+    numpy_dtype_promotion: str
+    numpy_rank_promotion: str
+    threefry_partitionable: bool
+    softmax_custom_jvp: bool
+
+
+def numerics_in_force() -> Numerics:
+    """Return this thread's settings."""
+    return Numerics(
+        _config.jax_default_matmul_precision,
+        _config.jax_enable_x64,
+        _config.jax_default_prng_impl,
+        _config.jax_numpy_dtype_promotion,
+        _config.jax_numpy_rank_promotion,
+        _config.jax_threefry_partitionable,
+        _config.jax_softmax_custom_jvp,
+    )
+
+
+@contextlib.contextmanager
+def numerics(wanted: Numerics) -> Iterator[None]:
+    """Put settings in force.
+
+    Raises:
+        ValueError: JAX knows no such value of one of them.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, now, value in zip(Numerics._fields, numerics_in_force(), wanted, strict=True):
+            if now != value:
+                stack.enter_context(getattr(jax, name)(value))
+        yield
+
+
+def settings_name(value: Any) -> str:
+    """Return the name of a setting's value, which is an enumeration's member in some versions of JAX."""
+    return str(getattr(value, "value", value))
+
+
+def jit_disabled() -> bool:
+    """Return whether `jax.disable_jit` is in force."""
+    return bool(_config.jax_disable_jit)
+
+
+def chosen_device() -> Any:
+    """Return the device or platform name that `jax.default_device` chose, or `None`."""
+    return _config.jax_default_device
+
+
+def leave_devices_alone() -> None:
+    """Let JAX use nothing but the CPU in this process, whatever there is; to be called before its first use."""
+    jax.config.update("jax_platforms", "cpu")
+
+
+def forget_compilations() -> None:
+    """Let JAX neither use nor fill its persistent compilation cache in this process."""
+    jax.config.update("jax_enable_compilation_cache", False)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is traced: primitives, jaxprs, their effects and references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import api_util, core, effects, linear_util
+from jax._src import config as jax_config
+from jax._src.interpreters import partial_eval
+from jax._src.state import types as state_types
+from jax.interpreters import batching as batching
+
+_core: Any = core
+_api_util: Any = api_util
+_linear_util: Any = linear_util
+_partial_eval: Any = partial_eval
+_config: Any = jax_config
+_effects: Any = effects
+_state_types: Any = state_types
+make_user_context: Any = jax.make_user_context
+# `jax.extend.core` names this class, but it imports Pallas: a third of the time that `import ejkernel.ops` took.
+Primitive: Any = type(jax.lax.add_p)
+
+
+def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """Return the closed jaxpr of a function of flat arrays; `jax.make_jaxpr` and `jit` take twice the time.
+
+    Its constants are tracers where the function uses what another trace, which is still open, computes.
+    """
+    described = _api_util.debug_info("ejkernel_call", function, tuple(avals), {})
+    known = [
+        _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        if isinstance(aval, jax.ShapeDtypeStruct)
+        else aval
+        for aval in avals
+    ]
+    wrapped = _linear_util.wrap_init(function, debug_info=described)
+    jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(wrapped, known)
+    return _core.ClosedJaxpr(jaxpr, consts)
+
+
+def function_of(jaxpr: Any) -> Callable[..., Any]:
+    """Return the function that a closed jaxpr is."""
+    return lambda *arrays: tuple(_core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
+
+
+def trace_context() -> Any:
+    """Return a hashable value of all in force that a trace depends on."""
+    return _config.trace_context()
+
+
+def outer_effects(jaxpr: Any) -> Any:
+    """Return the effects of a closed jaxpr that whoever calls it has too: not those on its own references."""
+    return {
+        effect for effect in _core.positional_effects(jaxpr) if not isinstance(effect, _core.InternalMutableArrayEffect)
+    }
+
+
+def has_references(jaxpr: Any) -> bool:
+    """Return whether a closed jaxpr makes or takes references (`jax.new_ref`), which are gone in a lowered program."""
+    return any(
+        isinstance(effect, _core.InternalMutableArrayEffect | _effects.JaxprInputEffect) for effect in jaxpr.effects
+    )
+
+
+def observable(effects: Any) -> bool:
+    """Return whether effects are more than collectives: something that must happen once, such as printing."""
+    return any(not isinstance(effect, _core.NamedAxisEffect) for effect in effects)
+
+
+def cache_weakly(cls: type) -> None:
+    """Have JAX's caches refer weakly to the instances of `cls` that are parameters of primitives."""
+    from jax._src import util
+
+    kinds: Any = util.weakref_cache_key_types
+    kinds.add(cls)
+
+
+def is_reference(aval: Any) -> bool:
+    """Return whether a type is that of a reference, `jax.Ref`."""
+    return isinstance(aval, _state_types.AbstractRef)
+
+
+def register_discharge(primitive: Any, rule: Callable[..., tuple[list[Any], Sequence[Any]]]) -> None:
+    """Say how a primitive computes on the values of references: `rule(in_avals, *values, **params)`.
+
+    The rule returns the new value of each argument that is a reference, `None` for others, and the results.
+    """
+    from jax._src.state import discharge
+
+    def discharged(first: Any, *rest: Any, **params: Any) -> tuple[list[Any], Sequence[Any]]:
+        in_avals = getattr(
+            first, "in_avals", None
+        )  # of a context; before JAX 0.11 both lists of types came by themselves
+        return rule(first, *rest[1:], **params) if in_avals is None else rule(in_avals, *rest, **params)
+
+    discharge.register_discharge_rule(primitive)(discharged)
+
+
+def ordered_effects(function: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
+    """Return those effects of a function that must happen in the order of the program."""
+    return list(_effects.ordered_effects.filter_in(jax.make_jaxpr(function)(*avals).effects))
+
+
+def named_axes(effects: Any) -> set[Any]:
+    """Return the names of axes that collectives with these effects go over."""
+    return {effect.name for effect in effects if isinstance(effect, _core.NamedAxisEffect)}
+
+
+def is_named(axis_name: Any) -> bool:
+    """Return whether somebody gave a `vmap` its axis name; its default is an object of JAX's own."""
+    return axis_name is not _core.no_axis_name
