@@ -64,7 +64,7 @@ APPLIES, BY_DESCRIPTION = Applies("applies"), ByDescription("by_description")
 
 TRANSFORMATIONS = {
     "eager": lambda f: f(X),
-    "jit": lambda f: jax.jit(lambda x: f(x))(X),
+    "jit": lambda f: jax.jit(lambda x: jax.tree.map(f, x))(X),  # what is called need not be hashable
     "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
     "vmap": lambda f: jax.vmap(f)(X[None])[0],
 }
@@ -268,11 +268,11 @@ def test_a_value_without_a_description_makes_the_call_uncacheable_with_one_warni
             return x * cfg
 
     ignores = Ignores("ignores")
-    with pytest.warns(UnstableKeyWarning, match="ignores: the call cannot be remembered or tuned") as said:
+    with pytest.warns(UnstableKeyWarning, match="ignores: the call cannot be remembered or tuned"):
         np.testing.assert_array_equal(ignores(X, function), X)
-        np.testing.assert_array_equal(jax.jit(lambda x: ignores(x, function))(X), X)
-        np.testing.assert_array_equal(ignores(X[:2], function), X[:2])
-    assert len(said) == 1
+    # any further warning would be an error
+    np.testing.assert_array_equal(jax.jit(lambda x: ignores(x, function))(X), X)
+    np.testing.assert_array_equal(ignores(X[:2], function), X[:2])
 
 
 def key_of(kernel, *args, **kwargs):

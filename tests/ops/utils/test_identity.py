@@ -194,7 +194,6 @@ def test_a_value_that_is_made_again_is_the_same(value):
         ([], []),
         (Mutable(1), Mutable(1)),
     ],
-    ids=str,
 )
 def test_values_that_may_compute_differently_are_told_apart(left, right):
     assert identity(left) != identity(right)

@@ -185,7 +185,7 @@ def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
     state = [(name, _identity(part, path)) for name, part in state_of(value)] if _shows_content(value) else []
     if not state:
         return by_is(value)
-    if kind.__hash__ is None or _is_mutable_dataclass(value):
+    if cast(Any, kind).__hash__ is None or _is_mutable_dataclass(value):
         return (kind, _MAY_CHANGE, by_is(value), *state)
     return (kind, *state) if dataclasses.is_dataclass(value) else (kind, _MAY_CHANGE, *state)
 
