@@ -119,11 +119,6 @@ def test_what_a_static_value_holds_is_collected(hold):
     assert is_collected(Function, lambda function: APPLIES(X, hold(function)))
 
 
-def test_a_kernel_that_another_was_given_is_collected_with_it():
-    """What was traced for the outer one calls the inner one."""
-    assert is_collected(lambda: Applies("inner"), lambda inner: Applies("outer")(X, inner))
-
-
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_an_executor_is_collected(use):
     make = lambda: Executor(ConfigSelectorChain())  # noqa: E731

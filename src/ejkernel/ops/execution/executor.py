@@ -224,6 +224,7 @@ class Executor(Generic[Cfg, Out]):
     def _invocation(
         self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
     ) -> Invocation[Cfg, Out]:
+        kernel, args = unbound(kernel, args)
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
 
