@@ -103,13 +103,13 @@ def test_two_references_and_what_is_between_them_keep_their_order():
 
 
 def test_a_gradient_through_a_reference_that_is_passed_is_an_error_that_says_what_to_do():
-    with pytest.raises(GradientError, match="add_to: a call that takes a reference .* pass the reference's value"):
+    with pytest.raises(GradientError, match=r"add_to: a call that takes a reference .* pass the reference's value"):
         jax.grad(lambda x: through_reference(ADD_TO)(x).sum())(X)
 
 
 TRANSPOSES = {
     "plain": (lambda f: f, X),
-    "under jit": (lambda f: jax.jit(f), X),
+    "under jit": (jax.jit, X),
     "of a batch": (jax.vmap, X[None]),
     "of a sum": (lambda f: lambda x: f(x) + f(2 * x), X),
 }
@@ -138,7 +138,7 @@ def test_a_call_that_is_linear_in_one_argument_is_transposed_in_that_one(which):
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.UnstableKeyWarning")
 @pytest.mark.parametrize("program", [lambda f: jax.jit(f)(X), lambda f: jax.grad(f)(X), lambda f: jax.vmap(f)(X)])
 def test_a_traced_array_that_was_closed_over_is_an_error_that_says_what_to_do(program):
-    with pytest.raises(ArgumentError, match="applies: a traced array .* pass it as an argument"):
+    with pytest.raises(ArgumentError, match=r"applies: a traced array .* pass it as an argument"):
         program(lambda x: APPLIES(X, lambda v: v * x).sum())
 
 
@@ -187,7 +187,7 @@ def test_an_effect_of_a_gradient_rule_happens_once():
 
 def test_an_ordered_effect_in_a_gradient_rule_is_an_error_that_says_what_to_do():
     kernel = PrintingRule("rule", [], rule=True, ordered=True)
-    with pytest.raises(GradientError, match="rule.bwd: the gradient rule has ordered effects .* make them unordered"):
+    with pytest.raises(GradientError, match=r"rule.bwd: the gradient rule has ordered effects .* make them unordered"):
         jax.jit(jax.grad(lambda x: kernel(x).sum()))(X)
 
 
