@@ -119,6 +119,18 @@ def test_what_a_static_value_holds_is_collected(hold):
     assert is_collected(Function, lambda function: APPLIES(X, hold(function)))
 
 
+def test_kernels_that_others_were_given_are_collected_with_them():
+    """What was traced for an outer one calls the inner one; JAX itself keeps the last trace."""
+    references = []
+    for _ in range(3):
+        inner = Applies("inner")
+        Applies("outer")(X, inner)
+        references.append(weakref.ref(inner))
+    del inner
+    gc.collect()
+    assert references[0]() is None
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_an_executor_is_collected(use):
     make = lambda: Executor(ConfigSelectorChain())  # noqa: E731
