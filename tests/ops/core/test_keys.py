@@ -205,23 +205,6 @@ def test_similar_values_have_different_keys():
     assert repeated == []
 
 
-@pytest.mark.parametrize(
-    ("left", "right"), [(1, True), (1, 1.0), (0.0, -0.0), (Options(1), Options(1.0)), ((1,), (True,))]
-)
-def test_values_that_python_finds_equal_run_as_what_they_are(left, right):
-    """They are the same key of a dictionary, so a program compiled for one must not be taken for the other."""
-
-    class Typed(Kernel[int, Any]):
-        def run(self, x, option, *, cfg):
-            return jnp.asarray([len(repr(option))])
-
-        def heuristic_cfg(self, inv):
-            return 1
-
-    kernel = Typed()
-    assert [int(kernel(X, left)[0]), int(kernel(X, right)[0])] == [len(repr(left)), len(repr(right))]
-
-
 # --- what else is part of a key ---
 
 

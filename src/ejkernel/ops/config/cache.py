@@ -171,7 +171,12 @@ class Overlay:
         return self._digest
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Overlay) and other._digest == self._digest
+        # Of a class that was defined again, the configurations look alike, and are not what the kernel takes.
+        return isinstance(other, Overlay) and other._digest == self._digest and other._types == self._types
+
+    @property
+    def _types(self) -> dict[ConfigKey, type]:
+        return {key: type(config) for key, config in self._entries.items()}
 
     def __hash__(self) -> int:
         return hash(self._digest)

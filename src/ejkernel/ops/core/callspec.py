@@ -90,8 +90,11 @@ class CallSpec:
 
     def weak(self) -> CallSpec:
         """Return the same for what outlives the call: it keeps neither the kernel nor the user's objects alive."""
-        held = tuple(held_weakly(hold()) if isinstance(hold, Strong) else hold for hold in self.held)
-        return dataclasses.replace(self, held=held)
+        # nobody else holds the copy of a set
+        held = [
+            held_weakly(hold()) if isinstance(hold, Strong) and type(hold()) is not set else hold for hold in self.held
+        ]
+        return dataclasses.replace(self, held=tuple(held))
 
     def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `(args, kwargs)` with `arrays` in their places."""

@@ -379,6 +379,13 @@ def _candidates(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, Any]) 
 _CHECKS = {"heuristic_cfg": _heuristic_config, "config_space": _candidates, "candidate_cfgs": _candidates}
 
 
+def unbound(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a kernel that is a method of an object with that object as its first argument, and all else as it is."""
+    if isinstance(target, types.MethodType) and isinstance(target.__func__, Kernel):
+        return target.__func__, (target.__self__, *args)
+    return target, args
+
+
 def prepared(
     kernel: Kernel[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -306,17 +306,29 @@ compat.mlir.register_lowering(call_p, _lower, cacheable=False)
 
 def _batch(axis_data: Any, arrays: Sequence[Any], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     named = compat.is_named(axis_data.name)
-    if all(axis is None for axis in axes):  # also called when nothing is batched
-        effects = types_of(call, [jax.typeof(array) for array in arrays]).effects if named else ()
-        if axis_data.name not in compat.named_axes(effects):
-            out = call_p.bind(*arrays, call=call)
-            return out, [None] * len(out)
+    alike = all(axis is None for axis in axes)  # also called when nothing is batched
+    if alike and not (named and axis_data.name in _axes_of(call, [jax.typeof(array) for array in arrays])):
+        out = call_p.bind(*arrays, call=call)
+        return out, [None] * len(out)
     level = Level(axis_data.size, tuple(axes), AxisName(axis_data.name) if named else None, axis_data.spmd_name)
     node: Node = (
         LinearVmapped(call.node, level, len(arrays) - call.linear) if call.linear else Vmapped(call.node, level)
     )
     out = call_p.bind(*arrays, call=dataclasses.replace(call, node=node))
     return out, [0] * len(out)
+
+
+def _axes_of(call: Call, avals: Sequence[Any]) -> set[Any]:
+    """Return the names of axes that collectives in the call go over."""
+    node = call.node
+    if not call.linear:
+        return compat.named_axes(types_of(call, avals).effects)
+    # The trace that gives a linear call's types leaves its computation out.
+    own = avals[node.lead : node.lead + node.spec.num_arrays]
+    forward = types_of(dataclasses.replace(call, node=node.forward, linear=0), own)
+    with call.settings.entered():
+        whole = compat.traced(jax.jit(node.flat(Choice(config=forward.config, platform=forward.platform))), avals)
+    return compat.named_axes(forward.effects) | compat.named_axes(compat.outer_effects(whole))
 
 
 compat.batching.fancy_primitive_batchers[call_p] = _batch

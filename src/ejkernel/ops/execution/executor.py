@@ -17,7 +17,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config
+from ejkernel.ops.core.kernel import Kernel, check_config, unbound
 from ejkernel.ops.core.nodes import Forward
 from ejkernel.ops.core.primitive import Call, Override, call_of, call_p, types_of
 from ejkernel.ops.core.types import Cfg, Out
@@ -100,6 +100,7 @@ class Executor(Generic[Cfg, Out]):
         Nothing is measured. For a function, such as `flash_attention` or `jax.grad(loss)`, each kernel call in it is
         explained, forward and backward; the function is lowered for that, not run.
         """
+        target, args = unbound(target, args)
         if isinstance(target, Kernel):
             return explain_call(self.chooser, self._invocation(target, args, kwargs, cfg), self.stamp_prefix)
         given = kwargs if cfg is None else {"cfg": cfg, **kwargs}
@@ -158,6 +159,7 @@ class Executor(Generic[Cfg, Out]):
         self._plans.tables.clear()
 
     def _call(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None) -> Out:
+        kernel, args = unbound(kernel, args)
         if not isinstance(kernel, Kernel):
             raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
         if cfg is not None:
@@ -222,6 +224,7 @@ class Executor(Generic[Cfg, Out]):
     def _invocation(
         self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
     ) -> Invocation[Cfg, Out]:
+        kernel, args = unbound(kernel, args)
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
 

@@ -11,7 +11,7 @@ from ejkernel import compat
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, prepared
+from ejkernel.ops.core.kernel import Kernel, prepared, unbound
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
@@ -204,6 +204,7 @@ def autotune(
     if not (is_count(num_iters, 1) and is_count(num_warmup, 0)):
         raise ArgumentError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
     chain = _chain(None)
+    target, args = unbound(target, args)
     if not isinstance(target, Kernel):
         if configs is not None:
             raise ArgumentError("configs are for a Kernel; the kernels in a function have their own candidates.")

@@ -7,10 +7,12 @@ only descriptions in common; within one process nothing but the values themselve
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
 import functools
+import hashlib
 import struct
 import types
 import weakref
@@ -24,17 +26,19 @@ Held = Callable[[], Any]
 
 _BY_VALUE = frozenset({bool, int, str, bytes, np.str_, np.bytes_, type(None), type(...)})
 _JAX_VALUES = (jax.sharding.PartitionSpec, jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh)
-_MUTABLE: dict[type, Callable[[Any], Any]] = {
-    list: tuple,
+_MUTABLE: dict[type, Callable[[Any], Any]] = {  # and what is based on them
+    list: list.__iter__,
+    set: lambda value: (frozenset(set.__iter__(value)),),
+    dict: dict.items,
     bytearray: lambda value: (bytes(value),),
-    dict: lambda value: tuple(value.items()),
+    collections.deque: lambda value: (value.maxlen, *collections.deque.__iter__(value)),
+    np.ndarray: lambda value: (value.dtype, value.shape, hashlib.sha256(value.tobytes()).digest()),
 }
 _PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     tuple: tuple,
     slice: lambda value: (value.start, value.stop, value.step),
     range: lambda value: (value.start, value.stop, value.step),
     functools.partial: lambda value: (value.func, value.args, tuple(value.keywords.items()), *vars(value).items()),
-    types.MappingProxyType: lambda value: tuple(value.items()),
     types.BuiltinMethodType: lambda value: (value.__self__, value.__name__),
 }
 _MAY_CHANGE = "may change"  # stands in what identifies something whose content is not what it was for ever
@@ -58,6 +62,9 @@ class Weak(weakref.ref[Any]):
             return self is other
         mine = self()
         return mine is not None and mine is other()
+
+    def __ne__(self, other: object) -> bool:  # the base class has one, which asks the object
+        return not self == other
 
 
 class Strong:
@@ -132,8 +139,9 @@ def token_of(value: Any) -> Hashable:
     if _may_change(found):
         return found
     token = Token(found)
+    tokens = _tokens  # when the interpreter ends, the name is gone first
     with contextlib.suppress(TypeError):  # of one that cannot be referred to, nobody would say when its address is free
-        _tokens[address] = weakref.ref(value, lambda _: _tokens.pop(address, None)), token
+        tokens[address] = weakref.ref(value, lambda _: tokens.pop(address, None)), token
     return token
 
 
@@ -161,22 +169,25 @@ def _identity(value: Any, path: tuple[int, ...]) -> Hashable:
 
 
 def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
-    if kind in _MUTABLE:
-        return (kind, _MAY_CHANGE, by_is(value), *[_identity(part, path) for part in _MUTABLE[kind](value)])
+    mutable = next((base for base in _MUTABLE if isinstance(value, base)), None)
+    if mutable is not None:
+        return (kind, _MAY_CHANGE, by_is(value), *[_identity(part, path) for part in _MUTABLE[mutable](value)])
+    if kind is types.MappingProxyType:  # there is a new one each time that a class is asked for its attributes
+        return (kind, _MAY_CHANGE, *[_identity(part, path) for part in value.items()])
     if kind in _PARTS:
         return (kind, *[_identity(part, path) for part in _PARTS[kind](value)])
     if kind is types.MethodType:
         return (kind, by_is(value.__func__), by_is(value.__self__))
-    if kind in {set, frozenset}:
-        parts = frozenset(_identity(part, path) for part in value)
-        return (kind, parts) if kind is frozenset else (kind, _MAY_CHANGE, by_is(value), parts)
+    if kind is frozenset:
+        return (kind, frozenset(_identity(part, path) for part in value))
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return (kind, *[_identity(part, path) for part in value])
-    if _is_mutable_dataclass(value):
-        fields = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-        return (kind, _MAY_CHANGE, by_is(value), *[_identity(part, path) for part in fields])
-    state = state_of(value) if _is_value_type(kind) else ()
-    return (kind, *[(name, _identity(part, path)) for name, part in state]) if state else by_is(value)
+    state = [(name, _identity(part, path)) for name, part in state_of(value)] if _shows_content(value) else []
+    if not state:
+        return by_is(value)
+    if cast(Any, kind).__hash__ is None or _is_mutable_dataclass(value):
+        return (kind, _MAY_CHANGE, by_is(value), *state)
+    return (kind, *state) if dataclasses.is_dataclass(value) else (kind, _MAY_CHANGE, *state)
 
 
 def identity_of_node(value: Any, aux: Any) -> Hashable:
@@ -204,11 +215,12 @@ def _is_mutable_dataclass(value: Any) -> bool:
     return parameters is not None and not parameters.frozen
 
 
-def _is_value_type(kind: type) -> bool:
-    """Return whether instances compare and hash by content, all of which Python can see."""
-    compares: Any = kind.__eq__
-    hashes: Any = kind.__hash__
-    by_value = compares is not object.__eq__ and hashes is not None and hashes is not object.__hash__
+def _shows_content(value: Any) -> bool:
+    """Return whether a value compares by content, all of which Python can see, or is a dataclass that may change."""
+    kind: Any = type(value)
+    if _is_mutable_dataclass(value) or kind is types.SimpleNamespace:
+        return True
+    by_value = kind.__eq__ is not object.__eq__ and kind.__hash__ is not object.__hash__
     return by_value and all(cls.__flags__ & _HEAP_TYPE for cls in kind.__mro__[:-1])
 
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules exported with symbolic dimensions: the program computes, at every size, what the direct call computes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.modules import flash_attention, rms_norm
+
+SIZES = (2, 5)
+_rng = np.random.default_rng(0)
+attend = functools.partial(flash_attention, causal=True)
+
+
+def norm_gradients(x, weight):
+    return jax.grad(lambda x, weight: (rms_norm(x, weight) ** 2).sum(), (0, 1))(x, weight)
+
+
+def attention_gradients(*arrays):
+    return jax.grad(lambda *arrays: (attend(*arrays) ** 2).sum(), (0, 1, 2))(*arrays)
+
+
+NORMS = {
+    "batch": (rms_norm, "b, 8", "8"),
+    "batch and width": (rms_norm, "b, 4*b", "4*b"),
+    "vmap": (jax.vmap(rms_norm, (0, None)), "b, 4, 8", "8"),
+    "symbolic rows under vmap": (jax.vmap(rms_norm, (0, None)), "3, b, 8", "8"),
+    "gradient": (norm_gradients, "b, 8", "8"),
+    "gradient under vmap": (jax.vmap(norm_gradients, (0, None)), "b, 4, 8", "8"),
+}
+ATTENTIONS = {
+    "batch": (attend, "b, 16, 2, 8"),
+    "length": (attend, "2, b, 2, 8"),
+    "vmap": (jax.vmap(attend), "b, 2, 16, 2, 8"),
+    "length under vmap": (jax.vmap(attend), "3, 2, b, 2, 8"),
+    "gradient": (attention_gradients, "b, 16, 2, 8"),
+    "gradient over length": (attention_gradients, "2, b, 2, 8"),
+}
+
+
+def check(function, *shapes):
+    scope = jax.export.SymbolicScope()
+    symbolic = [jax.export.symbolic_shape(shape, scope=scope) for shape in shapes]
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in symbolic]
+    exported = jax.export.export(jax.jit(function))(*types)
+    program = jax.export.deserialize(exported.serialize())
+    for size in SIZES:
+        sizes = [[eval(part, {"b": size}) for part in shape.split(",")] for shape in shapes]
+        arrays = [_rng.standard_normal(shape, np.float32) for shape in sizes]
+        jax.tree.map(
+            lambda got, want: np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5),
+            program.call(*arrays),
+            function(*arrays),
+        )
+
+
+@pytest.mark.parametrize(("function", "x", "weight"), NORMS.values(), ids=NORMS.keys())
+def test_an_exported_rms_norm_computes_what_the_call_computes(function, x, weight):
+    check(function, x, weight)
+
+
+@pytest.mark.parametrize(("function", "shape"), ATTENTIONS.values(), ids=ATTENTIONS.keys())
+def test_an_exported_flash_attention_computes_what_the_call_computes(function, shape):
+    check(function, shape, shape, shape)
