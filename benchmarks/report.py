@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 
-BARS = {"dispatch": 1.6, "import_ms": 60.0}
+BARS = {"arrays": 1.25, "forms": 2.5, "distinct": 1.5, "import_ms": 60.0}
+USUAL = ("a usual kernel, forward", "a usual kernel, gradient")  # to which the bar of distinct calls belongs
 
 
 def platform_name() -> str:
@@ -36,6 +37,25 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "load": round(os.getloadavg()[0], 1),
     }
+
+
+def bar_of(form: str) -> float:
+    """Return what an eager call of this form may take, as a ratio to `jax.jit`."""
+    return BARS["arrays" if form.startswith("arrays") and "NumPy" not in form else "forms"]
+
+
+def ratios(found: Mapping[str, Mapping[str, Mapping[str, float]]], unit: str) -> str:
+    """Return a Markdown table of comparisons of two, a line each."""
+    factor = {"us": 1e6, "ms": 1e3}[unit]
+    names = list(next(iter(found.values())))
+    lines = [
+        f"| | {names[0]}, {unit} | {names[1]}, {unit} | ratio of minima | median ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (base, ours) in ((name, timings.values()) for name, timings in found.items()):
+        times = f"{base['minimum'] * factor:.2f} | {ours['minimum'] * factor:.2f}"
+        lines.append(f"| {name} | {times} | {ours['ratio']:.2f} | {ours['median_ratio']:.2f} |")
+    return "\n".join(lines)
 
 
 def table(timings: Mapping[str, Mapping[str, float]], unit: str) -> str:
@@ -61,7 +81,14 @@ def run_text(run: Mapping[str, Any]) -> str:
     imported = run["import_time"]
     parts = [
         f"## {heading(run)}",
-        f"### Eager calls, 16 x 16, microseconds (bar: {BARS['dispatch']} for the second line)",
+        f"### Eager calls of every form, 16 x 16 (bars: {BARS['arrays']} for arrays, {BARS['forms']} for the rest)",
+        ratios(run["forms"], "us"),
+        f"### 200 distinct calls, traced and lowered (bar: {BARS['distinct']} for a usual kernel; processor time)",
+        ratios(run["distinct"], "ms"),
+        "Milliseconds a call of programs of many distinct calls of three operations: "
+        + ", ".join(f"{name} {value}" for name, value in run["growth_ms"].items())
+        + ".",
+        "### Eager calls, 16 x 16, microseconds",
         table(run["eager"], "us"),
         *(table(part, "us") for part in run["modules"].values()),
         "### Inside a traced program: 24 calls",

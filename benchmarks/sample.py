@@ -36,6 +36,43 @@ class Layer(Kernel[LayerConfig, jax.Array]):
         return LayerConfig()
 
 
+def block(x: Any, w: Any, *, scale: float = 1.0) -> Any:
+    """A plain function of usual size: a product, a softmax, a normalisation, another product and an activation."""
+    h = jax.nn.softmax(x @ w * scale, axis=-1)
+    h = (h - h.mean(axis=-1, keepdims=True)) * jax.lax.rsqrt(jnp.var(h, axis=-1, keepdims=True) + 1e-6)
+    return jax.nn.gelu(jnp.where(h > 0, h, 0.1 * h) @ w) + x
+
+
+class Block(Kernel[LayerConfig, jax.Array]):
+    """The same as a kernel."""
+
+    def run(self, x: Any, w: Any, *, scale: float = 1.0, cfg: LayerConfig) -> Any:
+        """Compute it."""
+        return block(x, w, scale=scale)
+
+    def heuristic_cfg(self, inv: Invocation[LayerConfig, jax.Array]) -> LayerConfig:
+        """Return the one configuration."""
+        return LayerConfig()
+
+
+class Applies(Kernel[LayerConfig, jax.Array]):
+    """A kernel of containers and of static values of any kind."""
+
+    def run(self, x: Any, given: Any = None, *, cfg: LayerConfig) -> Any:
+        """Add the arrays that are given to the hyperbolic tangent of `x`."""
+        return applied(x, given)
+
+    def heuristic_cfg(self, inv: Invocation[LayerConfig, jax.Array]) -> LayerConfig:
+        """Return the one configuration."""
+        return LayerConfig()
+
+
+def applied(x: Any, given: Any = None) -> Any:
+    """The same as a plain function."""
+    arrays = [leaf for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)]
+    return sum(arrays, jnp.tanh(x))
+
+
 def executor_that_knows(kernel: Layer, *args: Any, **kwargs: Any) -> Executor[LayerConfig, jax.Array]:
     """Return an executor whose memory has a configuration for the call."""
     cache = ConfigCache()

@@ -9,6 +9,7 @@ import re
 import sys
 import types
 import typing
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic
 
@@ -210,8 +211,17 @@ class Kernel(Noted, Generic[Cfg, Out]):
         return f"{type(self).__name__}({self.op_id_v!r})"
 
 
+_config_types: weakref.WeakKeyDictionary[type, type | None] = weakref.WeakKeyDictionary()
+
+
 def config_type_of(cls: type[Kernel[Any, Any]]) -> type | None:
     """Return the configuration type that a kernel class, or one that it is based on, names; or `None`."""
+    if cls not in _config_types:
+        _config_types[cls] = _named_config_type(cls)
+    return _config_types[cls]
+
+
+def _named_config_type(cls: type[Kernel[Any, Any]]) -> type | None:
     for owner in cls.__mro__:
         for base in vars(owner).get("__orig_bases__", ()):
             origin, args = typing.get_origin(base), typing.get_args(base)
