@@ -212,6 +212,9 @@ def types_of(call: Call, avals: Sequence[Any]) -> Types:
     found = traces.get(call.weak)
     if found is None:
         found = traces.keep(call.weak, _Traces(call.weak))
+    known = found.known.get((tuple(avals), compat.trace_context()))  # which has the call's settings, if it is there
+    if known is not None:
+        return known
     with call.settings.entered():
         return found.of(avals)
 

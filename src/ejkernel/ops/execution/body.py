@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ _FOR_THE_CALL_ITSELF = ("override", "heuristic", "chooser")
 _SAVED = ("persistent", "forward")  # found by another process, maybe for another version of the kernel
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedCall:
     """A call with its configuration.
 
@@ -61,32 +62,29 @@ class ResolvedCall:
         with jax.named_scope(self.scope):
             resolution, out = self._computed(arrays)
         _check_types(self.inv, resolution, self.expected, out)
-        self._record()
-        labelled = self._label()
-        if labelled is None:
+        if self._told is None:
             return tuple(out)
-        stamped, found = stamp(out, arrays, *labelled)
+        stamped, found = stamp(out, arrays, *self._told)
         if not found:
             self._say_unlabelled()
         return tuple(stamped)
 
     def label(self, values: Sequence[Any], inputs: Sequence[Any]) -> None:
         """Do the same for what was made of `jaxpr`, whose types are those that were expected."""
-        self._record()
-        labelled = self._label()
-        if labelled is not None and not any(compat.label_value(value, inputs, *labelled) for value in values):
+        if self._told is not None and not any(compat.label_value(value, inputs, *self._told) for value in values):
             self._say_unlabelled()
 
-    def _record(self) -> None:
-        if self.resolution.key is not None and (current_scope().recording or settings.current().record):
-            record_invocation(self.call.node.spec.kernel, self.inv)
-
-    def _label(self) -> tuple[str, str] | None:
-        """Return the label and what is said with it; `None` if there is none."""
-        mode = settings.current().stamp
-        if mode == "none" or self.resolution.key is None:
+    @functools.cached_property
+    def _told(self) -> tuple[str, str] | None:
+        """The label and what is said with it, once the call is recorded; `None` if there is none."""
+        now = settings.current()
+        if self.resolution.key is None:
             return None
-        payload = stable_json(self.inv.description) if mode == "json" else self.inv.call_key
+        if current_scope().recording or now.record:
+            record_invocation(self.call.node.spec.kernel, self.inv)
+        if now.stamp == "none":
+            return None
+        payload = stable_json(self.inv.description) if now.stamp == "json" else self.inv.call_key
         return label(self.inv.op_id_v, self.inv.call_key, self.stamp_prefix), payload
 
     def _say_unlabelled(self) -> None:
