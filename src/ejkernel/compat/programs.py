@@ -13,6 +13,8 @@ from jax._src.interpreters import mlir as private_mlir
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import mlir as mlir
 
+from ejkernel.compat.tracing import opened
+
 _mlir: Any = private_mlir
 _ir: Any = _mlir.ir
 
@@ -99,10 +101,11 @@ def noting_answers(noted: Answers) -> Iterator[None]:
 
 def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]:
     """Lower a closed jaxpr in place of a primitive, as part of the function around it, in a named scope."""
-    consts = _mlir.ir_consts(jaxpr.consts, [var.aval for var in jaxpr.jaxpr.constvars])
+    inner = opened(jaxpr)
+    consts = _mlir.ir_consts(jaxpr.consts, [var.aval for var in inner.constvars])
     out, tokens = _mlir.jaxpr_subcomp(
         ctx.module_context,
-        jaxpr.jaxpr,
+        inner,
         ctx.name_stack.extend(scope),
         ctx.tokens_in,
         consts,

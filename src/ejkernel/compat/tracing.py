@@ -39,12 +39,22 @@ def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
     ]
     wrapped = _linear_util.wrap_init(function, debug_info=described)
     jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(wrapped, known)
-    return _core.ClosedJaxpr(jaxpr, consts)
+    return jaxpr.with_consts(consts) if _has_consts(jaxpr) else _core.ClosedJaxpr(jaxpr, consts)
+
+
+def _has_consts(jaxpr: Any) -> bool:
+    """Return whether there is one kind of jaxpr, as in newer versions, and not one for those that have constants."""
+    return hasattr(jaxpr, "with_consts")
+
+
+def opened(jaxpr: Any) -> Any:
+    """Return what goes with a closed jaxpr's constants where JAX takes the two apart."""
+    return jaxpr if _has_consts(jaxpr) else jaxpr.jaxpr
 
 
 def function_of(jaxpr: Any) -> Callable[..., Any]:
     """Return the function that a closed jaxpr is."""
-    return lambda *arrays: tuple(_core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays))
+    return lambda *arrays: tuple(_core.eval_jaxpr(opened(jaxpr), jaxpr.consts, *arrays))
 
 
 def trace_context() -> Any:
