@@ -16,7 +16,7 @@ import hashlib
 import struct
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, cast
 
 import jax
@@ -228,14 +228,28 @@ def state_of(value: Any) -> list[tuple[str, Any]]:
     """Return the attributes of an instance, without those that are only remembered results."""
     kind = type(value)
     state = dict(getattr(value, "__dict__", {}))
+    for name in _slots_of(kind):
+        if hasattr(value, name):
+            state[name] = getattr(value, name)
+    own = vars(kind)
+    return [(name, part) for name, part in state.items() if not isinstance(own.get(name), functools.cached_property)]
+
+
+_slots: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the attributes that instances have no dictionary for."""
+    found = _slots.get(kind)
+    if found is None:
+        found = _slots[kind] = tuple(_mangled_slots(kind))
+    return found
+
+
+def _mangled_slots(kind: type) -> Iterator[str]:
     for cls in kind.__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            mangled = (
-                f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-            )
-            if mangled not in {"__dict__", "__weakref__"} and hasattr(value, mangled):
-                state[mangled] = getattr(value, mangled)
-    return [
-        (name, part) for name, part in state.items() if not isinstance(vars(kind).get(name), functools.cached_property)
-    ]
+            private = name.startswith("__") and not name.endswith("__")
+            if name not in {"__dict__", "__weakref__"}:
+                yield f"_{cls.__name__.lstrip('_')}{name}" if private else name
