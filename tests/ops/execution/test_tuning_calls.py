@@ -137,7 +137,9 @@ def test_a_candidate_may_call_a_kernel_that_is_tuned_in_turn():
 
     outer = Outer()
     jax.jit(lambda x: executor(outer, x))(X)
-    assert {key.op for key in keys_in(chain)} == {"Outer@v0", "Double@v0"}
+    # A winner's gradient may have been checked, which looks the inner backward up, and does not tune it.
+    tuned = {key.op for key in keys_in(chain) if chain.cache.remembered(key).source == "autotune"}
+    assert tuned == {"Outer@v0", "Double@v0"}
 
 
 def test_a_search_inside_a_candidate_does_not_wait_for_a_thread_that_waits_for_it():
