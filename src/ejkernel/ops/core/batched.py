@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.nodes import Choice, Flat, Node, autodiff_vjp
+from ejkernel.ops.core.nodes import Around, Choice, Flat, Node, autodiff_vjp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +60,11 @@ def no_cotangent(shape: tuple[int, ...]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Vmapped:
+class Vmapped(Around):
     """`of` under one `vmap`; results are batched along their first axis."""
 
     of: Node
     level: Level
-
-    @property
-    def spec(self) -> CallSpec:
-        """See `Node`."""
-        return self.of.spec
 
     @property
     def forward(self) -> Node:
@@ -79,24 +73,9 @@ class Vmapped:
         return Vmapped(self.of.forward, dataclasses.replace(self.level, axes=axes))
 
     @property
-    def suffix(self) -> str:
-        """See `Node`."""
-        return self.of.suffix
-
-    @property
-    def lead(self) -> int:
-        """See `Node`."""
-        return self.of.lead
-
-    @property
     def types_are_whole(self) -> bool:
         """See `Node`."""
         return self.of.types_are_whole
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
 
     def steps(self) -> list[list[Any]]:
         """See `Node`."""

@@ -11,12 +11,12 @@ import jax
 
 from ejkernel.ops.core.batched import LinearVmapped, TransposedVmapped, Vmapped, no_cotangent
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.nodes import Choice, Flat, Forward, Node, autodiff_vjp, run_vjp, zero_tangent
+from ejkernel.ops.core.nodes import Around, Choice, Flat, Forward, Node, autodiff_vjp, run_vjp, zero_tangent
 from ejkernel.ops.errors import GradientError
 
 
 @dataclasses.dataclass(frozen=True)
-class Discharged:
+class Discharged(Around):
     """`of` on the values of references: its results are followed by the values that the references have then."""
 
     of: Node
@@ -25,29 +25,9 @@ class Discharged:
     types_are_whole = False  # they make references of their own
 
     @property
-    def spec(self) -> CallSpec:
-        """See `Node`."""
-        return self.of.spec
-
-    @property
     def forward(self) -> Node:
         """See `Node`."""
         return self.of.forward
-
-    @property
-    def suffix(self) -> str:
-        """See `Node`."""
-        return self.of.suffix
-
-    @property
-    def lead(self) -> int:
-        """See `Node`."""
-        return self.of.lead
-
-    @property
-    def transpose(self) -> Node:
-        """See `Node`."""
-        raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
 
     def steps(self) -> list[list[Any]]:
         """See `Node`."""

@@ -88,6 +88,36 @@ class Node(Protocol):
         """The function from `count` arguments and all cotangents to `count` gradients; `None` for integers."""
 
 
+class Around:
+    """What a node that is not linear has of the one that it is made of.
+
+    Attributes:
+        of: That node.
+    """
+
+    of: Node
+
+    @property
+    def spec(self) -> CallSpec:
+        """See `Node`."""
+        return self.of.spec
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix
+
+    @property
+    def lead(self) -> int:
+        """See `Node`."""
+        return self.of.lead
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
+
+
 def is_inexact(value: Any) -> bool:
     """Return whether `value` has a gradient."""
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))

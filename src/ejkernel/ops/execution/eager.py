@@ -43,7 +43,7 @@ class Plans:
     """The compiled functions of one executor, for each kernel; they keep neither of them alive.
 
     A plan is found by the types of the arguments where these tell which are arrays, and where `==` tells the others
-    apart; else by what tells static values apart in general, `tokens_of`.
+    apart; else by a scan, which tells static values apart by their identity.
 
     Args:
         bind: Binds the primitive.

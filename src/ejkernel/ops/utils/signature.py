@@ -215,11 +215,6 @@ def _look_up(module: str, qualname: str) -> Any:
     return found
 
 
-def main_is(module: str) -> bool:
-    """Return whether `module` is what others call the script that this process runs."""
-    return module != "__main__" and module == importable("__main__")
-
-
 def importable(module: str) -> str:
     """Give a script's functions the name that they have when the script is imported."""
     main = sys.modules.get("__main__")
