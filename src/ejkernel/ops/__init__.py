@@ -64,6 +64,12 @@ from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
 from ejkernel.ops.execution.result import Entry as Entry
 from ejkernel.ops.execution.tuning import Autotuner as Autotuner
 from ejkernel.ops.functions import tune as tune
+from ejkernel.ops.implementation import Implementation as Implementation
+from ejkernel.ops.implementation import LazyImplementation as LazyImplementation
+from ejkernel.ops.implementation import NoParams as NoParams
+from ejkernel.ops.implementation import OperationCall as OperationCall
+from ejkernel.ops.implementation import OperationConfig as OperationConfig
+from ejkernel.ops.operation import Operation as Operation
 from ejkernel.ops.registry import get_invocations as get_invocations
 from ejkernel.ops.registry import missed as missed
 from ejkernel.ops.registry import record_invocation as record_invocation
