@@ -23,6 +23,7 @@ hypothesis.settings.load_profile("ejkernel")
 
 def pytest_addoption(parser):
     parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
+    parser.addoption("--whole-spaces", action="store_true", help="lower all configurations of spaces, not a sample")
 
 
 @pytest.fixture(autouse=True)
