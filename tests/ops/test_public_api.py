@@ -49,6 +49,7 @@ DOCUMENTED = [
     "GradientError",
     "GradientWarning",
     "Implementation",
+    "Implementations",
     "Invocation",
     "Kernel",
     "KernelCheckError",

@@ -65,6 +65,7 @@ from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
 from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
 from ejkernel.ops.functions import tune as tune
 from ejkernel.ops.implementation import Implementation as Implementation
+from ejkernel.ops.implementation import Implementations as Implementations
 from ejkernel.ops.implementation import LazyImplementation as LazyImplementation
 from ejkernel.ops.implementation import NoParams as NoParams
 from ejkernel.ops.implementation import OperationCall as OperationCall

@@ -148,7 +148,7 @@ def test_a_search_comes_back_as_it_was(store):
     store.save(AutotuneData(inv=inv, config=outcomes[1].config, outcomes=outcomes, seconds=2.0))
     (found,) = store.searches()
     assert (found.key, found.call, found.seconds, found.winner) == (inv.key, inv.description, 2.0, 1)
-    assert found.config_type.endswith("test_store.Tile")
+    assert found.config_type.endswith("test_measurements.Tile")
     assert [o.config for o in found.outcomes] == [{"rows": n, "order": "row"} for n in (1, 2, 3, 4)]
     assert [(o.status, o.reason, o.compile_seconds, o.peak_bytes) for o in found.outcomes] == [
         (o.status, o.reason, o.compile_seconds, o.peak_bytes) for o in outcomes

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.implementation import OperationConfig
+from ejkernel.ops.implementation import Implementations, OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.signature import is_array
 
@@ -33,7 +33,7 @@ class RmsNormConfig(OperationConfig):
 class RmsNorm(Operation[RmsNormConfig, RmsNormCall, jax.Array]):
     """The operation behind `rms_norm`, which documents the arguments."""
 
-    implementations = {"xla": f"{__package__}.xla:Xla"}
+    implementations = Implementations({"xla": f"{__package__}.xla:Xla"})
 
     def __init__(self) -> None:
         super().__init__(name="rms_norm")
