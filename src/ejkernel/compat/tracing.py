@@ -20,6 +20,7 @@ _partial_eval: Any = partial_eval
 _config: Any = jax_config
 _effects: Any = effects
 _state_types: Any = state_types
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 make_user_context: Any = jax.make_user_context
 # `jax.extend.core` names this class, but it imports Pallas: a third of the time that `import ejkernel.ops` took.
 Primitive: Any = type(jax.lax.add_p)
@@ -52,14 +53,11 @@ def opened(jaxpr: Any) -> Any:
     return jaxpr if _has_consts(jaxpr) else jaxpr.jaxpr
 
 
-def function_of(jaxpr: Any) -> Callable[..., Any]:
-    """Return the function that a closed jaxpr is."""
-    return lambda *arrays: tuple(_core.eval_jaxpr(opened(jaxpr), jaxpr.consts, *arrays))
-
-
 def trace_context() -> Any:
     """Return a hashable value of all in force that a trace depends on."""
-    return _config.trace_context()
+    context = _config.trace_context()
+    # Before JAX 0.11 "no mesh" is sometimes `None` and sometimes an empty mesh.
+    return (context[0], None, *context[2:]) if context[1] == _NO_MESH else context
 
 
 def outer_effects(jaxpr: Any) -> Any:

@@ -189,7 +189,10 @@ class _Traces:
             found.config = _config_for_types(self.call, self.platform, args, kwargs)
             return found.config
 
-        choice = Choice(platform=self.platform, config_for_types=pick, trees=found.trees)
+        def as_call(node: Node) -> Callable[..., Any]:
+            return functools.partial(call_p.bind, call=dataclasses.replace(self.call, node=node, linear=0))
+
+        choice = Choice(platform=self.platform, config_for_types=pick, as_call=as_call, trees=found.trees)
         with compat.noting_answers(found.answers):
             return self.call.node.flat(choice)(*arrays)
 
