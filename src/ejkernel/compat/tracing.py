@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,16 +32,21 @@ def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
     Its constants are tracers where the function uses what another trace, which is still open, computes.
     """
-    described = _api_util.debug_info("ejkernel_call", function, tuple(avals), {})
     known = [
         _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
         if isinstance(aval, jax.ShapeDtypeStruct)
         else aval
         for aval in avals
     ]
-    wrapped = _linear_util.wrap_init(function, debug_info=described)
+    wrapped = _linear_util.wrap_init(function, debug_info=_described(len(avals)))
     jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(wrapped, known)
     return jaxpr.with_consts(consts) if _has_consts(jaxpr) else _core.ClosedJaxpr(jaxpr, consts)
+
+
+@functools.lru_cache(maxsize=64)
+def _described(count: int) -> Any:
+    """Return what errors say of a function of flat arrays; to look at each function would take as long as to trace."""
+    return _api_util.debug_info("ejkernel_call", lambda *arrays: arrays, (None,) * count, {})
 
 
 def _has_consts(jaxpr: Any) -> bool:
