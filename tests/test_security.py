@@ -69,6 +69,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store import log
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
+from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import persistent
 from ejkernel.ops.config.missed import MissedNotes
@@ -405,7 +406,7 @@ def test_a_log_of_a_type_that_was_not_registered_has_nothing_to_tell(tmp_path, m
 
 def test_reading_a_bundle_runs_none_of_it(tmp_path, monkeypatch):
     """Its programs are loaded, and run, when they are measured."""
-    monkeypatch.setattr(bundles, "load_program", fire)
+    monkeypatch.setattr(Program, "load", fire)
     folder = tmp_path / "bundle"
     compile_bundle([Invocation(kernel=takes, args=(X,))], Target.named("here"), folder)
     assert len(calls_in_bundle(folder).calls) == 1
