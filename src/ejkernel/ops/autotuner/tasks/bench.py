@@ -22,7 +22,7 @@ from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets
 from ejkernel.ops.autotuner.measure.memory import check_room, device_bytes, num_bytes, peak_bytes
 from ejkernel.ops.autotuner.measure.race import Race
 from ejkernel.ops.autotuner.process.threads import carried
-from ejkernel.ops.autotuner.tasks.watch import Unwatched, Watch
+from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.trials.candidates import Candidate, config_id, exchange
 from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.autotuner.trials.programs import Program, program_digest

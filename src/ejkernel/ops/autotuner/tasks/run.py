@@ -16,6 +16,7 @@ from typing import Any
 from ejkernel.ops.autotuner.measure.duels import Duel
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
+from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.tasks.bench import Bench
 from ejkernel.ops.autotuner.tasks.confirmation import confirm
@@ -31,7 +32,6 @@ from ejkernel.ops.autotuner.tasks.decisions import (
 )
 from ejkernel.ops.autotuner.tasks.gradients import rule_fault
 from ejkernel.ops.autotuner.tasks.task import Progress, Tally, TuningTask
-from ejkernel.ops.autotuner.tasks.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_id, distinct, heuristic_of
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Standing
