@@ -18,7 +18,7 @@ from ejkernel.ops.autotuner.measure.roofline import roofline
 from ejkernel.ops.autotuner.trials.outcome import MEASURED, AutotuneData, program_name, ranked, remarks
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.utils.printable import printable, printable_json
+from ejkernel.ops.utils.printable import printable, printable_json, printable_lines
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.tables import arguments, compact, counted, text_table
 
@@ -124,7 +124,7 @@ def candidates(tuned: AutotuneData) -> str:
     header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
     title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}")
     kept = [f"the heuristic stays: {tuned.why}"] if tuned.why else []
-    told = map(printable, (*kept, *remarks(tuned)))
+    told = map(printable_lines, (*kept, *remarks(tuned)))
     return "\n".join([title + _achieved(tuned), *told, table(header, rows, "compiled in", "spread")])
 
 
