@@ -25,7 +25,6 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
-from ejkernel.ops.utils import services
 from ejkernel.ops.utils.checks import check_argument, is_count
 
 if TYPE_CHECKING:
@@ -169,6 +168,3 @@ def _report(data: AutotuneData) -> None:
         data.config,
         "the heuristic could not be measured" if speedup is None else f"{speedup:.2f}x the heuristic's speed",
     )
-
-
-services.provide(default_tuner=Autotuner)

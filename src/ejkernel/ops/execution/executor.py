@@ -307,4 +307,16 @@ def set_default_executor(executor: Executor[Any, Any] | None) -> None:
     _default.set(executor)
 
 
-services.provide(default_executor=default_executor)
+def _default_tuner() -> Any:
+    from ejkernel.ops.autotuner.tuner import Autotuner  # what tunes is loaded when something is tuned
+
+    return Autotuner()
+
+
+def _store_of(persistent: PersistentCache) -> Any:
+    from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+
+    return MeasurementStore(persistent)
+
+
+services.provide(default_executor=default_executor, default_tuner=_default_tuner, store_of=_store_of)

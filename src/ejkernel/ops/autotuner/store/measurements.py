@@ -39,7 +39,6 @@ from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
-from ejkernel.ops.utils import services
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.serialize import describe, stable_json, to_data
 
@@ -320,6 +319,3 @@ def _remove(folder: Path, names: Iterable[str]) -> None:
             (folder / name).unlink(missing_ok=True)  # another process may do the same
         except OSError as error:
             logger.info("an old search stays: %s", printable(error))
-
-
-services.provide(store_of=MeasurementStore)
