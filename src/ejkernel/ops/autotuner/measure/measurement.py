@@ -23,7 +23,7 @@ from ejkernel.ops.autotuner.measure.timers import (
     wall_sample,
     work_between,
 )
-from ejkernel.ops.autotuner.process.threads import apart
+from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.checks import check_argument, is_count
 from ejkernel.ops.utils.signature import is_array
@@ -212,6 +212,7 @@ class _Meet:
     def warmed_up(self, warmup: int) -> dict[int, int]:
         """Return how many calls make a sample of each function; after `stop`, others than the first leave the race."""
         calls: dict[int, int] = {}
+        # As many calls a sample as a candidate's work says: the clock would say too few on a busy machine.
         count_calls = functools.partial(calls_per_sample, threads=choose_timer([]).threads)
         for index in list(self.race.running):
             if calls and self.stop():
@@ -269,4 +270,4 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warm
         times = [wall_sample(lambda: fn(*args, **kwargs), 1) for _ in range(num_iters)]
         return float(np.median(times)) * 1e3
 
-    return apart(work)
+    return on_measuring_thread(work)
