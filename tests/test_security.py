@@ -328,11 +328,11 @@ def test_a_file_is_read_without_the_working_directory(tmp_path, monkeypatch):
 
 
 def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
-    from ejkernel.kernels.flash_attention import load
+    from ejkernel.modules import FlashAttention
 
     for name in ("common", "reference", "..", "os", "xla.jax", f"..{HERE}"):
         with pytest.raises(ValueError, match="implementation must be one of"):
-            load(name)
+            _ = FlashAttention.implementations[name]
 
 
 # --- entries, logs, results: configurations ---
@@ -449,11 +449,11 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("cli/operations.py", "importlib.import_module"),  # our own modules
         ("cli/programs.py", "importlib.import_module"),  # what the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
-        ("kernels/flash_attention/__init__.py", "importlib.import_module"),  # of a fixed list
         ("ops/execution/checks/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("ops/execution/checks/forms.py", "pickle.loads"),  # the same
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
         ("ops/autotuner/process/serve.py", "pickle.loads"),  # between a process and its own child
+        ("ops/implementation.py", "importlib.import_module"),  # what an operation lists
         ("ops/utils/nameable.py", "importlib.import_module"),  # of a fixed list
         ("ops/utils/signature.py", "importlib.import_module"),  # of a fixed list
     } | {call for call in found if call[1] == "json.loads"}
