@@ -31,6 +31,7 @@ class AutotuneTier:
     def __init__(self, tuner: Any = None) -> None:
         self._tuner = tuner
         self._store: MeasurementStore | None = None
+        # A tuner may resolve the very call that it tunes, so the locks are ones that a thread may take twice.
         self._locks: dict[ConfigKey, threading.RLock] = {}
         self._locks_guard = threading.Lock()
 
@@ -56,10 +57,14 @@ class AutotuneTier:
         tuner, store = self.tuner if tuner is None else tuner, self.store_beside(chain.persistent)
         if store is not None and _takes(tuner.tune, "records"):
             options["records"] = store.records(inv)
+        # The representative, and not whichever call of its bucket came first: the answer must not depend on the order
+        # of a program's calls.
         tuned = tuner.tune(inv.representative, kernel, **options)
         chain.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
+        # All of it, not the winner alone: other searches start from there.
         if store is not None and chain.persist_autotune:
             store.save(tuned)
+        # After what was measured until then is remembered and stored.
         if tuned.interrupted:
             raise KeyboardInterrupt
         return tuned

@@ -81,6 +81,7 @@ def rule_fault(oracle: Oracle) -> str:
     """
     inv, kernel = oracle.inv, oracle.inv.node.spec.kernel
     has_reference = overrides(kernel, "reference")
+    # Without either, the gradient is JAX's own derivative of `run`, and there is nothing to hold it against.
     if not (has_reference or has_gradient_rule(kernel)) or inv.direction == "jvp":
         return ""
     choice = oracle.choice

@@ -60,6 +60,7 @@ class Timing:
         measurements = interleaved(functions, race=race, warmup=self.warmup, stop=self.stop, on_error=left)
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:
+                # Which the runner does not know: it was compiled long before.
                 seconds = runners[index].compile_seconds
                 runners[index].measurement = dataclasses.replace(measurement, compile_seconds=seconds)
                 runners[index].status = Status.MEASURED
@@ -71,6 +72,7 @@ class Timing:
         size = sum(map(num_bytes, arrays))
         count = sets_for_cold(size) if self.cold_cache else 1
         room = device_bytes()
+        # Candidates need room for their results, beside the copies.
         if count > _MOST_SETS or (room is not None and count * size > room / 2):
             count = 1
         copies = [[jnp.copy(array) for array in arrays] for _ in range(count - 1)]

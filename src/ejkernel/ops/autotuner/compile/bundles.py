@@ -2,8 +2,9 @@
 """Candidates compiled on one machine and measured on another, which has the device.
 
 A bundle is a folder: `manifest.json` with the calls and the fate of each candidate, and one file of machine code for
-each program. The manifest ends with its own digest, and has that of each program. The code runs as it is when the
-bundle is measured: a bundle is a program, not data, and no check of ours would make it otherwise. Measure your own.
+each program. The manifest is data: configurations decode strictly, into types that the user's modules made; it ends
+with its own digest, and has that of each program. The code runs as it is when the bundle is measured: a bundle is a
+program, not data, and no check of ours would make it otherwise. Measure your own.
 """
 
 from __future__ import annotations

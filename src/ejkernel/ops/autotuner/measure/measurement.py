@@ -184,6 +184,7 @@ def interleaved(
         raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
     meet = _Meet(functions, race, stop, on_error)
     calls = meet.warmed_up(warmup)
+    # One way for all: times that were taken in two ways cannot be compared.
     timer = choose_timer([functions[index] for index in race.running])
     try:
         try:
@@ -225,6 +226,7 @@ class _Meet:
         """Sample whom the race asks for, until it is decided or `stop` ends it."""
         while indices := self.race.next_round():
             for index in indices:
+                # Somebody has a sample by then, so that an interrupted search has an answer.
                 if any(self.race.samples) and self.stop():
                     return
                 before = timer.threads()
@@ -267,6 +269,7 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warm
     def work() -> float:
         for _ in range(num_warmup):
             jax.block_until_ready(fn(*args, **kwargs))
+        # Each call by itself: what the user would see.
         times = [wall_sample(lambda: fn(*args, **kwargs), 1) for _ in range(num_iters)]
         return float(np.median(times)) * 1e3
 

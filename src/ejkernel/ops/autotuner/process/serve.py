@@ -24,8 +24,7 @@ from ejkernel.ops.utils.telling import error_text, traceback_text
 
 # What parent and worker share without a lock, which one that is killed would keep: the index of the candidate that
 # runs, a number that changes with each sign of life, one that changes as long as the interpreter's lock is to be had,
-# and whether to end the search.
-# A message for every call would be measured too.
+# and whether to end the search. Messages would not do: one for every call would be measured too.
 RUNNING, BEATS, WAKES, STOP = range(4)
 SHARED = 4
 WAKE_UP = 0.5  # seconds between two changes of `WAKES`

@@ -197,6 +197,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
         SerializationError: a configuration has no JSON form.
     """
     configs = [to_data(outcome.config) for outcome in data.outcomes]
+    # Names of fields are written once, and not with each of hundreds of outcomes.
     fields = list(configs[0]) if isinstance(configs[0], dict) else None
     if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
         fields = None

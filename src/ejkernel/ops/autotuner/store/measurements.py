@@ -157,6 +157,7 @@ class MeasurementStore:
             record = _merged(label, [search.record(label, cfg_type) for search in searches])
             if record.times:
                 found.append(record)
+            # Logs of calls that are farther away are not decoded at all.
             if len(found) >= count:
                 break
         return found

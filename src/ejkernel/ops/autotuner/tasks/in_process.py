@@ -38,6 +38,7 @@ def tune_here(
         KeyboardInterrupt: Ctrl-C came twice.
     """
     with _outputs_kept() as outputs:
+        # By another clock than the usual one nobody can wait for the budget's end.
         if task.policy.budget_s is None or clock is not time.perf_counter:
             attempt = _Attempt(cancellation, outputs)
             return attempt.carry_out(TuningRun(task, watch=attempt, cancellation=cancellation, clock=clock))
@@ -65,6 +66,7 @@ def _within_budget(task: TuningTask, cancellation: Cancellation, outputs: Output
         except LeftError as left:
             text = f"{task.inv.op_id}: {left}{named(attempt.accused)}; it cannot be ended in this process, and is left "
             warnings.warn(f"{text}(AutotunePolicy(isolate=True) ends it).", TuningWarning, stacklevel=4)
+            # What Ctrl-C asks for is an end, and not another attempt.
             if journal.is_over or cancellation.is_requested:
                 return journal.conclude(f"{left}{named(attempt.accused)}")
             journal.attribute_crash(str(left), attempt.what, attempt.accused)

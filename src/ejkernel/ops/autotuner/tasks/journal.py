@@ -66,7 +66,7 @@ class Journal:
         if event.key != self._task.inv.key:  # of a search that a candidate has begun
             emit(event)
             return
-        # The next attempt tells all of this again, but for what stays rejected.
+        # An attempt tells again what those before it have told; listeners hear what is new, and nothing twice.
         self._heard = self._heard or self._clock()
         is_new = True
         if isinstance(event, SearchStarted):

@@ -133,6 +133,7 @@ class TuningRun:
             self._rule_fault = self._checked_rule()
             decision = self._decide()
         for candidate in self._tried:
+            # Compiled, and then time was up.
             if candidate.status == Status.READY:
                 candidate.status = Status.SKIPPED
         return AutotuneData(
@@ -204,6 +205,7 @@ class TuningRun:
         points, most = space.points(), self.task.policy.max_candidates
         total = most if points is None else min(len(points), most)
         strategy = default_strategy(space, seeds=first, records=self.task.records, seed=self.task.seed)
+        # The heuristic alone, so that every later time stands beside it.
         batch = distinct(first) or distinct(strategy.ask(_BATCH))
         self._begin(total, batch)
         while batch:
@@ -213,6 +215,7 @@ class TuningRun:
             self._race([self._tried[0], *(c for c in fresh if c is not self._tried[0])], _SCREENING)
             for candidate in batch:
                 strategy.tell(candidate.config, candidate.seconds)
+            # Programs take memory on the device, which candidates to come may need.
             _release_losers(self._tried)
             room = 0 if self._must_end() else min(_BATCH, total - len(self._tried))
             batch = distinct(strategy.ask(room), but=self._tried) if room > 0 else []

@@ -257,6 +257,7 @@ def remarks(search: Findings) -> list[str]:
 
 def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
     """Return the programs of a search, in order: the outcome of each, and those of the candidates that are the same."""
+    # A configuration need not be hashable, and one from a file is plain data.
     tokens = [stable_json(to_data(outcome.config)) for outcome in outcomes]
     twins: dict[str, list[Outcome]] = {token: [] for token in tokens}
     owners = []

@@ -46,7 +46,7 @@ class Entry:
         )
 
     def __hash__(self) -> int:
-        return hash((self.op_id_v, self.call_key))
+        return hash((self.op_id_v, self.call_key))  # a configuration need not have one
 
 
 class _Entered(threading.local):
@@ -143,6 +143,7 @@ class AutotuningResult:
         """
         if not isinstance(text, str):
             raise SerializationError(f"text must be what AutotuningResult.dumps() returned, got {describe(text)}.")
+        # The digest is of what ends with a line's end, which `dumps` and many an editor leave out.
         raw = (text.rstrip() + "\n").encode("utf-8", "surrogatepass")  # what is no Unicode is no UTF-8 either
         try:
             stored = from_plain(read_object(raw, _SCHEMA, "the text of an AutotuningResult"), _StoredResult)
