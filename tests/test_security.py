@@ -49,7 +49,7 @@ from tests.hostile import (
 
 import ejkernel
 from ejkernel.cli.files import calls_in_bundle, calls_in_file, missed_calls
-from ejkernel.cli.finding import Source
+from ejkernel.cli.sources import Source
 from ejkernel.ops import (
     AutotuningResult,
     CacheWarning,
@@ -445,7 +445,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
     found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
     assert found == {
         ("cli/app.py", "importlib.import_module"),  # a command of a fixed list
-        ("cli/finding.py", "importlib.import_module"),  # our own modules
+        ("cli/sources.py", "importlib.import_module"),  # our own modules
         ("cli/operations.py", "importlib.import_module"),  # our own modules
         ("cli/programs.py", "importlib.import_module"),  # what the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes

@@ -24,14 +24,14 @@ from ejkernel.ops.utils.fingerprint import default_device, device_called, device
 
 T = TypeVar("T")
 
-_LOOK = 0.2  # seconds between two looks at what is done apart
+_LOOK = 0.2  # seconds between two looks at what is done there
 _AT_EXIT = 30.0  # seconds that the end of the process waits for what is under way
 _AT_EXIT_LEFT = 1.0  # and for what was left, because it does not end
 _inside = threading.local()
 
 
 class LeftError(TuningError):
-    """What was done apart was left, because it does not end."""
+    """What was done on a measuring thread was left, because it does not end."""
 
 
 class _Lane:
@@ -103,7 +103,12 @@ def _depth() -> int:
     return getattr(_inside, "depth", 0)
 
 
-def carried(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
+def is_measuring() -> bool:
+    """Return whether this thread is one that candidates are measured on."""
+    return _depth() > 0
+
+
+def in_callers_context(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
     """Return `work` for another thread, with this thread's matmul precision, 64-bit mode, device and overlays.
 
     Recording does not carry over. With `deeper`, the other thread is one level of searches further down.
@@ -128,13 +133,13 @@ def carried(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
     return inside
 
 
-def apart(
+def on_measuring_thread(
     work: Callable[[], T],
     *,
     on_interrupt: Callable[[], None] | None = None,
     look: Callable[[], None] | None = None,
 ) -> T:
-    """Run `work` on the default device's measuring thread, with the caller's settings; see `carried`.
+    """Run `work` on the default device's measuring thread, with the caller's settings; see `in_callers_context`.
 
     Called on a measuring thread, by a candidate that runs a kernel itself, `work` has another one: the candidate's
     trace is open on the first, which waits.
@@ -144,8 +149,9 @@ def apart(
         on_interrupt: Called on Ctrl-C, after which `work` is waited for; a second one is raised.
         look: Called again and again meanwhile; if it raises, so does this, and `work` is left to go on by itself.
     """
+    # Under an open trace, mesh or transformation, a thread of its own is the only place where JAX behaves as usual.
     lane = _lane_of(default_device(), _depth())
-    future = lane.submit(carried(work, deeper=True))
+    future = lane.submit(in_callers_context(work, deeper=True))
     try:
         _wait_for(future, look)
     except KeyboardInterrupt:  # the user's: what `work` raises is not seen here
@@ -172,6 +178,7 @@ def on_device_of(inv: Invocation[Any, Any]) -> Iterator[None]:
     Raises:
         TuningError: this process has no such device.
     """
+    # JAX answers a GPU that cannot be had with the CPU, and its times would be remembered as the GPU's.
     device = device_called(inv.device_fingerprint)
     if device is None:
         raise TuningError(
@@ -182,4 +189,4 @@ def on_device_of(inv: Invocation[Any, Any]) -> Iterator[None]:
         yield
 
 
-services.provide(is_measuring=lambda: _depth() > 0)
+services.provide(is_measuring=is_measuring)

@@ -267,6 +267,7 @@ class Model:
         informed = [hyper.informed for hyper in self.hypers]
         if all(informed) or not any(informed):
             return [1 / len(informed)] * len(informed)
+        # A record that is believed to the end keeps the search where another device's optimum is.
         trust = _TRUST / (_TRUST + waited)
         return [trust / sum(informed) if i else (1 - trust) / (len(informed) - sum(informed)) for i in informed]
 

@@ -16,7 +16,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.printable import printable, printable_lines
 from ejkernel.ops.utils.serialize import stable_json, to_data
-from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
+from ejkernel.ops.utils.tables import arguments, compact, counted, duration, ratio, text_table
 
 _REASON = 100  # characters of a reason that a table shows
 _KEPT_REASON = 400  # characters of one that a file keeps: a compiler's message may have thousands
@@ -30,7 +30,7 @@ class Outcome:
 
     Attributes:
         config: The candidate.
-        status: What became of it, in a word.
+        status: What became of it; a log of a later version may have a word for it that is none of `Status`.
         reason: Why it was not measured.
         twin: Of one that is `same`, the candidate whose program it is.
         measurement: Its times.
@@ -41,7 +41,7 @@ class Outcome:
     """
 
     config: Any
-    status: Status
+    status: Status | str
     reason: str = ""
     twin: Any = None
     measurement: Measurement | None = None
@@ -50,8 +50,14 @@ class Outcome:
     spilled: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "status", Status(self.status))  # a tuner of the user's may say it as a word
+        if self.status in list(Status):  # as a file, or a tuner of the user's, says it
+            object.__setattr__(self, "status", Status(self.status))
         object.__setattr__(self, "reason", printable_lines(self.reason))  # a file's, or a candidate's exception's
+
+    @property
+    def seconds(self) -> float | None:
+        """How long a call takes; `None` if it was not measured."""
+        return None if self.measurement is None else self.measurement.median
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,8 +176,15 @@ class AutotuneData(Findings):
     @property
     def speedup(self) -> float | None:
         """How many times faster than the heuristic the winner is; `None` if the heuristic was not measured."""
-        before, after = self.heuristic.measurement, self.winner.measurement
-        return None if before is None or after is None else before.median / after.median
+        before, after = self.heuristic.seconds, self.winner.seconds
+        return None if before is None or after is None else before / after
+
+    @property
+    def in_a_word(self) -> str:
+        """What the search brought: how many times faster the winner is, or that the heuristic was kept."""
+        if self.winner is self.heuristic:
+            return "undecided" if self.undecided else "kept"
+        return ratio(self.speedup)
 
     def summary(self, *, width: int | None = None) -> str:
         """Return the fate of every candidate as a table for people, the fastest first, of at most `width` columns."""
@@ -181,7 +194,7 @@ class AutotuneData(Findings):
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
         failures = [
-            {"config": to_data(outcome.config), "status": outcome.status.value, "reason": shortened(outcome.reason)}
+            {"config": to_data(outcome.config), "status": str(outcome.status), "reason": shortened(outcome.reason)}
             for outcome in self.outcomes
             if outcome.status in FAULTY
         ][:_FAILURES]
@@ -217,13 +230,13 @@ def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width
         width: How wide the table may be; `None`: as wide as it is.
     """
     outcomes = search.outcomes
-    heuristic = outcomes[0].measurement
+    heuristic = outcomes[0].seconds
     if winner is outcomes[0]:
         found = f"the heuristic stays{': ' if search.why else ''}{search.why}"
-    elif heuristic is None or winner.measurement is None:
+    elif heuristic is None or winner.seconds is None:
         found = "the heuristic could not be measured"
     else:
-        found = f"{heuristic.median / winner.measurement.median:.2f}x the heuristic's speed"
+        found = f"{ratio(heuristic / winner.seconds)} the heuristic's speed"
     tried = f"{counted(len(outcomes), 'candidate')} in {search.seconds:.1f} s; {found}"
     rows = [_cells(program, program[0] is outcomes[0], program[0] is winner, heuristic) for program in ranked(outcomes)]
     header = ("", "configuration", "status", "median", "spread", "of heuristic", "reason")
@@ -243,6 +256,7 @@ def remarks(search: Findings) -> list[str]:
 
 def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
     """Return the programs of a search, in order: the outcome of each, and those of the candidates that are the same."""
+    # A configuration need not be hashable, and one from a file is plain data.
     tokens = [stable_json(to_data(outcome.config)) for outcome in outcomes]
     twins: dict[str, list[Outcome]] = {token: [] for token in tokens}
     owners = []
@@ -257,7 +271,7 @@ def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
     """Return the programs of a search, the fastest first."""
-    return sorted(programs(outcomes), key=lambda p: p[0].measurement.median if p[0].measurement else math.inf)
+    return sorted(programs(outcomes), key=lambda p: math.inf if p[0].seconds is None else p[0].seconds)
 
 
 def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:
@@ -271,16 +285,16 @@ def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:
 
 
 def _cells(
-    program: tuple[Outcome, tuple[Outcome, ...]], first: bool, won: bool, heuristic: Measurement | None
+    program: tuple[Outcome, tuple[Outcome, ...]], first: bool, won: bool, heuristic: float | None
 ) -> tuple[str, ...]:
     outcome, _ = program
     measured, text = outcome.measurement, " ".join(outcome.reason.split())
     reason = text if len(text) <= _REASON else text[: _REASON - 3] + "..."
     times = ("-", "-", "-")
     if measured is not None:
-        share = "-" if heuristic is None else f"{measured.median / heuristic.median:.0%}"
+        share = "-" if heuristic is None else f"{measured.median / heuristic:.0%}"
         times = (duration(measured.median), f"{measured.spread:.0%}" if len(measured.samples) > 3 else "-", share)
-    return "*" if won else "h" if first else "", program_name(program), outcome.status.value, *times, reason
+    return "*" if won else "h" if first else "", program_name(program), str(outcome.status), *times, reason
 
 
 def _times(outcome: Outcome) -> dict[str, Any] | None:

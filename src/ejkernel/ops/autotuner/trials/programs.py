@@ -105,4 +105,6 @@ def program_digest(text: str) -> str | None:
 
     The text of a program that calls back to the host does not say which function it calls.
     """
+    # The text decides, because configurations that differ may be one program all the same: block sizes larger than the
+    # array, fields that a platform ignores.
     return None if "callback" in text else hashlib.sha256(text.encode()).hexdigest()

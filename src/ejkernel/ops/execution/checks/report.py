@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ejkernel.ops.errors import KernelCheckError
-from ejkernel.ops.utils.tables import compact, text_table
+from ejkernel.ops.utils.tables import compact, counted, text_table
 
 OK: Final = "ok"
 FAILED: Final = "failed"
@@ -84,7 +84,7 @@ class CheckReport:
         for line, rows in zip(lines, by_check.values(), strict=True):
             name = [] if len(rows[0].check) <= _NAME else textwrap.wrap(rows[0].check, _WIDTH)
             shown += [*name, line, *_reasons(rows)]
-        count = f"{len(self.configs)} configuration{'s' * (len(self.configs) != 1)}"
+        count = counted(len(self.configs), "configuration")
         title = f"{self.call}: {count}, {len(self.failures)} of {len(self.rows)} checks failed"
         notes = textwrap.wrap(self.note, _WIDTH)
         return "\n".join([*textwrap.wrap(title, _WIDTH), *notes, table, *shown])
