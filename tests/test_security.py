@@ -69,6 +69,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store import log
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
+from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import persistent
 from ejkernel.ops.config.missed import MissedNotes
@@ -327,11 +328,11 @@ def test_a_file_is_read_without_the_working_directory(tmp_path, monkeypatch):
 
 
 def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
-    from ejkernel.kernels.flash_attention import load
+    from ejkernel.modules import FlashAttention
 
     for name in ("common", "reference", "..", "os", "xla.jax", f"..{HERE}"):
         with pytest.raises(ValueError, match="implementation must be one of"):
-            load(name)
+            _ = FlashAttention.implementations[name]
 
 
 # --- entries, logs, results: configurations ---
@@ -405,7 +406,7 @@ def test_a_log_of_a_type_that_was_not_registered_has_nothing_to_tell(tmp_path, m
 
 def test_reading_a_bundle_runs_none_of_it(tmp_path, monkeypatch):
     """Its programs are loaded, and run, when they are measured."""
-    monkeypatch.setattr(bundles, "load_program", fire)
+    monkeypatch.setattr(Program, "load", fire)
     folder = tmp_path / "bundle"
     compile_bundle([Invocation(kernel=takes, args=(X,))], Target.named("here"), folder)
     assert len(calls_in_bundle(folder).calls) == 1
@@ -448,11 +449,11 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("cli/operations.py", "importlib.import_module"),  # our own modules
         ("cli/programs.py", "importlib.import_module"),  # what the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
-        ("kernels/flash_attention/__init__.py", "importlib.import_module"),  # of a fixed list
         ("ops/execution/checks/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("ops/execution/checks/forms.py", "pickle.loads"),  # the same
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
         ("ops/autotuner/process/serve.py", "pickle.loads"),  # between a process and its own child
+        ("ops/implementation.py", "importlib.import_module"),  # what an operation lists
         ("ops/utils/nameable.py", "importlib.import_module"),  # of a fixed list
         ("ops/utils/signature.py", "importlib.import_module"),  # of a fixed list
     } | {call for call in found if call[1] == "json.loads"}

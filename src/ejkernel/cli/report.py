@@ -15,8 +15,9 @@ import click
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall
 from ejkernel.ops.autotuner.measure.roofline import roofline
-from ejkernel.ops.autotuner.trials.outcome import MEASURED, AutotuneData, program_name, ranked, remarks
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, program_name, ranked, remarks
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.serialize import to_data
@@ -145,7 +146,7 @@ def _speedup(tuned: AutotuneData) -> str:
 
 def _fates(tuned: AutotuneData) -> str:
     counts = [outcome.status for outcome in tuned.outcomes]
-    others = [f"{counts.count(status)} {status}" for status in dict.fromkeys(counts) if status != MEASURED]
+    others = [f"{counts.count(status)} {status}" for status in dict.fromkeys(counts) if status != Status.MEASURED]
     return ", ".join([str(len(counts)), *others])
 
 

@@ -64,6 +64,13 @@ from ejkernel.ops.execution.offline import autotune as autotune
 from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
 from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
 from ejkernel.ops.functions import tune as tune
+from ejkernel.ops.implementation import Implementation as Implementation
+from ejkernel.ops.implementation import Implementations as Implementations
+from ejkernel.ops.implementation import LazyImplementation as LazyImplementation
+from ejkernel.ops.implementation import NoParams as NoParams
+from ejkernel.ops.implementation import OperationCall as OperationCall
+from ejkernel.ops.implementation import OperationConfig as OperationConfig
+from ejkernel.ops.operation import Operation as Operation
 from ejkernel.ops.registry import get_invocations as get_invocations
 from ejkernel.ops.registry import missed as missed
 from ejkernel.ops.registry import record_invocation as record_invocation

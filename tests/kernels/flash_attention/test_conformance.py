@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from tests.kernels.attention_cases import CASES, CAUSAL, Case, fake_cudnn_backward, fake_cudnn_forward
 
 from ejkernel import compat
-from ejkernel.kernels.flash_attention import IMPLEMENTATIONS, load
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Rules, describe
 from ejkernel.kernels.flash_attention.reference import attention
+from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import BwdParams, FwdParams, device_fingerprint
 
+IMPLEMENTATIONS = FlashAttention.implementations
 TOLERANCE = {"float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2, "float64": 1e-12}
 # Smaller than the lengths, of different sizes, and no divisors of them: every way to have a rest.
 FWD, BWD = FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32, kv_blocksize=20)
@@ -37,11 +38,11 @@ def implementation(request, monkeypatch):
 
 
 def supported(implementation, operands, rules, *, backward=False):
-    """Return the implementation's module, or skip with its reason."""
+    """Return the implementation, or skip with its reason."""
     on_gpu = jax.default_backend() == "gpu"
     place = {"platform": "gpu", "fingerprint": device_fingerprint()} if on_gpu else {}
-    module = load(implementation)
-    if reason := module.unsupported_reason(describe(operands, rules, backward=backward, **place)):
+    module = IMPLEMENTATIONS[implementation]
+    if reason := module.unsupported(describe(operands, rules, backward=backward, **place)):
         pytest.skip(reason)
     return module
 
@@ -66,8 +67,8 @@ def with_gradients(module, rules, fwd=FWD, bwd=BWD):
     """Return a function from operands to output, log-sum-exp and gradients for a cotangent of `cos(out)`."""
 
     def run(operands):
-        out, lse = module.forward(operands, rules, fwd)
-        found = module.backward(operands, (out, lse), jnp.cos(out), rules, bwd)
+        out, lse = module.attend(operands, rules, fwd)
+        found = module.differentiate(operands, (out, lse), jnp.cos(out), rules, bwd)
         return out, lse, [gradient for gradient in found if gradient is not None]
 
     return run
@@ -98,7 +99,7 @@ def full_precision():
 def check(implementation, case, dtype):
     operands = case.operands(dtype)
     supported(implementation, operands, case.rules, backward=True)
-    out, lse, gradients = compute(with_gradients(load(implementation), case.rules), operands)
+    out, lse, gradients = compute(with_gradients(IMPLEMENTATIONS[implementation], case.rules), operands)
     expected, expected_lse, expected_gradients = compute(reference_with_gradients(case.rules, dtype), operands)
     assert (jnp.dtype(dtype), jnp.float32) == (out.dtype, lse.dtype)
     assert_close(expected, out, dtype)
@@ -125,7 +126,7 @@ def test_lone_query_matches_reference(implementation):
     case = CASES["one query"]
     operands = case.operands("bfloat16")
     module = supported(implementation, operands, case.rules)
-    out, lse = compute(functools.partial(module.forward, rules=case.rules, params=FWD), operands)
+    out, lse = compute(functools.partial(module.attend, rules=case.rules, params=FWD), operands)
     expected, expected_lse = compute(functools.partial(attention, rules=case.rules), operands)
     assert_close(expected, out, "bfloat16")
     assert_close(expected_lse, lse, "bfloat16")
@@ -149,7 +150,7 @@ def test_minus_infinity_in_a_bias_hides_a_key(implementation):
     masked = operands._replace(attention_mask=mask)
     biased = operands._replace(bias=jnp.where(mask, operands.bias, -jnp.inf))
     forward = functools.partial(
-        supported(implementation, biased, case.rules).forward, rules=case.rules, params=FwdParams()
+        supported(implementation, biased, case.rules).attend, rules=case.rules, params=FwdParams()
     )
     expected, lse = compute(forward, masked)
     actual, same_lse = compute(forward, biased)
@@ -185,7 +186,9 @@ def test_tangents_match_reference(implementation):
     """Forward mode goes through every implementation, also where only `xla` knows the tangents."""
     case = CASES["causal mask and bias"]
     operands = case.operands("bfloat16")
-    module = supported(implementation, operands, case.rules)
+    supported(implementation, operands, case.rules)
+    cfg = FlashAttentionConfig(implementation=implementation)
+    options = {"causal": True, "softmax_scale": case.rules.scale, "sliding_window": None, "logits_soft_cap": None}
     wide = [x.astype(jnp.float32) for x in operands[:4]]
 
     def tangents(function, arrays):
@@ -195,7 +198,8 @@ def test_tangents_match_reference(implementation):
         return jax.jvp(of, arrays, arrays)[1]
 
     expected = compute(functools.partial(tangents, functools.partial(attention, rules=case.rules)), wide)
-    actual = compute(functools.partial(tangents, lambda x: module.forward(x, case.rules, FWD)), list(operands[:4]))
+    forward = functools.partial(FlashAttention().fwd_with_residuals, cfg=cfg, **options)
+    actual = compute(functools.partial(tangents, lambda x: forward(*x[:5], None)), list(operands[:4]))
     assert_close(expected, actual, "bfloat16")
 
 
@@ -212,7 +216,7 @@ def test_any_lengths_and_blocks_match_reference(queries, keys, q_block, kv_block
     rules = Rules(scale=0.3, left=left, right=right)
     operands = Case(batch=1, queries=queries, keys=keys, heads=2, head_dim=4, value_dim=4).operands()
     fwd, bwd = (cls(q_blocksize=q_block, kv_blocksize=kv_block) for cls in (FwdParams, BwdParams))
-    out, _, gradients = compute(with_gradients(load("xla"), rules, fwd, bwd), operands)
+    out, _, gradients = compute(with_gradients(IMPLEMENTATIONS["xla"], rules, fwd, bwd), operands)
     expected, _, expected_gradients = compute(reference_with_gradients(rules, "float32"), operands)
     jax.tree.map(lambda a, b: assert_close(a, b, "float32"), [expected, expected_gradients], [out, gradients])
 
@@ -222,7 +226,7 @@ def test_any_lengths_and_blocks_match_reference(queries, keys, q_block, kv_block
 def test_a_bias_of_any_broadcast_shape_has_a_gradient_of_its_shape(bias):
     operands = Case(queries=9, keys=13, bias=bias).operands()
     fwd, bwd = FwdParams(q_blocksize=9, kv_blocksize=13), BwdParams(q_blocksize=4, kv_blocksize=5)
-    found = compute(with_gradients(load("xla"), CAUSAL, fwd, bwd), operands)[2][3]
+    found = compute(with_gradients(IMPLEMENTATIONS["xla"], CAUSAL, fwd, bwd), operands)[2][3]
     assert bias == found.shape
     assert_close(compute(reference_with_gradients(CAUSAL, "float32"), operands)[2][3], found, "float32")
 
@@ -231,7 +235,7 @@ def test_float64_is_summed_in_float64():
     with jax.enable_x64(True):
         case = CASES["all at once"]
         operands = case.operands("float64")
-        out, lse = compute(functools.partial(load("xla").forward, rules=case.rules, params=FWD), operands)
+        out, lse = compute(functools.partial(IMPLEMENTATIONS["xla"].attend, rules=case.rules, params=FWD), operands)
         expected, expected_lse = compute(functools.partial(attention, rules=case.rules), operands)
         assert {jnp.dtype("float64")} == {out.dtype, lse.dtype}
         assert_close(expected, out, "float64")

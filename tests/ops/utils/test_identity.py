@@ -309,6 +309,30 @@ def test_a_reference_to_what_is_gone_equals_itself_alone():
     assert first != second
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    value: object
+
+
+def test_the_token_of_an_object_that_cannot_be_referred_to_is_remembered():
+    one = Slotted(1)
+    assert token_of(one) is token_of(one)
+    assert token_of(one) == token_of(Slotted(1))
+
+
+def test_tokens_of_many_such_objects_differ_where_one_follows_another_at_its_address():
+    assert len({token_of(Slotted(number)) for number in range(500)}) == 500
+
+
+def test_such_an_object_does_not_keep_what_it_holds_alive():
+    one = Plain()
+    reference, token = weakref.ref(one), token_of(Slotted(one))
+    del one
+    gc.collect()
+    assert reference() is None
+    assert token != token_of(Slotted(Plain()))
+
+
 def test_neither_identity_nor_token_keeps_an_object_alive():
     one = Plain()
     held = functools.partial(function, one)

@@ -11,6 +11,7 @@ Source: online softmax after Dao, FlashAttention-2, arXiv:2307.08691.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,15 +26,69 @@ from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.fingerprint import platform_kind
 from ejkernel.ops.utils.signature import is_known
 
-from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, accumulator, describe, within_window
+from .common import (
+    EMPTY_ROW_LSE,
+    AttentionCall,
+    AttentionImplementation,
+    Operands,
+    Rules,
+    accumulator,
+    describe,
+    within_window,
+)
+
+# Blocks that are tuned over: of queries, of keys.
+_CPU_BLOCKS = ((64, 128, 256, 512), (128, 256, 512, 1024))
+_BLOCKS = ((256, 512, 1024), (512, 1024, 2048))
 
 # Letters of the einsums: b batch, g group, r head of a group, q query, k key, d head dimension, e value dimension.
 
 
-def unsupported_reason(call: AttentionCall) -> str | None:
-    """Return `None`: every call runs."""
-    del call
-    return None
+class Xla(AttentionImplementation):
+    """The implementation that runs every call, everywhere."""
+
+    name = "xla"
+    params = FwdParams
+    bwd_params = BwdParams
+    differentiable = True
+
+    def heuristic(self, call: AttentionCall) -> FwdParams | BwdParams:
+        """Return blocks that fit the platform."""
+        return _params(call, *default_blocks(call)) if has_blocks(call) else _params(call)
+
+    def space(self, call: AttentionCall) -> list[FwdParams | BwdParams]:
+        """Return each pair of block sizes that the lengths can tell apart, and whose scores fit in memory."""
+        if not has_blocks(call) or not is_known(*call.query):
+            return [_params(call)]
+        sizes, most = (_CPU_BLOCKS, 1 << 26) if call.platform == "cpu" else (_BLOCKS, 1 << 28)
+        q_blocks, kv_blocks = (
+            dict.fromkeys(even_block(length, size) for size in choices)
+            for length, choices in zip((call.query[1], call.key[1]), sizes, strict=True)
+        )
+        rows = call.query[0] * call.query[2]
+        smallest = min(q_blocks) * min(kv_blocks)
+        pairs = itertools.product(q_blocks, kv_blocks)
+        return [_params(call, q, kv) for q, kv in pairs if q * kv <= max(smallest, most // rows)]
+
+    def attend(self, operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Array, jax.Array]:
+        """See `forward`."""
+        return forward(operands, rules, params)
+
+    def differentiate(
+        self,
+        operands: Operands,
+        residuals: tuple[jax.Array, jax.Array],
+        dout: jax.Array,
+        rules: Rules,
+        params: BwdParams,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """See `backward`."""
+        return backward(operands, residuals, dout, rules, params)
+
+
+def _params(call: AttentionCall, q_block: int | None = None, kv_block: int | None = None) -> FwdParams | BwdParams:
+    of_direction = BwdParams if call.backward else FwdParams
+    return of_direction(q_blocksize=q_block, kv_blocksize=kv_block)
 
 
 def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Array, jax.Array]:
@@ -124,7 +179,7 @@ def has_blocks(call: AttentionCall) -> bool:
     return is_known(call.query[1], call.key[1])
 
 
-def default_blocks(call: AttentionCall, examples: int = 1) -> tuple[int, int]:
+def default_blocks(call: AttentionCall) -> tuple[int, int]:
     """Return the block sizes of queries and keys that are used where none are given.
 
     On a CPU a step's scores should stay in cache (2 MiB forward, 1 MiB backward were best where it was measured);
@@ -132,11 +187,10 @@ def default_blocks(call: AttentionCall, examples: int = 1) -> tuple[int, int]:
 
     Args:
         call: The call; of an unknown platform, this process's default backend.
-        examples: How many such calls run at once, under `vmap`.
     """
     on_cpu = (call.platform or platform_kind(jax.default_backend())) == "cpu"
     most = (1 << 18 if call.backward else 1 << 19) if on_cpu else 1 << 26
-    rows = math.prod(size for size in (examples, call.query[0], call.query[2]) if is_known(size))
+    rows = math.prod(size for size in (call.examples, call.query[0], call.query[2]) if is_known(size))
     q_block, kv_block = min(1024, call.query[1]), min(1024, call.key[1])
     while rows * q_block * kv_block > most and (q_block > 64 or kv_block > 128):
         if kv_block <= 128 or (q_block >= kv_block and q_block > 64):

@@ -19,7 +19,8 @@ from ejkernel.ops.autotuner.tasks.bench import Limits
 from ejkernel.ops.autotuner.tasks.in_process import tune_here
 from ejkernel.ops.autotuner.tasks.task import Progress, TuningTask
 from ejkernel.ops.autotuner.trials.events import SearchFinished, emit
-from ejkernel.ops.autotuner.trials.outcome import CRASHED, FAILED, SAME, WRONG, AutotuneData
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -147,8 +148,8 @@ def process_session(policy: AutotunePolicy) -> contextlib.AbstractContextManager
 
 
 def _report(data: AutotuneData) -> None:
-    others = [outcome for outcome in data.outcomes[1:] if outcome.status != SAME]
-    rejected = [outcome for outcome in others if outcome.status in (FAILED, WRONG, CRASHED)]
+    others = [outcome for outcome in data.outcomes[1:] if outcome.status != Status.SAME]
+    rejected = [outcome for outcome in others if outcome.status in FAULTY]
     if others and len(rejected) == len(others):
         all_of_them = "the only candidate" if len(others) == 1 else f"all {len(others)} candidates"
         verb, which = ("was", "it is") if len(others) == 1 else ("were", "the first,")

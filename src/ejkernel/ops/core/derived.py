@@ -152,7 +152,8 @@ class Jvp(_Linear):
         def tangents(*arrays: Any) -> tuple[Any, ...]:
             primals = arrays[: self.count]
             if choice.types_only:  # tangents have the types of the results
-                return self._selected(self.of.flat(choice)(*primals))
+                compute = self.of.flat(choice) if choice.as_call is None else choice.as_call(self.of)
+                return self._selected(compute(*primals))
             all_tangents = self._all_tangents(primals, arrays[self.count :])
             return self._selected(jax.jvp(self.of.flat(choice), primals, all_tangents)[1])
 

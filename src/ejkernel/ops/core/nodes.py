@@ -31,7 +31,8 @@ class Choice:
         platform: The platform whose hooks run.
         reference: Use the kernel's `reference` and plain differentiation instead of its hooks.
         config_for_types: Only types are wanted: a function from `(args, kwargs)` to any valid configuration.
-        traced: Gives the computation of a node on such arrays, where it was traced before with this configuration.
+        as_call: Gives the function that makes a call of its own of a node, where only types are wanted.
+        out_tree: Gives the structure of a node's output on such arrays, where it was traced before.
         trees: Where the forward leaves the structure of its output (and residuals), if somebody asks.
     """
 
@@ -39,7 +40,8 @@ class Choice:
     platform: str = "cpu"
     reference: bool = False
     config_for_types: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
-    traced: Callable[[Any, Sequence[Any]], Flat | None] | None = None
+    as_call: Callable[[Any], Flat] | None = None
+    out_tree: Callable[[Any, Sequence[Any]], Any] | None = None
     trees: list[Any] | None = None
 
     @property
@@ -201,12 +203,7 @@ class Forward:
             return self._custom_vjp(choice)
         if has_residual_form(kernel):
             return self._vjp_through_residuals(choice)
-
-        def gradients(*arrays: Any) -> tuple[Any, ...]:
-            traced = None if choice.traced is None else choice.traced(self, arrays[:count])
-            return autodiff_vjp(traced or self.flat(choice), count)(*arrays)
-
-        return gradients
+        return autodiff_vjp(self.flat(choice), count)
 
     def _custom_vjp(self, choice: Choice) -> Flat:
         def gradients(*arrays: Any) -> tuple[Any, ...]:
@@ -228,6 +225,9 @@ class Forward:
         return gradients
 
     def _out_tree(self, choice: Choice, primals: Sequence[Any]) -> Any:
+        known = None if choice.out_tree is None else choice.out_tree(self, primals)
+        if known is not None:
+            return known
         trees: list[Any] = []
         jax.eval_shape(self.flat(dataclasses.replace(choice, trees=trees)), *primals)
         return trees[0]

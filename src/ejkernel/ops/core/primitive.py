@@ -189,7 +189,10 @@ class _Traces:
             found.config = _config_for_types(self.call, self.platform, args, kwargs)
             return found.config
 
-        choice = Choice(platform=self.platform, config_for_types=pick, trees=found.trees)
+        def as_call(node: Node) -> Callable[..., Any]:
+            return functools.partial(call_p.bind, call=dataclasses.replace(self.call, node=node, linear=0))
+
+        choice = Choice(platform=self.platform, config_for_types=pick, as_call=as_call, trees=found.trees)
         with compat.noting_answers(found.answers):
             return self.call.node.flat(choice)(*arrays)
 
@@ -278,11 +281,8 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     with call.settings.entered(), compat.lowering(ctx):
         if len(platforms) > 1:
             return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
-        # Equal calls of a program are resolved once; JAX's own cache would make a function of each distinct one.
-        bodies, key = ctx.module_context.cached_primitive_lowerings, (call_p, call, tuple(ctx.avals_in))
-        if key not in bodies:
-            bodies[key] = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
-        body = bodies[key]
+        # Equal calls of a program come here once: JAX repeats what it keeps of the first (`LoweringCacheKey`).
+        body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
         if body.jaxpr is None:
             return _lower_computed(ctx, body, call, *values)
         out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
@@ -304,7 +304,7 @@ def _lower_computed(ctx: Any, body: Body, call: Call, *values: Any) -> Any:
 
 call_p.def_effectful_abstract_eval(_abstract_eval)
 call_p.def_impl(_impl)
-compat.mlir.register_lowering(call_p, _lower, cacheable=False)
+compat.mlir.register_lowering(call_p, _lower)
 
 
 def _batch(axis_data: Any, arrays: Sequence[Any], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:

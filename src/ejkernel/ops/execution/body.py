@@ -90,18 +90,17 @@ class ResolvedCall:
     def _say_unlabelled(self) -> None:
         logger.debug("%s carries no label: each of its results is one of its inputs", self.inv.op_id_v)
 
-    def _traced(self, node: Node, arrays: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return a part of the call that was traced for its own types, such as the forward that a gradient repeats."""
+    def _out_tree(self, node: Node, arrays: Sequence[Any]) -> Any:
+        """Return the structure of the output of a part of the call, if that was traced for its own types."""
         part = dataclasses.replace(self.call, node=node, linear=0)
         types = known_types(part, [jax.typeof(array) for array in arrays])
-        jaxpr = None if types is None else _if_same(types, self.resolution.config, self.inv.platform)
-        return None if jaxpr is None else compat.function_of(jaxpr)
+        return None if types is None else types.trees[0]
 
     def _computed(self, arrays: Sequence[Any]) -> tuple[Resolution[Any], Sequence[Any]]:
         """Compute the call; where a configuration that was saved does not run, with the heuristic's, and a warning."""
         inv, node, resolution = self.inv, self.call.node, self.resolution
         try:
-            choice = Choice(config=resolution.config, platform=inv.platform, traced=self._traced)
+            choice = Choice(config=resolution.config, platform=inv.platform, out_tree=self._out_tree)
             return resolution, node.flat(choice)(*arrays)
         except Exception as error:
             if inv.representative is not inv and resolution.source not in _FOR_THE_CALL_ITSELF:

@@ -127,12 +127,14 @@ class Token:
 
 
 _tokens: dict[int, tuple[Any, Token]] = {}  # by address; the reference removes the entry with its object
+_kept: dict[int, tuple[Any, Token]] = {}  # the same for a few that cannot be referred to weakly, and are held
+_MOST_KEPT = 64
 
 
 def token_of(value: Any) -> Hashable:
     """Return `identity(value)`, remembered for objects that do not change."""
     address = id(value)
-    known = _tokens.get(address)
+    known = _tokens.get(address) or _kept.get(address)
     if known is not None:
         return known[1]
     found = identity(value)
@@ -140,9 +142,26 @@ def token_of(value: Any) -> Hashable:
         return found
     token = Token(found)
     tokens = _tokens  # when the interpreter ends, the name is gone first
-    with contextlib.suppress(TypeError):  # of one that cannot be referred to, nobody would say when its address is free
+    try:
         tokens[address] = weakref.ref(value, lambda _: tokens.pop(address, None)), token
+    except TypeError:
+        if dataclasses.is_dataclass(value) and _is_plain(found):  # such as one with slots: a configuration
+            _keep(address, value, token)
     return token
+
+
+def _keep(address: int, value: Any, token: Token) -> None:
+    while len(_kept) >= _MOST_KEPT:
+        with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread does the same
+            _kept.pop(next(iter(_kept)))
+    _kept[address] = value, token  # whose address is nobody else's as long as it stands here
+
+
+def _is_plain(parts: Any) -> bool:
+    """Return whether nothing that is identified is large, or somebody's: numbers and texts alone."""
+    if isinstance(parts, tuple | frozenset):
+        return all(map(_is_plain, parts))
+    return not isinstance(parts, Weak | Strong)
 
 
 def _may_change(parts: Any) -> bool:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ejkernel import compat, settings
-from ejkernel.ops.autotuner.compile.ahead_of_time import LEFT, Made, compile_for, is_first
+from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import default_width
 from ejkernel.ops.autotuner.process.outputs import flush
 from ejkernel.ops.autotuner.process.serve import reports, write_to
 from ejkernel.ops.autotuner.process.threads import carried
 from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, WorkerStatus, at_session_end
+from ejkernel.ops.autotuner.trials.programs import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.nodes import Choice
@@ -58,7 +59,7 @@ class CompileProcesses:
         only_once: bool = False,
         allowed: float | Callable[[], float] = 600.0,
         busy: set[_Process] | None = None,
-    ) -> Made:
+    ) -> Program:
         """Return what `compile_for` returns, and how much the program spills; any number of threads may ask.
 
         Args:
@@ -150,11 +151,11 @@ class _Process:
         finally:
             busy.discard(self)
 
-    def compile(self, work: Callable[[], Made], allowed: float | Callable[[], float]) -> Made:
+    def compile(self, work: Callable[[], Program], allowed: float | Callable[[], float]) -> Program:
         """Return what `work` returns in the process, and how much the program spills."""
         try:
             doing = WorkerStatus(what="compiling", allowed=allowed)
-            made: Made = self._worker.call(_carry_out, work, current_scope(), doing=doing)
+            program: Program = self._worker.call(_carry_out, work, current_scope(), doing=doing)
         except WorkerDiedError as death:
             said = self._pass_on(self._written())
             raise CandidateError(": ".join([str(death), *said[:1]])) from None
@@ -163,7 +164,7 @@ class _Process:
             raise
         written = self._written()
         self._pass_on(written)
-        return dataclasses.replace(made, spilled=max(map(int, _SPILLED.findall(written)), default=0))
+        return dataclasses.replace(program, spilled=max(map(int, _SPILLED.findall(written)), default=0))
 
     def _written(self) -> str:
         """Return what the process wrote since the last time."""
@@ -196,7 +197,7 @@ def _prepare(output: str) -> None:
     compat.forget_compilations()
 
 
-def _carry_out(work: Callable[[], Made], scope: Scope) -> Made:
+def _carry_out(work: Callable[[], Program], scope: Scope) -> Program:
     mine = reports()
     assert mine is not None  # only workers are sent here
     try:
@@ -250,10 +251,10 @@ class Compiler:
         self._allowed = allowed
         self._busy: set[_Process] = set()
 
-    def __call__(self, inv: Invocation[Any, Any], choice: Choice) -> Made | None:
+    def __call__(self, inv: Invocation[Any, Any], choice: Choice) -> Program | None:
         """Return the program; `None` if it must be compiled where it runs."""
-        made = self._processes.compile(inv, choice, self._target, allowed=self._allowed, busy=self._busy)
-        return None if made.status == LEFT else made
+        program = self._processes.compile(inv, choice, self._target, allowed=self._allowed, busy=self._busy)
+        return None if program.why_left else program
 
     def close(self) -> None:
         """End the processes that are still at work: nobody waits for them any more."""

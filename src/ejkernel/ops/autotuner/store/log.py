@@ -19,21 +19,8 @@ from typing import Any, Final
 from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.search.model import Record
-from ejkernel.ops.autotuner.trials.outcome import (
-    CAME_OUT,
-    PRUNED,
-    READY,
-    SAME,
-    SKIPPED,
-    UNDECIDED,
-    WINS,
-    AutotuneData,
-    Findings,
-    Outcome,
-    Standing,
-    shortened,
-    summary_of,
-)
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
+from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
@@ -49,7 +36,8 @@ SCHEMA: Final = 2  # raise when the layout changes; a search of another schema i
 _WHAT: Final = "the log of a search"
 _MOST: Final = 100_000  # outcomes of a search
 _TIMES_US: Final = (1e-6, 1e15)  # what a call may take: a picosecond, thirty years
-_UNTOLD: Final = (SAME, SKIPPED, READY, PRUNED)  # what says nothing about a configuration that was not measured
+# What says nothing about a configuration that was not measured.
+_UNTOLD: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +122,11 @@ class _Standing:
         figures = (self.rival_us, self.heuristic_us, self.confidence, 1.0 if self.speedup is None else self.speedup)
         won = (self.rival_faster, self.heuristic_faster)
         possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
-        if self.verdict not in CAME_OUT or not possible:
+        if self.verdict not in list(CameOut) or not possible:
             raise UnusableError(f"line 1: its standing makes no sense: {self}")
         verdict = Verdict(
-            wins=self.verdict == WINS,
-            settled=self.verdict != UNDECIDED,
+            wins=self.verdict == CameOut.WINS,
+            settled=self.verdict != CameOut.UNDECIDED,
             speedup=math.inf if self.speedup is None else self.speedup,
             confidence=self.confidence,
             pairs=self.rounds,
@@ -243,7 +231,7 @@ def _row(config: Any, outcome: Outcome) -> _Row:
     measured, compiled = outcome.measurement, outcome.compile_seconds
     return _Row(
         config=config,
-        status=outcome.status,
+        status=outcome.status.value,
         samples_us=[] if measured is None else [float(f"{sample * 1e6:.5g}") for sample in measured.samples],
         method=None if measured is None else measured.method,
         compile_s=None if compiled is None else round(compiled, 3),
@@ -332,6 +320,8 @@ def _outcome(line: str, number: int, header: _Header) -> Outcome:
         config = row.config if fields is None else dict(zip(fields, from_plain(row.config, list[Any]), strict=True))
     except (ValueError, TypeError) as error:  # of JSON or types, of columns too many or too few, of no list at all
         raise UnusableError(f"line {number}: {error}") from error
+    if row.status not in list(Status):
+        raise UnusableError(f"line {number}: its status is {describe(row.status)}; known are {', '.join(Status)}")
     least, most = _TIMES_US
     if not all(type(sample) in (int, float) and least <= sample <= most for sample in row.samples_us):
         text = f"samples must be between {least} and {most}, got {describe(row.samples_us)}"
@@ -339,7 +329,7 @@ def _outcome(line: str, number: int, header: _Header) -> Outcome:
     samples = tuple(sample / 1e6 for sample in row.samples_us)
     return Outcome(
         config=config,
-        status=row.status,
+        status=Status(row.status),
         reason=row.reason,
         measurement=Measurement(samples=samples, method=row.method or "") if samples else None,
         compile_seconds=row.compile_s,

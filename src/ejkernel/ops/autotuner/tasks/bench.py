@@ -22,10 +22,11 @@ from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets
 from ejkernel.ops.autotuner.measure.memory import check_room, device_bytes, num_bytes, peak_bytes
 from ejkernel.ops.autotuner.measure.race import Race
 from ejkernel.ops.autotuner.process.threads import carried
-from ejkernel.ops.autotuner.tasks.watch import Unwatched, Watch
-from ejkernel.ops.autotuner.trials.candidates import Candidate, Loader, Remote, config_id, exchange, program_digest
+from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
+from ejkernel.ops.autotuner.trials.candidates import Candidate, config_id, exchange
 from ejkernel.ops.autotuner.trials.naming import result_names
-from ejkernel.ops.autotuner.trials.outcome import FAILED, MEASURED, PRUNED, READY, SAME, WRONG
+from ejkernel.ops.autotuner.trials.programs import Program, program_digest
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.examples import example_arrays, example_types
 from ejkernel.ops.core.invocation import Invocation
@@ -95,9 +96,9 @@ class Bench:
     width: int | None = None
     limits: Limits = dataclasses.field(default_factory=Limits)
     watch: Watch = dataclasses.field(default_factory=Unwatched)
-    programs: Mapping[Any, Loader] = dataclasses.field(default_factory=dict)
-    reference: Loader | None = None
-    compile_elsewhere: Callable[[Invocation[Any, Any], Choice], Remote | None] | None = None
+    programs: Mapping[Any, Program] = dataclasses.field(default_factory=dict)
+    reference: Program | None = None
+    compile_elsewhere: Callable[[Invocation[Any, Any], Choice], Program | None] | None = None
     stop: Callable[[], bool] = lambda: False
     left: Callable[[], float] = lambda: math.inf
 
@@ -146,9 +147,9 @@ class Bench:
         for done in threads.results(self.stop):
             candidate = candidates[done.index]
             self._take(candidate, done)
-            if candidate.status == FAILED and len(candidates) > 1 and self.watch.harm() != candidate.harm:
+            if candidate.status == Status.FAILED and len(candidates) > 1 and self.watch.harm() != candidate.harm:
                 harmed.append(candidate)
-            elif candidate.status != SAME and candidate.held is None:
+            elif candidate.status != Status.SAME and candidate.held is None:
                 finished(candidate)
             self._watch_compiling()
         for candidate in harmed:  # perhaps by what was compiled beside it
@@ -165,9 +166,9 @@ class Bench:
         """Take note of what became of a candidate when it was compiled, and run it."""
         candidate.compile_seconds = done.seconds
         if isinstance(done.error, _SameProgram):
-            candidate.status, candidate.reason, candidate.twin = SAME, str(done.error), done.error.owner
+            candidate.status, candidate.reason, candidate.twin = Status.SAME, str(done.error), done.error.owner
         elif done.error is not None:
-            candidate.fail(FAILED, done.error)
+            candidate.fail(Status.FAILED, done.error)
         elif candidate.held is None:
             self._check(candidate, done.result)
 
@@ -176,17 +177,17 @@ class Bench:
         if spilled is not None and not _spills_much(spilled):
             self._some_spill_little = True
 
-    def _prune_or_check(self, candidate: Candidate, program: Loader) -> None:
+    def _prune_or_check(self, candidate: Candidate, program: Program) -> None:
         candidate.held = None
         if self._some_spill_little and candidate.config is not self.baseline:
             reason = f"it spills {program.spilled} bytes of registers a thread, much more than others"
-            candidate.fail(PRUNED, CandidateError(reason))
+            candidate.fail(Status.PRUNED, CandidateError(reason))
             return
         self.watch.begin("loading", [candidate.config], self.limits.run.seconds)
         try:
             compiled = program.load()
         except BaseException as error:  # noqa: BLE001 - as any failure of a candidate
-            candidate.fail(FAILED, error)
+            candidate.fail(Status.FAILED, error)
         else:
             self._check(candidate, compiled)
 
@@ -207,7 +208,7 @@ class Bench:
             return None
         return made.load()
 
-    def _made_elsewhere(self, candidate: Candidate) -> Loader | None:
+    def _made_elsewhere(self, candidate: Candidate) -> Program | None:
         if self.compile_elsewhere is None:
             return None
         choice = Choice(config=candidate.config, platform=self.inv.platform)
@@ -291,14 +292,14 @@ class Bench:
             if self._truth is not None:
                 self.compare(results, self._truth)
         except CandidateError as error:
-            candidate.fail(WRONG, error)
+            candidate.fail(Status.WRONG, error)
         except TuningError as error:
-            candidate.fail(FAILED, CandidateError(str(error)))
+            candidate.fail(Status.FAILED, CandidateError(str(error)))
         except BaseException as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
-            candidate.fail(FAILED, error)
+            candidate.fail(Status.FAILED, error)
             self._probe(candidate)
         else:
-            candidate.compiled, candidate.status = compiled, READY
+            candidate.compiled, candidate.status = compiled, Status.READY
             self.note_spills(candidate.spilled)
 
     def compare(self, results: Sequence[Any], truth: Sequence[Any]) -> None:
@@ -351,7 +352,7 @@ class Bench:
 
         def left(index: int, error: BaseException) -> None:
             failed.append(index)
-            runners[index].fail(FAILED, error)
+            runners[index].fail(Status.FAILED, error)
             self._probe(runners[index])
 
         measurements = interleaved(functions, race=race, warmup=warmup, stop=self.stop, on_error=left)
@@ -359,7 +360,7 @@ class Bench:
             if index not in failed and measurement.samples:
                 seconds = runners[index].compile_seconds
                 runners[index].measurement = dataclasses.replace(measurement, compile_seconds=seconds)
-                runners[index].status = MEASURED
+                runners[index].status = Status.MEASURED
         return [runners[index] for index in race.ranking()]
 
     def _argument_sets(self) -> list[list[Any]]:
@@ -392,5 +393,5 @@ class _Run:
 
 def _tell_of_twins(candidates: Sequence[Candidate], finished: Callable[[Candidate], None]) -> None:
     for candidate in candidates:
-        if candidate.status == SAME:
+        if candidate.status == Status.SAME:
             finished(candidate)

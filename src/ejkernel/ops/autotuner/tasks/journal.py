@@ -13,7 +13,8 @@ from ejkernel.ops.autotuner.tasks.bench import REFERENCE
 from ejkernel.ops.autotuner.tasks.task import Progress, Tally, TuningTask
 from ejkernel.ops.autotuner.trials.candidates import config_id
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
-from ejkernel.ops.autotuner.trials.outcome import CRASHED, MEASURED, READY, SKIPPED, AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.telling import value_text
 
@@ -131,7 +132,7 @@ class Journal:
     def _has_answer(self) -> bool:
         """Whether the heuristic was measured, which then is the answer if nothing else is."""
         outcome = self._known.get(config_id(self._first))
-        return outcome is not None and outcome.status == MEASURED
+        return outcome is not None and outcome.status == Status.MEASURED
 
     def conclude(self, why: str) -> AutotuneData:
         """Return what is known now that the time is over: the heuristic stays, for nothing else was confirmed.
@@ -177,7 +178,9 @@ class Journal:
         if len(accused) == 1 and not what.startswith(REFERENCE):
             ((token, culprit),) = accused.items()
             self._suspects.pop(token, None)
-            self.note(CandidateFinished(self._task.inv.key, Outcome(config=culprit, status=CRASHED, reason=reason)))
+            self.note(
+                CandidateFinished(self._task.inv.key, Outcome(config=culprit, status=Status.CRASHED, reason=reason))
+            )
         elif accused:
             self._suspects |= accused
         else:
@@ -193,6 +196,6 @@ def named(accused: Iterable[Any]) -> str:
 
 
 def _left(outcome: Outcome) -> Outcome:
-    if outcome.status != READY:
+    if outcome.status != Status.READY:
         return outcome
-    return dataclasses.replace(outcome, status=SKIPPED, reason="the budget was spent before its turn")
+    return dataclasses.replace(outcome, status=Status.SKIPPED, reason="the budget was spent before its turn")

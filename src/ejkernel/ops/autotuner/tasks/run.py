@@ -16,6 +16,7 @@ from typing import Any
 from ejkernel.ops.autotuner.measure.duels import Duel
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
+from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
 from ejkernel.ops.autotuner.tasks.bench import Bench
 from ejkernel.ops.autotuner.tasks.confirmation import confirm
@@ -31,10 +32,10 @@ from ejkernel.ops.autotuner.tasks.decisions import (
 )
 from ejkernel.ops.autotuner.tasks.gradients import rule_fault
 from ejkernel.ops.autotuner.tasks.task import Progress, Tally, TuningTask
-from ejkernel.ops.autotuner.tasks.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_id, distinct, heuristic_of
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
-from ejkernel.ops.autotuner.trials.outcome import MEASURED, READY, REJECTED, SKIPPED, WRONG, AutotuneData, Standing
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Standing
+from ejkernel.ops.autotuner.trials.status import REJECTED, Status
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config
@@ -126,8 +127,8 @@ class TuningRun:
             self._rule_fault = self._checked_rule()
             decision = self._decide()
         for candidate in self._tried:
-            if candidate.status == READY:
-                candidate.status = SKIPPED
+            if candidate.status == Status.READY:
+                candidate.status = Status.SKIPPED
         self._tally.note(self._tally.total)
         return AutotuneData(
             inv=inv,
@@ -232,7 +233,7 @@ class TuningRun:
     def _recall(self, candidate: Candidate) -> bool:
         """Take over what an earlier attempt measured; return whether it did. The heuristic is in every race."""
         known = self._known.get(config_id(candidate.config))
-        if candidate is self._tried[0] or known is None or known.measurement is None or known.status != MEASURED:
+        if candidate is self._tried[0] or known is None or known.measurement is None or known.status != Status.MEASURED:
             return False
         candidate.take_over(known)
         self._bench.note_spills(candidate.spilled)
@@ -297,7 +298,7 @@ class TuningRun:
         """Return whether to end with the best so far: but the very first candidate has its turn."""
         if self._abandoned():
             return True
-        if not self._tried or self._tried[0].status == SKIPPED:
+        if not self._tried or self._tried[0].status == Status.SKIPPED:
             return False
         return self._stop() or (self._deadline is not None and self._clock() > self._deadline)
 
@@ -308,7 +309,7 @@ class TuningRun:
         if not self.task.policy.validate or self._must_end():
             return ""
         first = self._tried[0]
-        if first.status == WRONG and self.task.inv.direction == "bwd":  # which is a gradient
+        if first.status == Status.WRONG and self.task.inv.direction == "bwd":  # which is a gradient
             return f"its gradients are wrong: {first.reason}"
         return rule_fault(self._bench) if first.compiled is not None else ""
 
@@ -371,7 +372,7 @@ class TuningRun:
         try:
             return confirm(self._bench, rival, rule_is_faulty=bool(self._rule_fault))
         except CandidateError as error:
-            rival.fail(WRONG, error)
+            rival.fail(Status.WRONG, error)
             self._tell(CandidateFinished(self.task.inv.key, rival.outcome()))
             return ()
 

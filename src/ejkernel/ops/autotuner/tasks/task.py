@@ -9,8 +9,8 @@ from typing import Any
 
 from ejkernel.ops.autotuner.search.strategies import Record
 from ejkernel.ops.autotuner.tasks.bench import Limits
-from ejkernel.ops.autotuner.trials.candidates import Loader
 from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -30,7 +30,7 @@ class TuningTask:
         rejected: Outcomes of candidates that need no measuring.
         known: Outcomes of an earlier attempt, which a worker process did not survive.
         spent: Seconds that earlier attempts took.
-        programs: Configurations that were compiled before, with what loads their programs.
+        programs: Configurations that were compiled before, with their programs.
         reference: The kernel's reference for this call, compiled before.
         suspects: Configurations of which one ended that process; they are compiled one at a time.
         rounds, warmup, seed, width, limits: See `Autotuner`.
@@ -43,8 +43,8 @@ class TuningTask:
     rejected: tuple[Outcome, ...] = ()
     known: tuple[Outcome, ...] = ()
     spent: float = 0.0
-    programs: tuple[tuple[Any, Loader], ...] = ()
-    reference: Loader | None = None
+    programs: tuple[tuple[Any, Program], ...] = ()
+    reference: Program | None = None
     suspects: tuple[Any, ...] = ()
     rounds: int = 15
     warmup: int = 2

@@ -11,24 +11,13 @@ from typing import Any
 from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.race import PROCESSOR
+from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.printable import printable, printable_lines
 from ejkernel.ops.utils.serialize import stable_json, to_data
 from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
 
-READY = "ready"
-MEASURED = "measured"
-FAILED = "failed"
-WRONG = "wrong"
-SKIPPED = "skipped"
-SAME = "same"
-CRASHED = "crashed"
-PRUNED = "pruned"
-REJECTED = (FAILED, WRONG, PRUNED, CRASHED)  # another attempt would come to the same
-
-WINS, STAYS, UNDECIDED = "wins", "stays", "undecided"
-CAME_OUT = {WINS: "it wins", STAYS: "the heuristic stays", UNDECIDED: "too little to tell"}
 _REASON = 100  # characters of a reason that a table shows
 _KEPT_REASON = 400  # characters of one that a file keeps: a compiler's message may have thousands
 _FAILURES = 100  # candidates whose failure the entry tells of; the search's log has all of them
@@ -41,10 +30,7 @@ class Outcome:
 
     Attributes:
         config: The candidate.
-        status: `measured`; `failed` (raised); `wrong` (results differ from the reference); `same` (the program of
-            another candidate); `pruned` (not run, because its program spills many registers); `crashed` (its process
-            ended, had to be ended, or was left alone); `skipped` (out of time). While the search goes on, also `ready`
-            (compiled and checked).
+        status: What became of it, in a word.
         reason: Why it was not measured.
         twin: Of one that is `same`, the candidate whose program it is.
         measurement: Its times.
@@ -55,7 +41,7 @@ class Outcome:
     """
 
     config: Any
-    status: str
+    status: Status
     reason: str = ""
     twin: Any = None
     measurement: Measurement | None = None
@@ -64,6 +50,7 @@ class Outcome:
     spilled: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "status", Status(self.status))  # a tuner of the user's may say it as a word
         object.__setattr__(self, "reason", printable_lines(self.reason))  # a file's, or a candidate's exception's
 
 
@@ -82,16 +69,18 @@ class Standing:
     alone: bool = False
 
     @property
-    def came_out(self) -> str:
-        """What came out: `wins`, `stays` (the heuristic) or, where the evidence was too little, `undecided`."""
-        return UNDECIDED if not self.verdict.settled else WINS if self.verdict.wins else STAYS
+    def came_out(self) -> CameOut:
+        """What came out."""
+        if not self.verdict.settled:
+            return CameOut.UNDECIDED
+        return CameOut.WINS if self.verdict.wins else CameOut.STAYS
 
     def data(self) -> dict[str, Any]:
         """Return it as plain data, times in microseconds; the verdict is what `came_out`."""
         verdict = self.verdict
         return {
             "rival": to_data(self.rival),
-            "verdict": self.came_out,
+            "verdict": self.came_out.value,
             "rival_us": round(verdict.challenger * 1e6, 4),
             "heuristic_us": round(verdict.incumbent * 1e6, 4),
             "speedup": round(verdict.speedup, 4) if math.isfinite(verdict.speedup) else None,
@@ -111,7 +100,7 @@ class Standing:
         return (
             f"{compact(self.rival)} {where}: {duration(verdict.challenger)}, the heuristic "
             f"{duration(verdict.incumbent)}{by}; faster in {verdict.ahead} of {verdict.pairs} rounds, slower in "
-            f"{verdict.behind}; {CAME_OUT[self.came_out]}"
+            f"{verdict.behind}; {self.came_out.in_words}"
         )
 
 
@@ -193,9 +182,9 @@ class AutotuneData(Findings):
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
         failures = [
-            {"config": to_data(outcome.config), "status": outcome.status, "reason": shortened(outcome.reason)}
+            {"config": to_data(outcome.config), "status": outcome.status.value, "reason": shortened(outcome.reason)}
             for outcome in self.outcomes
-            if outcome.status in (FAILED, WRONG, CRASHED)
+            if outcome.status in FAULTY
         ][:_FAILURES]
         return {
             "winner": _times(self.winner),
@@ -208,7 +197,7 @@ class AutotuneData(Findings):
             "interrupted": self.interrupted,
             "undecided": self.undecided,
             "standing": None if self.standing is None else self.standing.data(),
-            "skipped": sum(outcome.status == SKIPPED for outcome in self.outcomes),
+            "skipped": sum(outcome.status == Status.SKIPPED for outcome in self.outcomes),
             "failures": failures,
             "rule_fault": self.rule_fault,
         }
@@ -259,7 +248,7 @@ def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, 
     twins: dict[str, list[Outcome]] = {token: [] for token in tokens}
     owners = []
     for outcome, token in zip(outcomes, tokens, strict=True):
-        of = stable_json(to_data(outcome.twin)) if outcome.status == SAME and outcome.twin is not None else ""
+        of = stable_json(to_data(outcome.twin)) if outcome.status == Status.SAME and outcome.twin is not None else ""
         if of in twins:
             twins[of].append(outcome)
         else:
@@ -292,7 +281,7 @@ def _cells(
     if measured is not None:
         share = "-" if heuristic is None else f"{measured.median / heuristic.median:.0%}"
         times = (duration(measured.median), f"{measured.spread:.0%}" if len(measured.samples) > 3 else "-", share)
-    return "*" if won else "h" if first else "", program_name(program), outcome.status, *times, reason
+    return "*" if won else "h" if first else "", program_name(program), outcome.status.value, *times, reason
 
 
 def _times(outcome: Outcome) -> dict[str, Any] | None:

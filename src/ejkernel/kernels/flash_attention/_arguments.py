@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.signature import is_array
 
+SlidingWindow = int | tuple[int | None, int | None]
+
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
