@@ -14,6 +14,8 @@ from ejkernel.cli import main
 from ejkernel.ops.autotuner.tasks import bench, in_process
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = '''
 import dataclasses
 import jax

@@ -19,6 +19,8 @@ from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import BwdParams, FwdParams, device_fingerprint
 
+pytestmark = pytest.mark.slow
+
 IMPLEMENTATIONS = FlashAttention.implementations
 TOLERANCE = {"float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2, "float64": 1e-12}
 # Smaller than the lengths, of different sizes, and no divisors of them: every way to have a rest.

@@ -35,6 +35,8 @@ from ejkernel.ops.core.nodes import Choice
 from ejkernel.ops.core.rebuild import rebuild
 from ejkernel.ops.registry import recording
 
+pytestmark = pytest.mark.slow
+
 W = np.ones((4, 2), np.float32)
 
 
