@@ -437,6 +437,7 @@ def calls_by_name():
                 yield str(file.relative_to(SOURCE)), ast.unparse(node.func)
 
 
+@pytest.mark.slow
 def test_only_these_places_turn_names_or_bytes_into_code():
     dangerous = re.compile(
         r"(?:^|\.)(?:eval|exec|compile_command|__import__|import_module|run_path|run_module|loads|CDLL|deserialize"

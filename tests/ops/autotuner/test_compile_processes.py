@@ -25,6 +25,8 @@ from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
+pytestmark = pytest.mark.slow
+
 X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 HERE = Target.named("here")
 

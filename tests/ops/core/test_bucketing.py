@@ -35,6 +35,8 @@ from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.registry import recording
 
+pytestmark = pytest.mark.slow
+
 W = np.ones((4, 2), np.float32)
 
 

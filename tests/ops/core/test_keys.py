@@ -126,6 +126,7 @@ STATICS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), STATICS, max_size=5))
 def test_the_order_of_a_dictionary_does_not_matter(options):
     assert key_of(X, dict(reversed(options.items()))) == key_of(X, options)
@@ -414,6 +415,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_find_the_same_keys_in_a_script_and_in_a_module(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     commands = [["script.py"], ["-c", "import script; print(*script.keys())"], ["-m", "script"]]
