@@ -19,7 +19,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, program_name, ra
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.utils.printable import printable, printable_json
+from ejkernel.ops.utils.printable import printable, printable_json, printable_lines
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
 
@@ -120,7 +120,7 @@ def candidates(tuned: AutotuneData) -> str:
     header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
     title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {arguments(tuned.inv.description)}")
     kept = [f"the heuristic stays: {tuned.why}"] if tuned.why else []
-    told = map(printable, (*kept, *remarks(tuned)))
+    told = map(printable_lines, (*kept, *remarks(tuned)))
     return "\n".join([title + _achieved(tuned), *told, table(header, rows, "compiled in", "spread")])
 
 

@@ -131,6 +131,7 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
         "standing": None if search.standing is None else search.standing.data(),
         "undecided": search.undecided,
         "interrupted": search.interrupted,
+        "rule_fault": search.rule_fault,
         "outcomes": [_program_as_data(outcome, twins) for outcome, twins in found],
         "provenance": dict(search.provenance),
     }

@@ -281,7 +281,7 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     with call.settings.entered(), compat.lowering(ctx):
         if len(platforms) > 1:
             return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
-        # Equal calls of a program come here once: JAX repeats what it keeps of the first (`LoweringCacheKey`).
+        # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
         body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
         if body.jaxpr is None:
             return _lower_computed(ctx, body, call, *values)

@@ -152,7 +152,7 @@ class _Header:
         outcomes: How many lines follow.
         columns: What they hold.
         twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
-        why, standing, undecided, interrupted: As in `AutotuneData`.
+        why, standing, undecided, interrupted, rule_fault: As in `AutotuneData`.
     """
 
     schema: int
@@ -170,6 +170,7 @@ class _Header:
     standing: _Standing | None = None
     undecided: bool = False
     interrupted: bool = False
+    rule_fault: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +219,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
         standing=None if data.standing is None else _Standing(**data.standing.data()),
         undecided=data.undecided,
         interrupted=data.interrupted,
+        rule_fault=shortened(data.rule_fault),
     )
     rows = (
         _row(config if fields is None else [config[name] for name in fields], outcome)
@@ -294,6 +296,7 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         standing=None if header.standing is None else header.standing.restored(),
         undecided=header.undecided,
         interrupted=header.interrupted,
+        rule_fault=header.rule_fault,
     )
 
 

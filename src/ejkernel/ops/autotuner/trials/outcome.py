@@ -123,6 +123,8 @@ class Findings:
             could not be measured.
         undecided: Whether the evidence was too little to tell who is the fastest, for all the rounds there was time
             for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
+        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
+            empty if they do not, or if that could not be known.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -131,6 +133,7 @@ class Findings:
     interrupted: bool = False
     standing: Standing | None = None
     undecided: bool = False
+    rule_fault: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,14 +144,11 @@ class AutotuneData(Findings):
         inv: The call.
         config: The winner.
         checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
-        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
-            empty if they do not, or if that could not be known.
     """
 
     inv: Invocation[Any, Any]
     config: Any
     checked: tuple[str, ...] = ()
-    rule_fault: str = ""
 
     @property
     def confidence(self) -> float | None:
@@ -189,8 +189,7 @@ class AutotuneData(Findings):
     def summary(self, *, width: int | None = None) -> str:
         """Return the fate of every candidate as a table for people, the fastest first, of at most `width` columns."""
         title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}", f"{self.key.device}, call {self.key.call}"
-        found = summary_of(title, self, self.winner, width=width)
-        return f"{found}\n{printable_lines(self.rule_fault)}" if self.rule_fault else found
+        return summary_of(title, self, self.winner, width=width)
 
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
@@ -242,17 +241,17 @@ def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width
     rows = [_cells(program, program[0] is outcomes[0], program[0] is winner, heuristic) for program in ranked(outcomes)]
     header = ("", "configuration", "status", "median", "spread", "of heuristic", "reason")
     table = text_table(header, rows, width=width, optional=("of heuristic", "spread"))
-    return "\n".join((*map(printable, (*title, tried, *remarks(search))), table))
+    return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table))
 
 
 def remarks(search: Findings) -> list[str]:
-    """Return what else is to be said of a search, as lines: the figures that decided, and whether it was cut short."""
+    """Return what else is to be said of a search: the figures that decided, what cut it short, a rule's fault."""
     lines = [] if search.standing is None else [search.standing.line()]
     if search.undecided:
         lines.append("undecided: the evidence was too little to tell which is the fastest")
     if search.interrupted:
         lines.append("interrupted: this is the best so far")
-    return lines
+    return [*lines, search.rule_fault] if search.rule_fault else lines
 
 
 def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
