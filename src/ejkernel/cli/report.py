@@ -93,7 +93,7 @@ def bundle(calls: Sequence[BundledCall]) -> str:
     rows, lines = [], []
     for call in calls:
         operation = printable(call.description["op"])
-        fates = collections.Counter(compiled.outcome.status for compiled in call.candidates)
+        fates = collections.Counter(candidate.outcome.status for candidate in call.candidates)
         rows.append((operation, ", ".join(f"{count} {status}" for status, count in fates.most_common())))
         reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
         lines += [f"{operation}: {count} x {reason}" for reason, count in reasons.most_common()]

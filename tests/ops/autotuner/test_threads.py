@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from ejkernel.ops.autotuner.process import threads
-from ejkernel.ops.autotuner.process.threads import LeftError, in_callers_context, is_measuring, on_measuring_thread
+from ejkernel.ops.autotuner.process.threads import AbandonedError, in_callers_context, is_measuring, on_measuring_thread
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_work_that_is_left_goes_on_by_itself_and_other_work_has_another_thread()
         ended.set()
 
     def look():
-        raise LeftError("it takes too long")
+        raise AbandonedError("it takes too long")
 
-    with pytest.raises(LeftError, match="it takes too long"):
+    with pytest.raises(AbandonedError, match="it takes too long"):
         on_measuring_thread(work, look=look)
     assert on_measuring_thread(ended.is_set) is False
     may_end.set()

@@ -51,7 +51,7 @@ _FILE = re.compile(r"\d+-\d+\.bin")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
+class BundledCandidate:
     """What became of one candidate of a bundle.
 
     Attributes:
@@ -74,7 +74,7 @@ class BundledCall:
     """
 
     description: dict[str, Any]
-    candidates: tuple[Compiled, ...]
+    candidates: tuple[BundledCandidate, ...]
     reference: Program | None = None
 
     @property
@@ -352,7 +352,7 @@ def _bundled(call: _Call, folder: Path) -> BundledCall:
     )
 
 
-def _compiled(row: _Row, folder: Path) -> Compiled:
+def _compiled(row: _Row, folder: Path) -> BundledCandidate:
     try:
         config = decode_config(row.config, row.config_type)
     except SerializationError as error:
@@ -370,7 +370,7 @@ def _compiled(row: _Row, folder: Path) -> Compiled:
         compile_seconds=row.compile_seconds,
         spilled=row.spilled,
     )
-    return Compiled(outcome=outcome, program=program)
+    return BundledCandidate(outcome=outcome, program=program)
 
 
 def _whole(program: Program | None) -> tuple[Program | None, str]:

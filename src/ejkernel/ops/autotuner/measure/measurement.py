@@ -182,27 +182,27 @@ def interleaved(
         race = Race(len(functions), plan=RacePlan.fixed(rounds or 0), incumbents=())
     if race.count != len(functions):
         raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
-    meet = _Meet(functions, race, stop, on_error)
-    calls = meet.warmed_up(warmup)
+    sampler = _Sampler(functions, race, stop, on_error)
+    calls = sampler.warmed_up(warmup)
     # One way for all: times that were taken in two ways cannot be compared.
     timer = choose_timer([functions[index] for index in race.running])
     try:
         try:
-            meet.run(timer, calls)
+            sampler.run(timer, calls)
         finally:
             timer.end()
     except TimerError as error:
         logger.warning("measuring anew, all by the wall clock: %s", error)
         timer = WALL
         race.restart()
-        meet.run(timer, calls)
+        sampler.run(timer, calls)
     witness, samples = race.judged
     method = PROCESSOR if witness == PROCESSOR else timer.method
     return [_measurement(function, values, method) for function, values in zip(functions, samples, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Meet:
+class _Sampler:
     """Functions under a race's rules."""
 
     functions: Sequence[Callable[[], Any]]

@@ -169,7 +169,7 @@ class Race:
         self._samples: list[list[Sample]] = [[] for _ in range(count)]
         self._alive = list(range(count))
         self._failed: set[int] = set()
-        self._left: dict[int, int] = {}  # rounds that a candidate stayed for
+        self._stayed: dict[int, int] = {}  # rounds that a candidate stayed for
         self._round = 0  # the number of samples that each live candidate has, those that are discarded included
         self._pending: set[int] = set()
 
@@ -237,19 +237,19 @@ class Race:
         self._failed.add(index)
         self._pending.discard(index)
         self._alive = [other for other in self._alive if other != index]
-        self._left.pop(index, None)
+        self._stayed.pop(index, None)
 
     def drop(self, index: int) -> None:
         """Give a candidate no further samples, because the caller knows better; an incumbent has them all the same."""
         if index in self._alive:
             self._alive.remove(index)
-            self._left[index] = len(self.samples[index])
+            self._stayed[index] = len(self.samples[index])
 
     def restart(self) -> None:
         """Forget all samples, because they cannot be compared with those to come; who failed stays out."""
         self._samples = [[] for _ in self._samples]
         self._alive = [index for index in range(len(self._samples)) if index not in self._failed]
-        self._left, self._round, self._pending = {}, 0, set()
+        self._stayed, self._round, self._pending = {}, 0, set()
 
     def ranking(self) -> list[int]:
         """Return the candidates that have a sample and did not fail, the best first.
@@ -257,7 +257,7 @@ class Race:
         Those that stayed longer come first; of equals those whose figure, `RacePlan.center`, is less; then by index.
         """
         _, samples = self.judged
-        stayed = {index: len(values) for index, values in enumerate(samples) if values} | self._left
+        stayed = {index: len(values) for index, values in enumerate(samples) if values} | self._stayed
         keys = {
             index: (-rounds, self.plan.center(samples[index][:rounds]) if rounds else math.inf)
             for index, rounds in stayed.items()
@@ -288,7 +288,7 @@ class Race:
         leader = noted[ordered[0]]
         near = (index for index in ordered[: self.plan.most(counted, len(ordered))] if self._near(noted[index], leader))
         staying = {ordered[0], *near}
-        self._left |= {index: counted for index in ordered if index not in staying}
+        self._stayed |= {index: counted for index in ordered if index not in staying}
         self._alive = sorted(staying)
 
     def _near(self, mine: Sequence[Sample], leader: Sequence[Sample]) -> bool:

@@ -30,11 +30,11 @@ _AT_EXIT_LEFT = 1.0  # and for what was left, because it does not end
 _inside = threading.local()
 
 
-class LeftError(TuningError):
+class AbandonedError(TuningError):
     """What was done on a measuring thread was left, because it does not end."""
 
 
-class _Lane:
+class _MeasuringThread:
     """A thread that works off what it is given; a daemon, because it may have to be left at what it is at."""
 
     def __init__(self, name: str) -> None:
@@ -66,33 +66,33 @@ class _Lane:
             done.set()
 
 
-_lanes: dict[tuple[jax.Device, int], _Lane] = {}
-_left: list[_Lane] = []
+_threads: dict[tuple[jax.Device, int], _MeasuringThread] = {}
+_abandoned: list[_MeasuringThread] = []
 _guard = threading.Lock()
 
 
-def _lane_of(device: jax.Device, depth: int) -> _Lane:
+def _thread_of(device: jax.Device, depth: int) -> _MeasuringThread:
     with _guard:
-        if (device, depth) not in _lanes:
-            _lanes[device, depth] = _Lane(f"ejkernel-measure-{device.id}-{depth}")
-        return _lanes[device, depth]
+        if (device, depth) not in _threads:
+            _threads[device, depth] = _MeasuringThread(f"ejkernel-measure-{device.id}-{depth}")
+        return _threads[device, depth]
 
 
-def _leave(lane: _Lane) -> None:
+def _abandon(thread: _MeasuringThread) -> None:
     """Have others take another thread from now on."""
     with _guard:
-        _left.append(lane)
-        for place in [place for place, there in _lanes.items() if there is lane]:
-            del _lanes[place]
+        _abandoned.append(thread)
+        for place in [place for place, there in _threads.items() if there is thread]:
+            del _threads[place]
 
 
 def _wait_at_exit() -> None:
     """Wait for what is measured still: the interpreter's end would meet it in the middle of C++."""
     end = time.monotonic() + _AT_EXIT
-    for lane in list(_lanes.values()):
-        lane.wait(max(0.0, end - time.monotonic()))
-    for lane in _left:
-        lane.wait(_AT_EXIT_LEFT)
+    for thread in list(_threads.values()):
+        thread.wait(max(0.0, end - time.monotonic()))
+    for thread in _abandoned:
+        thread.wait(_AT_EXIT_LEFT)
 
 
 atexit.register(_wait_at_exit)
@@ -150,8 +150,8 @@ def on_measuring_thread(
         look: Called again and again meanwhile; if it raises, so does this, and `work` is left to go on by itself.
     """
     # Under an open trace, mesh or transformation, a thread of its own is the only place where JAX behaves as usual.
-    lane = _lane_of(default_device(), _depth())
-    future = lane.submit(in_callers_context(work, deeper=True))
+    thread = _thread_of(default_device(), _depth())
+    future = thread.submit(in_callers_context(work, deeper=True))
     try:
         _wait_for(future, look)
     except KeyboardInterrupt:  # the user's: what `work` raises is not seen here
@@ -159,8 +159,8 @@ def on_measuring_thread(
             raise
         on_interrupt()  # even if the work has just been done: it is not lost
         _wait_for(future, look)
-    except LeftError:
-        _leave(lane)
+    except AbandonedError:
+        _abandon(thread)
         raise
     return future.result()
 

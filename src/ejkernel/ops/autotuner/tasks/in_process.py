@@ -14,7 +14,7 @@ from typing import Any
 
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.outputs import Outputs
-from ejkernel.ops.autotuner.process.threads import LeftError, on_measuring_thread
+from ejkernel.ops.autotuner.process.threads import AbandonedError, on_measuring_thread
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.autotuner.tasks.task import TuningTask
@@ -63,13 +63,15 @@ def _within_budget(task: TuningTask, cancellation: Cancellation, outputs: Output
         run = TuningRun(journal.task(), watch=attempt, cancellation=cancellation, tell=attempt.tell)
         try:
             return attempt.carry_out(run)
-        except LeftError as left:
-            text = f"{task.inv.op_id}: {left}{named(attempt.accused)}; it cannot be ended in this process, and is left "
+        except AbandonedError as error:
+            text = (
+                f"{task.inv.op_id}: {error}{named(attempt.accused)}; it cannot be ended in this process, and is left "
+            )
             warnings.warn(f"{text}(AutotunePolicy(isolate=True) ends it).", TuningWarning, stacklevel=4)
             # What Ctrl-C asks for is an end, and not another attempt.
             if journal.is_over or cancellation.is_requested:
-                return journal.conclude(f"{left}{named(attempt.accused)}")
-            journal.attribute_crash(str(left), attempt.what, attempt.accused)
+                return journal.conclude(f"{error}{named(attempt.accused)}")
+            journal.attribute_crash(str(error), attempt.what, attempt.accused)
 
 
 class _Attempt:
@@ -103,7 +105,7 @@ class _Attempt:
         try:
             look = None if self._journal is None else self._look
             return on_measuring_thread(run.run, on_interrupt=self._cancellation.request, look=look)
-        except (KeyboardInterrupt, LeftError):
+        except (KeyboardInterrupt, AbandonedError):
             self._is_abandoned = True
             raise
 
@@ -141,12 +143,12 @@ class _Attempt:
         """Give up what shows no sign of life.
 
         Raises:
-            LeftError: nothing is heard any more, or the time is over.
+            AbandonedError: nothing is heard any more, or the time is over.
         """
         assert self._journal is not None  # without a budget nobody looks
         silent = time.monotonic() - self._alive
         allowed = self._journal.silence(self.what, self.accused, self._allowed)
         if silent > allowed:
-            raise LeftError(f"no sign of life for {silent:.1f} s while {self.what} (allowed: {allowed:.1f} s)")
+            raise AbandonedError(f"no sign of life for {silent:.1f} s while {self.what} (allowed: {allowed:.1f} s)")
         if self._journal.left() <= 0:
-            raise LeftError(f"its time was over while {self.what}")
+            raise AbandonedError(f"its time was over while {self.what}")

@@ -148,7 +148,7 @@ class Journal:
         return AutotuneData(
             inv=inv,
             config=first.config,
-            outcomes=(first, *map(_left, others)),
+            outcomes=(first, *map(_skipped, others)),
             seconds=self._clock() - self._start,
             checked=("outputs",) if self._task.policy.validate else (),
             why=f"the budget of {budget:g} s was spent before another could be confirmed: {why}",
@@ -192,7 +192,7 @@ def named(accused: Iterable[Any]) -> str:
     return f": {', '.join(listed)}" if listed else ""
 
 
-def _left(outcome: Outcome) -> Outcome:
+def _skipped(outcome: Outcome) -> Outcome:
     if outcome.status != Status.READY:
         return outcome
     return dataclasses.replace(outcome, status=Status.SKIPPED, reason="the budget was spent before its turn")

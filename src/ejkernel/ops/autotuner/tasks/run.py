@@ -105,27 +105,8 @@ class TuningRun:
         first, others = self._configurations()
         with self._naming_the_kernel():
             baseline = _first(inv, first, others)
-        self._oracle = Oracle(
-            inv=inv,
-            baseline=baseline,
-            validate=task.policy.validate,
-            seed=task.seed,
-            reference=task.reference,
-            watch=self._watch,
-            limits=task.limits,
-        )
-        self._timing = Timing(
-            oracle=self._oracle, warmup=task.warmup, cold_cache=task.policy.cold_cache, stop=self._must_end
-        )
-        with self._compiling_elsewhere() as compile_elsewhere, self._naming_the_kernel():
-            self._preparation = Preparation(
-                oracle=self._oracle,
-                programs={config_id(config): program for config, program in task.programs},
-                compile_elsewhere=compile_elsewhere,
-                width=task.width or task.policy.compile_processes or None,
-                left=self._left,
-                finished=self._one_finished,
-            )
+        with self._compiling_elsewhere() as compiler, self._naming_the_kernel():
+            self._set_up(baseline, compiler)
             if isinstance(others, ConfigSpace) and not others.has_at_most(LISTED):
                 self._ask(others, first)
             else:
@@ -133,8 +114,7 @@ class TuningRun:
             self._rule_fault = self._checked_rule()
             decision = self._decide()
         for candidate in self._tried:
-            # Compiled, and then time was up.
-            if candidate.status == Status.READY:
+            if candidate.status == Status.READY:  # compiled, and then time was up
                 candidate.status = Status.SKIPPED
         return AutotuneData(
             inv=inv,
@@ -147,6 +127,30 @@ class TuningRun:
             undecided=decision.undecided,
             interrupted=self._cancellation.is_requested,
             rule_fault=self._rule_fault,
+        )
+
+    def _set_up(self, baseline: Any, compiler: Compiler | None) -> None:
+        """Make the bench: what is right, what compiles and checks candidates, and what times them."""
+        task = self.task
+        self._oracle = Oracle(
+            inv=task.inv,
+            baseline=baseline,
+            validate=task.policy.validate,
+            seed=task.seed,
+            reference=task.reference,
+            watch=self._watch,
+            limits=task.limits,
+        )
+        self._preparation = Preparation(
+            oracle=self._oracle,
+            programs={config_id(config): program for config, program in task.programs},
+            compile_elsewhere=compiler,
+            width=task.width or task.policy.compile_processes or None,
+            left=self._left,
+            finished=self._one_finished,
+        )
+        self._timing = Timing(
+            oracle=self._oracle, warmup=task.warmup, cold_cache=task.policy.cold_cache, stop=self._must_end
         )
 
     def _configurations(self) -> tuple[list[Any], Collection[Any]]:
