@@ -320,6 +320,43 @@ def test_an_implementation_whose_residuals_nobody_shares_is_for_both_directions_
         np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: kernel(x).sum()))(x), jnp.full_like(x, 2))
 
 
+def test_both_directions_agree_on_whose_residuals_there_are():
+    """The first that some forward leaves and some backward takes, in whichever direction it is asked."""
+
+    class First(Private):
+        name = "first"
+
+        def unsupported(self, call):
+            return "not backwards." if call.backward else None
+
+    class Second(Plain):
+        name = "second"
+
+    class Third(Private):
+        name = "third"
+
+        def unsupported(self, call):
+            return None if call.backward else "not forwards."
+
+    class MixedConfig(OperationConfig):
+        pass
+
+    class Mixed(Operation[MixedConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"first": First(), "second": Second(), "third": Third()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    seen = {}
+
+    class Spy(Mixed):
+        def heuristic_cfg(self, inv):
+            seen[inv.direction] = super().heuristic_cfg(inv).implementation
+            return super().heuristic_cfg(inv)
+
+    spy = Spy()
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: spy(x).sum()))(EVEN), jnp.full(6, 2.0))
+    assert seen == {"fwd": "first", "bwd": "third"}
+
+
 def test_without_a_backward_of_its_own_jax_differentiates_the_forward():
     np.testing.assert_array_equal(jax.grad(lambda x: SCALE(x, cfg=PLAIN).sum())(EVEN), jnp.full(6, 2.0))
 
@@ -450,6 +487,13 @@ def test_a_wrong_declaration_is_an_error_at_once():
 
 
 # --- explaining ---
+
+
+def test_an_explanation_says_why_an_implementation_does_not_run():
+    why = default_executor().explain(SCALE, ODD)
+    assert why.refusals == {"fast": "length is 7, and 'fast' takes even ones; use 'plain'."}
+    assert "  fast       - does not run: length is 7" in str(why)
+    assert default_executor().explain(SCALE, EVEN).refusals == {}
 
 
 def test_modules_take_an_order_of_preference_too():

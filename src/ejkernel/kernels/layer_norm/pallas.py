@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.implementation import Implementation
-from ejkernel.ops.utils.signature import is_known
+from ejkernel.ops.utils.values.signature import is_known
 
 from .operation import RESIDUALS, LayerNormCall
 
