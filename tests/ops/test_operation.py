@@ -437,13 +437,32 @@ def test_spaces_of_several_implementations_are_one_space():
     assert [axis.numeric for axis in space.axes if axis.name in ("large.tile", "plain.block")] == [True, True]
 
 
+def test_an_implementation_whose_space_is_empty_is_left_out():
+    class Empty(Large):
+        name = "empty"
+
+        def space(self, call):
+            return ConfigSpace({"tile": [2, 4]}, constraints=lambda tile: tile > 4, build=Tiles)
+
+    class EmptyConfig(OperationConfig):
+        pass
+
+    class WithEmpty(Operation[EmptyConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"empty": Empty(), "plain": Plain()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    kernel = WithEmpty()
+    space = kernel.config_space(dataclasses.replace(call(), kernel=kernel))
+    assert [config.implementation for config in space] == ["plain"] * 3
+
+
 def test_one_search_goes_over_all_implementations():
     kernel, x = WithLarge(), jnp.arange(256.0)
     inv = dataclasses.replace(call(x), kernel=kernel)
     tuner = Autotuner(rounds=1, warmup=1)
     tuned = tuner.tune(inv, kernel, policy=AutotunePolicy(max_candidates=12))
     assert len(tuned.outcomes) == 12
-    assert {outcome.config.implementation for outcome in tuned.outcomes} >= {"lonely", "large"}
+    assert {outcome.config.implementation for outcome in tuned.outcomes[:3]} == {"lonely", "large", "plain"}
 
 
 # --- loading ---

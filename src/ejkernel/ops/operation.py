@@ -150,7 +150,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             call = able.get(config.implementation)
             return config.implementation, None if call is None else _params_of(config, call)
 
-        return alternatives(spaces, lambda name, params: self._config(name, able[name], params), read)
+        seeds = {name: self.implementations[name].heuristic(call) for name, call in able.items()}
+        return alternatives(spaces, lambda name, params: self._config(name, able[name], params), read, seeds)
 
     def run(self, *args: Any, cfg: OpCfg, **options: Any) -> Any:
         """Return the output."""
