@@ -21,7 +21,7 @@ from ejkernel.ops.autotuner.search.strategies import (
     default_strategy,
     seeds_of,
 )
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 
 STRATEGIES = [Exhaustive, Random, ModelSearch]
 

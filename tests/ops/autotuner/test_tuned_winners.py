@@ -19,7 +19,7 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import WithResiduals, WithRule, told_apart
 
 from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, tune
-from ejkernel.ops.autotuner.tasks import bench
+from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.tuner import Autotuner
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def made_up_times(monkeypatch):
     def time_of(config):
         return SECONDS[config["block"] if isinstance(config, dict) else config]
 
-    monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
 
 
 def mesh():

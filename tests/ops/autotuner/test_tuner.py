@@ -14,8 +14,8 @@ from tests.ops import faulty_kernels
 from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 
+from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.race import Sample, Work
-from ejkernel.ops.autotuner.tasks import bench
 from ejkernel.ops.autotuner.trials.events import SearchFinished, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -54,7 +54,7 @@ def race(monkeypatch):
         def time_of(config):
             return costs[config["block"] if isinstance(config, dict) else config]
 
-        monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
+        monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
 
     return setup
 
@@ -396,7 +396,7 @@ def races_one_after_the_other(monkeypatch, *races):
     def interleaved(functions, **options):
         return interleaved_with(next(remaining).__getitem__)(functions, **options)
 
-    monkeypatch.setattr(bench, "interleaved", interleaved)
+    monkeypatch.setattr(timing, "interleaved", interleaved)
 
 
 def test_a_winner_that_loses_the_second_race_is_not_admitted(monkeypatch):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ejkernel.ops.autotuner.search.strategies import ModelSearch, Random, default_strategy
 from ejkernel.ops.config import _chains, _parts
-from ejkernel.ops.config import space as space_module
-from ejkernel.ops.config._parts import Part
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces import space as space_module
+from ejkernel.ops.config.spaces.parts import Part
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ArgumentError, ConfigError
 
 TWELVE = {f"axis{i}": [1, 2, 3, 4, 5] for i in range(12)}

@@ -30,7 +30,7 @@ from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-from ejkernel.ops.utils.sealed import sealed_object
+from ejkernel.ops.utils.storage.sealed import sealed_object
 
 KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
 OTHER = KEY._replace(call="fedcba9876543210")

@@ -27,7 +27,7 @@ from ejkernel import ops
 from ejkernel.ops import Invocation, Kernel
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.registry import recording
-from ejkernel.ops.utils.signature import describe
+from ejkernel.ops.utils.values.signature import describe
 
 
 class Anything(Kernel[int, Any]):

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from ejkernel.ops.utils.identity import by_is, identity, identity_of_node, token_of
 from ejkernel.ops.utils.perobject import Bounded, IdentitySet, PerObject
+from ejkernel.ops.utils.values.identity import by_is, identity, identity_of_node, token_of
 
 NAN, OTHER_NAN = (struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in (0x7FF8 << 48, (0x7FF8 << 48) + 1))
 

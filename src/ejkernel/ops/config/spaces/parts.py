@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a configuration space: axes that constraints tie together. Parts are independent of each other."""
+"""The parts of a configuration space: axes that constraints tie together. Parts are independent of each other.
+
+Constraints are functions of which nothing is known but the axes that they name. A part is listed by itself if that can
+be done, so that a space of 8^40 with constraints on few axes each is counted exactly and drawn from evenly. One that
+cannot be listed, because its constraints read the whole assignment, has points that are found by drawing, by aiming at
+its corners, by choosing axis by axis with going back, and by repair; from these, walks go on (`_chains.py`). Its size
+is an estimate, and nothing is called empty that was not gone through. All of that is limited by looks at values and not
+by the clock, so that a seed makes the same search on any machine.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.ops.config._axes import Axis
-from ejkernel.ops.config._chains import Chain, Effort, cost_of, descended, start_points
-from ejkernel.ops.config._constraints import Constraint, by_last
+from ejkernel.ops.config.spaces.axes import Axis
+from ejkernel.ops.config.spaces.chains import Chain, Effort, cost_of, descended, start_points
+from ejkernel.ops.config.spaces.constraints import Constraint, by_last
 
 Point = tuple[int, ...]  # of each axis, the position of its value
 

@@ -12,18 +12,17 @@ import jax
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.measure.correctness import check_results
+from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
-from ejkernel.ops.autotuner.tasks.bench import Bench
 from ejkernel.ops.autotuner.trials.naming import array_names, result_names
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.derived import Vjp, innermost, with_spec
 from ejkernel.ops.core.examples import random_array
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
-from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.core.transformations.autodiff import Vjp, innermost, with_spec
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import CandidateError, GradientError
-from ejkernel.ops.utils.identity import Strong
+from ejkernel.ops.utils.values.identity import Strong
 
 logger = logging.getLogger(__name__)
 
@@ -57,37 +56,38 @@ def without_rule(node: Node, choice: Choice) -> Node:
     return changed
 
 
-def gradient_of(bench: Bench, results: Sequence[Any]) -> tuple[Node, list[Any], list[str]] | None:
-    """Return the backward of a bench's forward call, inputs for it, and names for what comes out; `None`: it has none.
+def gradient_of(oracle: Oracle, results: Sequence[Any]) -> tuple[Node, list[Any], list[str]] | None:
+    """Return the backward of a forward call, inputs for it, and names for what comes out; `None` if it has none.
 
     Args:
-        bench: The call.
+        oracle: The forward call.
         results: Of the forward, or their types.
     """
-    spec, arrays = bench.inv.node.spec, bench.arrays
+    spec, arrays = oracle.inv.node.spec, oracle.arrays
     wrt, outs = differentiable(spec, arrays), tuple(map(is_inexact, results))
-    if not isinstance(innermost(bench.inv.node), Forward) or not any(wrt) or not any(outs):
+    if not isinstance(innermost(oracle.inv.node), Forward) or not any(wrt) or not any(outs):
         return None
-    rng = np.random.default_rng(bench.seed)
+    rng = np.random.default_rng(oracle.seed)
     cotangents = [random_array(like, rng) for like, has in zip(results, outs, strict=True) if has]
     names = [f"the gradient of {name}" for name, has in zip(array_names(spec), wrt, strict=True) if has]
-    return Vjp(bench.inv.node, len(arrays), wrt, outs), [*arrays, *cotangents], names
+    return Vjp(oracle.inv.node, len(arrays), wrt, outs), [*arrays, *cotangents], names
 
 
 @looking_only()
-def rule_fault(bench: Bench) -> str:
-    """Return how the gradients of the bench's baseline differ from JAX's of `reference`, or of `run` without one.
+def rule_fault(oracle: Oracle) -> str:
+    """Return how the gradients of the oracle's baseline differ from JAX's of `reference`, or of `run` without one.
 
     Nothing is held against a kernel whose gradients, or the others, cannot be had; the log says why.
     """
-    inv, kernel = bench.inv, bench.inv.node.spec.kernel
+    inv, kernel = oracle.inv, oracle.inv.node.spec.kernel
     has_reference = overrides(kernel, "reference")
+    # Without either, the gradient is JAX's own derivative of `run`, and there is nothing to hold it against.
     if not (has_reference or has_gradient_rule(kernel)) or inv.direction == "jvp":
         return ""
-    choice = Choice(config=bench.baseline, platform=inv.platform)
-    bench.watch.begin("checking the gradient rule", [], bench.limits.compile.first)
+    choice = oracle.choice
+    oracle.begin("checking the gradient rule")
     try:
-        found = _backward(bench, choice)
+        found = _backward(oracle, choice)
         if found is None:
             return ""
         node, inputs, names = found
@@ -97,6 +97,9 @@ def rule_fault(bench: Bench) -> str:
     except Exception as error:  # noqa: BLE001 - a kernel need not have a gradient for every call
         logger.info("%s: gradients are not checked, the kernel has none: %s", inv.op_id, error)
         return ""
+    # A rule that is wrong under every configuration alike would pass where candidates are compared with the heuristic,
+    # and would reject them all where they are compared with the reference. So the heuristic's is held against JAX's
+    # derivative before anybody wins; then tuning goes on by the heuristic's, for the fault is no candidate's.
     truth_node = node if has_reference else without_rule(node, choice)
     try:
         truth = _run_once(truth_node, dataclasses.replace(choice, reference=True), inputs, inv.platform)
@@ -104,26 +107,25 @@ def rule_fault(bench: Bench) -> str:
         logger.info("%s: gradients are not checked, JAX finds none: %s", inv.op_id, error)
         return ""
     try:
-        check_results(gradients, truth, platform=inv.platform, precision=inv.precision, names=names)
+        oracle.compare(gradients, truth, names)
     except CandidateError as error:
         whose = "`reference`" if has_reference else "`run`"
         return f"its gradients are not JAX's derivatives of {whose}: {error}"
     return ""
 
 
-def _backward(bench: Bench, choice: Choice) -> tuple[Node, list[Any], list[str]] | None:
-    """Return the backward that belongs to a bench's call: the call itself, if it is one."""
-    if bench.inv.direction == "fwd":
-        if not any(differentiable(bench.inv.node.spec, bench.arrays)):
+def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str]] | None:
+    """Return the backward that belongs to an oracle's call: the call itself, if it is one."""
+    if oracle.inv.direction == "fwd":
+        if not any(differentiable(oracle.inv.node.spec, oracle.arrays)):
             return None
-        return gradient_of(bench, jax.eval_shape(bench.inv.node.flat(choice), *bench.arrays))
-    return bench.inv.node, bench.arrays, result_names(bench.inv.node)
+        return gradient_of(oracle, jax.eval_shape(oracle.inv.node.flat(choice), *oracle.arrays))
+    return oracle.inv.node, oracle.arrays, result_names(oracle.inv.node)
 
 
-def baseline_gradient(bench: Bench, node: Node, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Return the gradients of the bench's baseline, by the kernel's own rule."""
-    platform = bench.inv.platform
-    return _run_once(node, Choice(config=bench.baseline, platform=platform), inputs, platform)
+def baseline_gradient(oracle: Oracle, node: Node, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Return the gradients of the oracle's baseline, by the kernel's own rule."""
+    return _run_once(node, oracle.choice, inputs, oracle.inv.platform)
 
 
 def _run_once(node: Node, choice: Choice, inputs: Sequence[Any], platform: str) -> Sequence[Any]:
