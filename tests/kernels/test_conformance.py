@@ -26,6 +26,8 @@ from tests.kernels.conformance import (
 
 from ejkernel.ops import ConfigSpace, Invocation
 
+pytestmark = pytest.mark.slow
+
 SUBJECTS = subjects()
 PLATFORMS = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}  # as programs are lowered for
 DEVICES = {"gpu": "gpu:nvidia_h200", "tpu": "tpu:v5", "cpu": "cpu:some"}
