@@ -27,6 +27,9 @@ hypothesis.settings.register_profile("ejkernel", deadline=None)
 hypothesis.settings.load_profile("ejkernel")
 
 
+pytest_plugins = ["tests.cpu_seconds"]
+
+
 def pytest_addoption(parser):
     parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
     parser.addoption("--whole-spaces", action="store_true", help="lower all configurations of spaces, not a sample")

@@ -15,6 +15,8 @@ from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.tasks import in_process
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = '''
 import dataclasses
 import jax

@@ -44,7 +44,7 @@ from ejkernel.ops.config._files import location
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.nearest import why_no_entry
-from ejkernel.ops.utils.sealed import sealed_json
+from ejkernel.ops.utils.storage.sealed import sealed_json
 from ejkernel.ops.utils.tables import arguments, compact
 
 MARKED = "[bold red]marked[/bold red]"

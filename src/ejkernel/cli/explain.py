@@ -24,7 +24,7 @@ from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.serialize import to_data
+from ejkernel.ops.utils.storage.serialize import to_data
 from ejkernel.ops.utils.tables import arguments, compact, counted
 
 _MEASURED = (PERSISTENT.name, AUTOTUNE.name, MEMORY.name)

@@ -20,7 +20,7 @@ from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.utils.printable import printable, printable_json, printable_lines
-from ejkernel.ops.utils.serialize import to_data
+from ejkernel.ops.utils.storage.serialize import to_data
 from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
 
 

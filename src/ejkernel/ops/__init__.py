@@ -11,7 +11,7 @@ from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain
 from ejkernel.ops.config.selection import Resolution as Resolution
-from ejkernel.ops.config.space import ConfigSpace as ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace as ConfigSpace
 from ejkernel.ops.core.bucketing import bucketed as bucketed
 from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.invocation import default_key_builder_with_sharding as default_key_builder_with_sharding
@@ -70,10 +70,10 @@ from ejkernel.ops.utils.meta import extract_labels_from_hlo_text as extract_labe
 from ejkernel.ops.utils.meta import find_labels_in_lowered as find_labels_in_lowered
 from ejkernel.ops.utils.meta import label as label
 from ejkernel.ops.utils.meta import labels_to_configs as labels_to_configs
-from ejkernel.ops.utils.nameable import nameable as nameable
-from ejkernel.ops.utils.serialize import from_json as from_json
-from ejkernel.ops.utils.serialize import stable_json as stable_json
-from ejkernel.ops.utils.serialize import to_json as to_json
+from ejkernel.ops.utils.storage.serialize import from_json as from_json
+from ejkernel.ops.utils.storage.serialize import stable_json as stable_json
+from ejkernel.ops.utils.storage.serialize import to_json as to_json
+from ejkernel.ops.utils.values.nameable import nameable as nameable
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.measure.measurement import Measurement as Measurement

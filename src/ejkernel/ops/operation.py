@@ -11,15 +11,15 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.config.alternatives import alternatives
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.alternatives import alternatives
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, config_type_of
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
 from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind, platform_kind
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
 

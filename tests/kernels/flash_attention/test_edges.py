@@ -20,6 +20,8 @@ from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.modules import FlashAttention
 from ejkernel.ops import BwdParams, FwdParams, device_fingerprint
 
+pytestmark = pytest.mark.slow
+
 IMPLEMENTATIONS = FlashAttention.implementations
 # Smaller than the lengths, of different sizes, and no divisors of them: every way to have a rest.
 FWD, BWD = FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32, kv_blocksize=20)

@@ -27,7 +27,7 @@ from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 
 X = jax.ShapeDtypeStruct((16,), jnp.int32)
 

@@ -22,10 +22,12 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ConfigError, TuningWarning
+
+pytestmark = pytest.mark.slow
 
 X = jax.ShapeDtypeStruct((8,), jnp.int32)  # no gradient, which would be compiled where it is checked
 HERE = Target.named("here")

@@ -30,6 +30,8 @@ from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution.offline import tune_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
+pytestmark = pytest.mark.slow
+
 
 def ask(function, *args, **options):
     """Have this thread's worker call a function."""

@@ -24,6 +24,8 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningWarning
 
+pytestmark = pytest.mark.slow
+
 KERNEL = faulty_kernels.failing_on_device
 INV = Invocation(kernel=KERNEL, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),))
 

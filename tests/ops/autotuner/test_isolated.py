@@ -33,6 +33,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
 
+pytestmark = pytest.mark.slow
+
 X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 
 

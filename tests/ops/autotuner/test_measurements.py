@@ -363,6 +363,7 @@ def save_one(folder, us):
     MeasurementStore(folder).save(searched(call(), {Tile(1): us}))
 
 
+@pytest.mark.slow
 def test_processes_that_save_at_once_keep_all(folder):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         pool.starmap(save_one, [(folder, 1.0), (folder, 2.0), (folder, 3.0)])

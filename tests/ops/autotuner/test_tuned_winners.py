@@ -22,6 +22,8 @@ from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, tune
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.tuner import Autotuner
 
+pytestmark = pytest.mark.slow
+
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 flash_attention_module = importlib.import_module("ejkernel.modules.flash_attention")
 SECONDS = {0: 4.0, 1: 3.0, 2: 1.0, 3: 2.0}

@@ -24,6 +24,8 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.utils import fingerprint
 
+pytestmark = pytest.mark.slow
+
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 
 

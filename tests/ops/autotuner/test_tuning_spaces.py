@@ -22,6 +22,8 @@ from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.errors import ConfigError, TuningError
 
+pytestmark = pytest.mark.slow
+
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 ROUNDS = 5
 

@@ -409,6 +409,7 @@ print(json.dumps([value, ops.default_executor().explain(kernel, x).source, *inv.
 """
 
 
+@pytest.mark.slow
 def test_the_next_process_starts_with_what_was_tuned_and_tunes_nothing(tmp_path):
     inv = Invocation(op_id="Telling", args=(np.ones((2, 3), np.float32),))
     PersistentCache(tmp_path).put(inv.key, 7)

@@ -25,6 +25,8 @@ from ejkernel.ops.errors import KernelError, TuningError, TuningWarning
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.registry import recording
 
+pytestmark = pytest.mark.slow
+
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 ROUNDS = 4
 

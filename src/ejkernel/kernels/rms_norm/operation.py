@@ -15,7 +15,7 @@ from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, OperationCall, OperationConfig
 from ejkernel.ops.operation import Operation
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 from .reference import normalize
 

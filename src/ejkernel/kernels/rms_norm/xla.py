@@ -18,7 +18,7 @@ from jax import lax
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
-from ejkernel.ops.utils.signature import is_known
+from ejkernel.ops.utils.values.signature import is_known
 
 from .operation import RmsNormCall
 

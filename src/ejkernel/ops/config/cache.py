@@ -15,7 +15,7 @@ from ejkernel.ops.config.tiers import Tier, tier_named
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

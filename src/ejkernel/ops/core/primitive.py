@@ -16,17 +16,17 @@ import jax
 
 from ejkernel import compat
 from ejkernel.compat import ad
-from ejkernel.ops.core.batched import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.context import Settings, settings_in_force
-from ejkernel.ops.core.derived import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
-from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact, zero_tangent
+from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
+from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
 from ejkernel.ops.errors import ArgumentError, GradientError, NoConfigError
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
-from ejkernel.ops.utils.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.perobject import Bounded, PerObject
-from ejkernel.ops.utils.signature import abstract_tree
+from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
+from ejkernel.ops.utils.values.signature import abstract_tree
 
 
 class Body(Protocol):

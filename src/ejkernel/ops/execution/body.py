@@ -19,12 +19,12 @@ from ejkernel.ops.config.tiers import HEURISTIC
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import hook
-from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.core.primitive import Call, Types, known_types, types_of
+from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CacheWarning, KernelError, NoConfigError, SerializationError
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.meta import label, stamp
-from ejkernel.ops.utils.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Reso
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, check_config, unbound
-from ejkernel.ops.core.nodes import Forward
 from ejkernel.ops.core.primitive import Call, Override, call_of, call_p, types_of
+from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError
 from ejkernel.ops.execution.body import ResolvedCall, resolved
@@ -27,10 +27,10 @@ from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.identity import identity, token_of
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
-from ejkernel.ops.utils.serialize import stable_json
-from ejkernel.ops.utils.signature import as_array, stands_for_array
+from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.values.identity import identity, token_of
+from ejkernel.ops.utils.values.signature import as_array, stands_for_array
 
 
 class ConfigChooser(Protocol[Cfg, Out]):

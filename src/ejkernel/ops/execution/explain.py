@@ -13,7 +13,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
 from ejkernel.ops.config.tiers import PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.nearest import why_no_entry

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.serialize import to_data
+from ejkernel.ops.utils.storage.serialize import to_data
 
 _LONGEST = 1000  # characters of a call or a configuration: a file may hold any number of them
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))

@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.bench.gradients import baseline_gradient, gradient_o
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE, Oracle
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.config.policy import looking_only
-from ejkernel.ops.core.nodes import Choice, Node
+from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.utils.telling import error_text
 

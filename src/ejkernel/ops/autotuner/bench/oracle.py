@@ -19,7 +19,7 @@ from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
-from ejkernel.ops.core.nodes import Choice, Node
+from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.telling import error_text
 

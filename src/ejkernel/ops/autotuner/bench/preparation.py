@@ -22,7 +22,7 @@ from ejkernel.ops.autotuner.trials.programs import Program, program_digest
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError
 
 # Bytes of registers that a thread spills, from which on a candidate is not run if there is another: such ones took 2.5

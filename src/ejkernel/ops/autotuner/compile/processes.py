@@ -30,7 +30,7 @@ from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, Worke
 from ejkernel.ops.autotuner.trials.programs import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.fingerprint import default_device
 from ejkernel.ops.utils.telling import error_text

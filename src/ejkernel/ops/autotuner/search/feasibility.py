@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ejkernel.ops.autotuner.search.gaussian_process import Hyper, Pool, Process, Scale, normal_cdf
-from ejkernel.ops.config._axes import Floats
+from ejkernel.ops.config.spaces.axes import Floats
 
 # Replayed on recorded spaces (`benchmarks/search.py --failing`) of which the most tempting pair of values was made to
 # fail, 8 % of the configurations: 4 % of the first hundred measurements fail, and the score is 0.69, where by the share

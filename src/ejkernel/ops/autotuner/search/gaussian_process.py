@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ejkernel.ops.config._axes import Floats
+from ejkernel.ops.config.spaces.axes import Floats
 
 Ints = npt.NDArray[np.intp]
 

@@ -34,13 +34,13 @@ from ejkernel.ops.config._files import (
 )
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.serialize import describe, stable_json, to_data
+from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
 
 logger = logging.getLogger(__name__)
 

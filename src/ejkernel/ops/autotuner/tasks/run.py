@@ -39,7 +39,7 @@ from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_i
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Standing
 from ejkernel.ops.autotuner.trials.status import REJECTED, Status
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError

@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.printable import printable, printable_lines
-from ejkernel.ops.utils.serialize import stable_json, to_data
+from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 from ejkernel.ops.utils.tables import arguments, compact, counted, duration, ratio, text_table
 
 _REASON = 100  # characters of a reason that a table shows

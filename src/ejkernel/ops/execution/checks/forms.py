@@ -16,10 +16,10 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.measure.correctness import deviations
+from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook, run_forms
-from ejkernel.ops.core.nodes import Choice, is_inexact
-from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.core.transformations.nodes import Choice, is_inexact
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.execution.checks.programs import Arrays, compiled, cotangents_of, pulled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus

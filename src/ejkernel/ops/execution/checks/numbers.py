@@ -15,7 +15,7 @@ from ejkernel import compat
 from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations
 from ejkernel.ops.core.examples import random_array, stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
-from ejkernel.ops.core.nodes import Choice, Flat, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.execution.checks.numeric import numeric_row
 from ejkernel.ops.execution.checks.programs import (

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.core.examples import random_array
-from ejkernel.ops.core.nodes import is_inexact
+from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.execution.checks.programs import Arrays, Results, compiled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 

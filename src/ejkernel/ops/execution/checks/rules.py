@@ -11,7 +11,7 @@ import numpy as np
 
 from ejkernel.ops.autotuner.trials.naming import array_names
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
-from ejkernel.ops.core.nodes import Choice, Forward, as_outputs, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 

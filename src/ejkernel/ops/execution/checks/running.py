@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError

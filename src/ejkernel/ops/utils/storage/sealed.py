@@ -10,7 +10,7 @@ import hashlib
 from typing import Any, Final
 
 from ejkernel.ops.errors import SerializationError
-from ejkernel.ops.utils.serialize import parse_json, to_json
+from ejkernel.ops.utils.storage.serialize import parse_json, to_json
 
 _MEMBER: Final = "sha256"
 _OBJECT: Final = f',\n  "{_MEMBER}": "%s"\n}}\n'  # in place of the end of an object that `to_json` wrote

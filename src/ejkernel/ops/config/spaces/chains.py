@@ -14,11 +14,11 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ejkernel.ops.config._constraints import Constraint
+from ejkernel.ops.config.spaces.constraints import Constraint
 from ejkernel.ops.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ejkernel.ops.config._parts import Part, Point
+    from ejkernel.ops.config.spaces.parts import Part, Point
 
 _CALL = 8  # looks at a value that take as long as calling a constraint
 _STEP = 40  # and a step of a walk

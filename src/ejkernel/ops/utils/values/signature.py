@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.errors import UnstableKeyError
-from ejkernel.ops.utils.identity import state_of
+from ejkernel.ops.utils.values.identity import state_of
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref, jax.ShapeDtypeStruct, jax.core.ShapedArray)
 _NO_ARRAYS = (np.flexible, np.object_, np.datetime64, np.timedelta64)  # scalars of NumPy that JAX has no dtype for

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.ops.config._axes import Axis
-from ejkernel.ops.config._chains import Chain, Effort, cost_of, descended, start_points
-from ejkernel.ops.config._constraints import Constraint, by_last
+from ejkernel.ops.config.spaces.axes import Axis
+from ejkernel.ops.config.spaces.chains import Chain, Effort, cost_of, descended, start_points
+from ejkernel.ops.config.spaces.constraints import Constraint, by_last
 
 Point = tuple[int, ...]  # of each axis, the position of its value
 

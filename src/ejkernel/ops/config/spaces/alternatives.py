@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ejkernel.ops.config._axes import Axis
-from ejkernel.ops.config._constraints import Constraint
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.axes import Axis
+from ejkernel.ops.config.spaces.constraints import Constraint
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
 _WHICH = "implementation"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.signature import JAX_MODULES, importable
+from ejkernel.ops.utils.values.signature import JAX_MODULES, importable
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from tests.ops.sample_kernels import Plain, WithResiduals, WithRule
 from ejkernel import ops
 from ejkernel.modules import flash_attention, rms_norm
 from ejkernel.ops import DescriptionError, Invocation, Kernel, nameable, recording, tune
-from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.core.description import rebuild
 
 KERNELS = [Plain("rebuilt.plain"), WithRule("rebuilt.with_rule"), WithResiduals("rebuilt.residuals")]
 X, W, XS = jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones((3, 4, 4))

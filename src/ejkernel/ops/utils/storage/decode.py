@@ -28,7 +28,7 @@ from cattrs.errors import (
 from cattrs.gen import make_dict_structure_fn, override
 
 from ejkernel.ops.errors import EjkernelError, SerializationError
-from ejkernel.ops.utils.serialize import child, describe, parse_dtype, stable_json
+from ejkernel.ops.utils.storage.serialize import child, describe, parse_dtype, stable_json
 
 _Hook = Callable[[Any, Any], Any]
 _TOLD = 8  # reasons that a message has; a file may have any number of wrong fields

@@ -102,9 +102,9 @@ def from_plain(data: Any, cls: type[_T]) -> _T: ...
 def from_plain(data: Any, cls: Any) -> Any: ...
 def from_plain(data: Any, cls: Any) -> Any:
     """Return data that `parse_json` returned as a `cls`, as `from_data` does."""
-    from ejkernel.ops.utils import _decode  # on first use: cattrs takes longer to import than `ejkernel.ops` may
+    from ejkernel.ops.utils.storage import decode  # on first use: cattrs takes longer to import than `ejkernel.ops` may
 
-    return _decode.decode(data, cls)
+    return decode.decode(data, cls)
 
 
 def stable_json(obj: Any) -> str:

@@ -19,9 +19,9 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.errors import DescriptionError
-from ejkernel.ops.utils.nameable import Names, quoted
-from ejkernel.ops.utils.serialize import describe as shown
-from ejkernel.ops.utils.serialize import parse_dtype
+from ejkernel.ops.utils.storage.serialize import describe as shown
+from ejkernel.ops.utils.storage.serialize import parse_dtype
+from ejkernel.ops.utils.values.nameable import Names, quoted
 
 MAX_VALUES: Final = 10_000  # in one description; calls have tens
 MAX_RANK: Final = 32

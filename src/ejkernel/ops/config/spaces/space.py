@@ -12,12 +12,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ejkernel.ops.config._axes import ALIGNED_FROM, Axis, Floats, is_number, value_key
-from ejkernel.ops.config._chains import Effort
-from ejkernel.ops.config._constraints import Constraint
-from ejkernel.ops.config._constraints import given_constraints as given_constraints
-from ejkernel.ops.config._parts import Part, parts_of
-from ejkernel.ops.config._parts import Point as Point
+from ejkernel.ops.config.spaces.axes import ALIGNED_FROM, Axis, Floats, is_number, value_key
+from ejkernel.ops.config.spaces.chains import Effort
+from ejkernel.ops.config.spaces.constraints import Constraint
+from ejkernel.ops.config.spaces.constraints import given_constraints as given_constraints
+from ejkernel.ops.config.spaces.parts import Part, parts_of
+from ejkernel.ops.config.spaces.parts import Point as Point
 from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
 from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.telling import error_text, where

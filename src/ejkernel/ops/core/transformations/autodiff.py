@@ -9,9 +9,18 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.core.batched import LinearVmapped, TransposedVmapped, Vmapped, no_cotangent
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.nodes import Around, Choice, Flat, Forward, Node, autodiff_vjp, run_vjp, zero_tangent
+from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, no_cotangent
+from ejkernel.ops.core.transformations.nodes import (
+    Around,
+    Choice,
+    Flat,
+    Forward,
+    Node,
+    autodiff_vjp,
+    run_vjp,
+    zero_tangent,
+)
 from ejkernel.ops.errors import GradientError
 
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.nameable import marked, qualified, quoted
-from ejkernel.ops.utils.serialize import from_data
+from ejkernel.ops.utils.storage.serialize import from_data
+from ejkernel.ops.utils.values.nameable import marked, qualified, quoted
 
 PLAIN: Final = "json"  # the name for a configuration that is neither dataclass nor named tuple
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.core.nodes import Around, Choice, Flat, Node, autodiff_vjp
+from ejkernel.ops.core.transformations.nodes import Around, Choice, Flat, Node, autodiff_vjp
 
 
 @dataclasses.dataclass(frozen=True)

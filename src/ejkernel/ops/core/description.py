@@ -10,20 +10,20 @@ from typing import Any, Final
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.batched import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.declared import names_of
-from ejkernel.ops.core.derived import differentiate
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
 from ejkernel.ops.core.kernel import Kernel, living_kernels
-from ejkernel.ops.core.nodes import Forward, Node, is_inexact
 from ejkernel.ops.core.primitive import Call, call_of, residual_trees, types_of
+from ejkernel.ops.core.transformations.autodiff import differentiate
+from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
+from ejkernel.ops.core.transformations.nodes import Forward, Node, is_inexact
 from ejkernel.ops.errors import DescriptionError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import device_kind
-from ejkernel.ops.utils.serialize import describe as shown
-from ejkernel.ops.utils.signature import abstract
-from ejkernel.ops.utils.undescribe import MAX_RANK, check_size, undescribe
+from ejkernel.ops.utils.storage.serialize import describe as shown
+from ejkernel.ops.utils.values.description import MAX_RANK, check_size, undescribe
+from ejkernel.ops.utils.values.signature import abstract
 
 _REQUIRED: Final = {"op", "args", "kwargs"}
 _OPTIONAL: Final = {"defaults", "kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from ejkernel.ops.errors import DescriptionError
-from ejkernel.ops.utils.nameable import Names
-from ejkernel.ops.utils.signature import describe
-from ejkernel.ops.utils.undescribe import _FORMS, undescribe
+from ejkernel.ops.utils.values.description import _FORMS, undescribe
+from ejkernel.ops.utils.values.nameable import Names
+from ejkernel.ops.utils.values.signature import describe
 
 
 class Mode(enum.Enum):
