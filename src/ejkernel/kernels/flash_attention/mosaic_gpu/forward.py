@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward: arrays are brought into the form that the kernel reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules
+
+from ._forward_plan import ForwardPlan
+from .params import ForwardParams
+from .visibility import block_table, has_table
+
+
+def forward(
+    operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`.
+
+    Args:
+        operands: Of float16 or bfloat16.
+        rules: The static part of the call.
+        params: How to run it; what `params_fault` has nothing against.
+        interpret: How to simulate it on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
+    """
+    from . import _forward_kernel as kernel
+
+    operands, by_row = _without_row_terms(operands)
+    plan = _plan(operands, rules, params)
+    inputs = kernel.Inputs(*operands[:3], **_extras(operands, plan))
+    types = kernel.Outputs(
+        jax.ShapeDtypeStruct((plan.batch, plan.queries, plan.heads, plan.value_dim), operands.query.dtype),
+        # A copy's rows have to be whole multiples of 16 bytes.
+        jax.ShapeDtypeStruct((plan.batch, plan.heads, _rounded(plan.queries, 4)), jnp.float32),
+    )
+    out, lse = kernel.launch(plan, inputs, types, interpret)
+    return _with_row_terms(out, lse[..., : plan.queries], *by_row)
+
+
+_RowTerms = tuple[jax.Array | None, jax.Array | None]
+
+
+def _without_row_terms(operands: Operands) -> tuple[Operands, _RowTerms]:
+    """Return the operands without a bias and a mask that are the same for all keys, and these.
+
+    Such a bias shifts the log-sum-exp and nothing else, and such a mask empties rows: neither needs the kernel.
+    """
+    bias, mask = operands.bias, operands.attention_mask
+    if operands.key.shape[1] == 1:
+        return operands, (None, None)
+    row_bias = bias if bias is not None and bias.shape[3] == 1 else None
+    row_mask = mask if mask is not None and mask.shape[3] == 1 else None
+    operands = operands._replace(
+        bias=bias if row_bias is None else None, attention_mask=mask if row_mask is None else None
+    )
+    return operands, (row_bias, row_mask)
+
+
+def _with_row_terms(
+    out: jax.Array, lse: jax.Array, row_bias: jax.Array | None, row_mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    if row_bias is None and row_mask is None:
+        return out, lse
+    empty = lse == EMPTY_ROW_LSE
+    if row_bias is not None:
+        added = row_bias[..., 0].astype(jnp.float32)
+        empty, lse = empty | (added == -jnp.inf), lse + added
+    if row_mask is not None:
+        empty = empty | ~row_mask[..., 0]
+    return jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out), jnp.where(empty, EMPTY_ROW_LSE, lse)
+
+
+def _plan(operands: Operands, rules: Rules, params: ForwardParams) -> ForwardPlan:
+    query, key, value, bias, mask = operands[:5]
+    by_key = [x is not None and x.shape[2] == 1 for x in (bias, mask)]
+    return ForwardPlan(
+        batch=query.shape[0],
+        queries=query.shape[1],
+        keys=key.shape[1],
+        heads=query.shape[2],
+        groups=key.shape[2],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        dtype=str(query.dtype),
+        rules=rules,
+        params=params,
+        bias=0 if bias is None or by_key[0] else _copied(bias.dtype).itemsize,
+        mask=mask is not None and not by_key[1],
+        key_bias=by_key[0],
+        key_mask=by_key[1],
+        segments=operands.query_segments is not None,
+        table=has_table(operands),
+    )
+
+
+def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
+    """Return all inputs but query, key and value, by name."""
+    block = plan.params.kv_block
+    bias, mask = operands.bias, operands.attention_mask
+    extras: dict[str, Any] = {}
+    if plan.table:
+        extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block)
+    if operands.query_segments is not None and operands.key_segments is not None:
+        extras["query_segments"] = _padded(operands.query_segments.astype(jnp.int32), plan.tile_rows)
+        extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), block)
+    if bias is not None and plan.bias:
+        extras["bias"] = _padded(bias.astype(_copied(bias.dtype)), 16 // plan.bias)
+    if mask is not None and plan.mask:
+        extras["mask"] = _padded(mask.astype(jnp.int8), 16)
+    if plan.key_bias or plan.key_mask:
+        terms = [] if bias is None or not plan.key_bias else [bias.astype(jnp.float32)]
+        if mask is not None and plan.key_mask:
+            terms.append(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32))
+        extras["key_bias"] = _padded(sum(terms[1:], terms[0])[:, :, 0], block)
+    return extras
+
+
+def _copied(dtype: Any) -> Any:
+    """Return the dtype in which a bias is copied."""
+    return jnp.dtype(dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.float32)
+
+
+def _padded(x: jax.Array, multiple: int) -> jax.Array:
+    """Return `x` with zeros after its last axis, until that is a multiple."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % multiple)])
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
