@@ -66,6 +66,7 @@ class AttentionCall:
     Attributes:
         query: Shape, as in `Operands`; so are `key`, `value`, `bias` and `attention_mask`.
         dtype: Name of the dtype of query, key and value.
+        bias_dtype: Name of the dtype of `bias`, if there is one.
         segments: Whether segment ids are given.
         rules: The static part.
         platform: `gpu`, `tpu` or `cpu`; `None` if it is not known yet.
@@ -80,6 +81,7 @@ class AttentionCall:
     dtype: str
     rules: Rules
     bias: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
     attention_mask: tuple[int, ...] | None = None
     segments: bool = False
     platform: str | None = None
@@ -100,6 +102,7 @@ def describe(
         dtype=str(operands.query.dtype),
         rules=rules,
         bias=None if bias is None else tuple(bias.shape),
+        bias_dtype=None if bias is None else str(bias.dtype),
         attention_mask=None if mask is None else tuple(mask.shape),
         segments=operands.query_segments is not None,
         platform=platform,

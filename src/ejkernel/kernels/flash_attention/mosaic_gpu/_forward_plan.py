@@ -6,8 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
-
 from ejkernel.kernels.flash_attention.common import Rules
 
 from .params import ForwardParams
@@ -115,6 +113,3 @@ _ALIGNMENT = 1024  # at most that many bytes are lost to alignment, as buffers c
 def swizzle(row_bytes: int) -> int:
     """Return the widest swizzle, in bytes, that divides a row; 0 if none does."""
     return next((width for width in (128, 64, 32) if row_bytes % width == 0), 0)
-
-
-LOWEST = float(np.finfo(np.float32).min)  # the first maximum of a row: finite, so that nothing meets inf - inf

@@ -88,7 +88,7 @@ class Rows:
         total = mgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), _BY_ROW)
         logits = self._logits(scores, self.tile.blocks.first, stage, True)
         top, total, weights, _ = self._softmax(logits, top, total)
-        return _Sums(nothing, top, total, weights, step + 1)
+        return _Sums(nothing, top, total, weights.astype(self.plan.dtype), step + 1)
 
     def _overlapped(self, sums: _Sums, block: Any, masked: bool) -> _Sums:
         """Meet a block: its softmax runs while the block before's weights are multiplied with their values."""
@@ -104,10 +104,12 @@ class Rows:
             self._pass_turn()
             found = mgpu.wgmma_accumulator_load(scores, wait_n=1)
             mgpu.barrier_arrive(self.wait.key_free.at[stage])
-            softmax = self._softmax(self._logits(found, block, stage, masked), sums.top, sums.total)
-            return self._end(acc, sums, before), softmax
+            top, total, weights, decay = self._softmax(self._logits(found, block, stage, masked), sums.top, sums.total)
+            acc = self._end(acc, sums, before)
+            # Rounded only now: a register that a product in flight reads is not to be written.
+            return acc, top, total, weights.astype(self.plan.dtype), decay
 
-        acc, (top, total, weights, decay) = pl.run_scoped(products, *self._accumulators())
+        acc, top, total, weights, decay = pl.run_scoped(products, *self._accumulators())
         mgpu.barrier_arrive(self.wait.value_free.at[before])
         return _Sums(acc * _columns(decay, acc.shape), top, total, weights, sums.step + 1)
 
@@ -130,6 +132,7 @@ class Rows:
         mgpu.barrier_arrive(self.wait.value_free.at[before])
         logits = self._logits(scores, block, stage, masked)
         top, total, weights, decay = self._softmax(logits, sums.top, sums.total)
+        weights = weights.astype(self.plan.dtype)
         return _Sums(acc * _columns(decay, acc.shape), top, total, weights, sums.step + 1)
 
     def _last_product(self, sums: _Sums) -> Any:
@@ -236,7 +239,7 @@ class Rows:
             new_top = jnp.maximum(top, logits.max(axis=1) * exponent)
             weights = jnp.exp2(logits * exponent - _columns(new_top, logits.shape))
             decay = jnp.exp2(top - new_top)
-        return new_top, total * decay + weights.sum(axis=1), weights.astype(self.plan.dtype), decay
+        return new_top, total * decay + weights.sum(axis=1), weights, decay
 
     def _extras(self, stage: Any, masked: bool) -> tuple[Any, Any]:
         """Return the bias, and where the mask shows a key, of the block in a stage; `None` for what is not there."""
@@ -247,6 +250,7 @@ class Rows:
             None if buffer is None else mgpu.load(buffer.at[stage, self.warpgroup], layout=_LAYOUT, optimized=False)
             for buffer in (self.buffers.bias, self.buffers.mask if masked else None)
         )
+        mgpu.commit_smem()  # orders these reads before the copy that comes next
         mgpu.barrier_arrive(self.wait.extra_free.at[stage])
         return bias, None if shown is None else shown != 0
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules
 
-from ._forward_plan import ForwardPlan
+from ._forward_plan import ForwardPlan, swizzle
 from .params import ForwardParams
 from .visibility import block_table, has_table
 
@@ -30,14 +30,15 @@ def forward(
 
     operands, by_row = _without_row_terms(operands)
     plan = _plan(operands, rules, params)
-    inputs = kernel.Inputs(*operands[:3], **_extras(operands, plan))
+    # Copies move whole groups of eight rows.
+    query, key, value = (_padded(x, 1, 8) for x in operands[:3])
+    queries = query.shape[1]
     types = kernel.Outputs(
-        jax.ShapeDtypeStruct((plan.batch, plan.queries, plan.heads, plan.value_dim), operands.query.dtype),
-        # A copy's rows have to be whole multiples of 16 bytes.
-        jax.ShapeDtypeStruct((plan.batch, plan.heads, _rounded(plan.queries, 4)), jnp.float32),
+        jax.ShapeDtypeStruct((plan.batch, queries, plan.heads, plan.value_dim), query.dtype),
+        jax.ShapeDtypeStruct((plan.batch, plan.heads, queries), jnp.float32),
     )
-    out, lse = kernel.launch(plan, inputs, types, interpret)
-    return _with_row_terms(out, lse[..., : plan.queries], *by_row)
+    out, lse = kernel.launch(plan, kernel.Inputs(query, key, value, **_extras(operands, plan)), types, interpret)
+    return _with_row_terms(out[:, : plan.queries], lse[..., : plan.queries], *by_row)
 
 
 _RowTerms = tuple[jax.Array | None, jax.Array | None]
@@ -104,17 +105,17 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     if plan.table:
         extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block)
     if operands.query_segments is not None and operands.key_segments is not None:
-        extras["query_segments"] = _padded(operands.query_segments.astype(jnp.int32), plan.tile_rows)
-        extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), block)
+        extras["query_segments"] = _padded(operands.query_segments.astype(jnp.int32), 1, plan.tile_rows)
+        extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), 1, block)
     if bias is not None and plan.bias:
-        extras["bias"] = _padded(bias.astype(_copied(bias.dtype)), 16 // plan.bias)
+        extras["bias"] = _in_tiles(bias.astype(_copied(bias.dtype)), block)
     if mask is not None and plan.mask:
-        extras["mask"] = _padded(mask.astype(jnp.int8), 16)
+        extras["mask"] = _in_tiles(mask.astype(jnp.int8), block)
     if plan.key_bias or plan.key_mask:
         terms = [] if bias is None or not plan.key_bias else [bias.astype(jnp.float32)]
         if mask is not None and plan.key_mask:
             terms.append(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32))
-        extras["key_bias"] = _padded(sum(terms[1:], terms[0])[:, :, 0], block)
+        extras["key_bias"] = _padded(sum(terms[1:], terms[0])[:, :, 0], 2, block)
     return extras
 
 
@@ -123,10 +124,12 @@ def _copied(dtype: Any) -> Any:
     return jnp.dtype(dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.float32)
 
 
-def _padded(x: jax.Array, multiple: int) -> jax.Array:
-    """Return `x` with zeros after its last axis, until that is a multiple."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % multiple)])
+def _in_tiles(x: jax.Array, kv_block: int) -> jax.Array:
+    """Return `x` with rows and keys in whole tiles of shared memory."""
+    return _padded(_padded(x, 2, 8), 3, swizzle(kv_block * x.dtype.itemsize) // x.dtype.itemsize)
 
 
-def _rounded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """Return `x` with zeros at the end of an axis, until its length is a multiple."""
+    missing = -x.shape[axis] % multiple
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
