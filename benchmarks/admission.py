@@ -28,10 +28,10 @@ import numpy as np
 
 from benchmarks.report import environment
 from ejkernel.ops import Invocation, Kernel
-from ejkernel.ops.execution import bench
-from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.racing import Race
-from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.race import Race
+from ejkernel.ops.autotuner.tasks import bench
+from ejkernel.ops.autotuner.tuner import Autotuner
 
 ERRORS = ("element", "rows", "mask", "scale", "tile", "nan", "stale", "gradient")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -18,12 +18,12 @@ import numpy as np
 
 from benchmarks import report
 from ejkernel.ops import Invocation, Kernel, PersistentCache
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.store import measurements as stores
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.outcome import MEASURED, AutotuneData, Outcome
 from ejkernel.ops.config import _writing, persistent
 from ejkernel.ops.config._files import location
-from ejkernel.ops.execution import store as stores
-from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.outcome import MEASURED, AutotuneData, Outcome
-from ejkernel.ops.execution.store import MeasurementStore
 from ejkernel.ops.utils.sealed import sealed_object
 
 BARS = {"entries_cpu_seconds": 5.0}  # for 100,000

@@ -13,7 +13,7 @@ import pytest
 from ejkernel import ops, settings
 from ejkernel.cli import main
 from ejkernel.cli.app import cli
-from ejkernel.ops.execution import outcome
+from ejkernel.ops.autotuner.trials import outcome
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ (?:\w+=\S+ )*ejkernel (\w+)(?: ([^\n#]*))?", README, re.M)

@@ -63,16 +63,18 @@ from ejkernel.ops import (
     PersistentCache,
     nameable,
 )
+from ejkernel.ops.autotuner.compile import bundles
+from ejkernel.ops.autotuner.compile.bundles import compile_bundle
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.store import log
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials import result
+from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import persistent
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.declared import names_of
 from ejkernel.ops.core.rebuild import rebuild
-from ejkernel.ops.execution import _searchlog, bundles, result
-from ejkernel.ops.execution.bundles import compile_bundle
-from ejkernel.ops.execution.store import MeasurementStore
-from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.execution.texts import calls_in_text
-from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.utils.nameable import Names
 from ejkernel.ops.utils.payloads import key_of, text_of_bytecode
 from ejkernel.ops.utils.signature import JAX_MODULES, describe
@@ -325,11 +327,11 @@ def test_a_file_is_read_without_the_working_directory(tmp_path, monkeypatch):
 
 
 def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
-    from ejkernel.kernels.flash_attention import load
+    from ejkernel.modules import FlashAttention
 
     for name in ("common", "reference", "..", "os", "xla.jax", f"..{HERE}"):
         with pytest.raises(ValueError, match="implementation must be one of"):
-            load(name)
+            _ = FlashAttention.implementations[name]
 
 
 # --- entries, logs, results: configurations ---
@@ -391,7 +393,7 @@ def test_a_result_of_a_type_that_was_not_registered_is_an_error(monkeypatch):
 
 
 def test_a_log_of_a_type_that_was_not_registered_has_nothing_to_tell(tmp_path, monkeypatch):
-    monkeypatch.setattr(_searchlog, "type_name", lambda config: f"{HERE}.Fires")
+    monkeypatch.setattr(log, "type_name", lambda config: f"{HERE}.Fires")
     store = MeasurementStore(tmp_path)
     store.save(Autotuner(rounds=1, warmup=1).tune(Invocation(kernel=takes, args=(jnp.ones(4),)), takes))
     (search,) = store.searches()
@@ -449,8 +451,8 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("kernels/flash_attention/__init__.py", "importlib.import_module"),  # of a fixed list
         ("ops/execution/checks/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("ops/execution/checks/forms.py", "pickle.loads"),  # the same
-        ("ops/execution/lives.py", "ctypes.CDLL"),  # the C library that this process has
-        ("ops/execution/serving.py", "pickle.loads"),  # between a process and its own child
+        ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
+        ("ops/autotuner/process/serve.py", "pickle.loads"),  # between a process and its own child
         ("ops/utils/nameable.py", "importlib.import_module"),  # of a fixed list
         ("ops/utils/signature.py", "importlib.import_module"),  # of a fixed list
     } | {call for call in found if call[1] == "json.loads"}

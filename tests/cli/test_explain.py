@@ -117,7 +117,7 @@ def test_list_has_every_implementation_and_why_one_cannot_run_here(capsys):
 
 
 def test_an_implementation_that_cannot_run_here_has_a_reason(monkeypatch, capsys):
-    module = sys.modules["ejkernel.modules.flash_attention"]
+    module = sys.modules["ejkernel.ops.operation"]
     monkeypatch.setattr(module, "device_kind", lambda: "cpu")
     monkeypatch.setattr(module, "device_fingerprint", lambda: "cpu:some")
     assert (

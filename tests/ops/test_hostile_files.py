@@ -34,15 +34,15 @@ from ejkernel.ops import (
     Kernel,
     PersistentCache,
 )
+from ejkernel.ops.autotuner.compile.bundles import read_bundle
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.search.strategies import default_strategy
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.outcome import FAILED, MEASURED, AutotuneData, Outcome
 from ejkernel.ops.config._files import location
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.execution.bundles import read_bundle
-from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.nearest import why_no_entry
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, AutotuneData, Outcome
-from ejkernel.ops.execution.searching import default_strategy
-from ejkernel.ops.execution.store import MeasurementStore
 from ejkernel.ops.utils.sealed import sealed_json
 from ejkernel.ops.utils.tables import arguments, compact
 

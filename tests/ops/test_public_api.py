@@ -48,15 +48,21 @@ DOCUMENTED = [
     "FwdParams",
     "GradientError",
     "GradientWarning",
+    "Implementation",
     "Invocation",
     "Kernel",
     "KernelCheckError",
     "KernelError",
     "KernelWarning",
     "LABEL_RE",
+    "LazyImplementation",
     "Measurement",
     "NoConfigError",
+    "NoParams",
     "OfflineWarning",
+    "Operation",
+    "OperationCall",
+    "OperationConfig",
     "Out",
     "Outcome",
     "PersistentCache",
@@ -274,5 +280,5 @@ def test_nothing_is_unpickled_or_evaluated():
     forbidden = {"eval", "exec", "pickle", "marshal", "shelve", "dill", "cloudpickle"}
     assert [(file.name, name) for file in FILES for name in names(file) if name in forbidden] == [
         ("forms.py", "pickle"),  # of a kernel that is there already
-        ("serving.py", "pickle"),  # between a process and its own child
+        ("serve.py", "pickle"),  # between a process and its own child
     ]

@@ -107,7 +107,7 @@ def _in_files(source: Source) -> Found:
 
 def find_sendable(source: Source) -> Found:
     """Return the calls that other processes can be told of; of others warn."""
-    from ejkernel.ops.execution.workers import pickled  # imports multiprocessing
+    from ejkernel.ops.autotuner.process.worker import pickled  # imports multiprocessing
 
     found = find(source)
     calls = []

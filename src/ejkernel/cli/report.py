@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
+from ejkernel.ops.autotuner.compile.bundles import BundledCall
+from ejkernel.ops.autotuner.measure.roofline import roofline
+from ejkernel.ops.autotuner.trials.outcome import MEASURED, AutotuneData, program_name, ranked, remarks
+from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.execution.bundles import BundledCall
-from ejkernel.ops.execution.outcome import MEASURED, AutotuneData, program_name, ranked, remarks
-from ejkernel.ops.execution.result import AutotuningResult
-from ejkernel.ops.execution.roofline import roofline
 from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.serialize import to_data
 from ejkernel.ops.utils.tables import arguments, compact, counted, text_table

@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from ejkernel.cli import report
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
+from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
 from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.execution.outcome import Outcome, programs
-from ejkernel.ops.execution.store import MeasurementStore, StoredSearch
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.tables import arguments, compact
 

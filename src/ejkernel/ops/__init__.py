@@ -1,6 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that configure themselves: selection, caches, autotuning, labels and offline tuning."""
 
+from ejkernel.ops.autotuner.measure.measurement import Measurement as Measurement
+from ejkernel.ops.autotuner.measure.measurement import benchmark as benchmark
+from ejkernel.ops.autotuner.trials.events import CandidateFinished as CandidateFinished
+from ejkernel.ops.autotuner.trials.events import Event as Event
+from ejkernel.ops.autotuner.trials.events import SearchFinished as SearchFinished
+from ejkernel.ops.autotuner.trials.events import SearchStarted as SearchStarted
+from ejkernel.ops.autotuner.trials.events import WorkerRestarted as WorkerRestarted
+from ejkernel.ops.autotuner.trials.events import on_event as on_event
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData as AutotuneData
+from ejkernel.ops.autotuner.trials.outcome import Outcome as Outcome
+from ejkernel.ops.autotuner.trials.result import AutotuningResult as AutotuningResult
+from ejkernel.ops.autotuner.trials.result import Entry as Entry
+from ejkernel.ops.autotuner.tuner import Autotuner as Autotuner
 from ejkernel.ops.config.cache import ConfigCache as ConfigCache
 from ejkernel.ops.config.cache import overlay_cache as overlay_cache
 from ejkernel.ops.config.persistent import PersistentCache as PersistentCache
@@ -43,27 +56,20 @@ from ejkernel.ops.execution.batch import vmap_with_config as vmap_with_config
 from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
 from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
 from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
-from ejkernel.ops.execution.events import CandidateFinished as CandidateFinished
-from ejkernel.ops.execution.events import Event as Event
-from ejkernel.ops.execution.events import SearchFinished as SearchFinished
-from ejkernel.ops.execution.events import SearchStarted as SearchStarted
-from ejkernel.ops.execution.events import WorkerRestarted as WorkerRestarted
-from ejkernel.ops.execution.events import on_event as on_event
 from ejkernel.ops.execution.executor import ConfigChooser as ConfigChooser
 from ejkernel.ops.execution.executor import Executor as Executor
 from ejkernel.ops.execution.executor import default_executor as default_executor
 from ejkernel.ops.execution.executor import set_default_executor as set_default_executor
-from ejkernel.ops.execution.measuring import Measurement as Measurement
-from ejkernel.ops.execution.measuring import benchmark as benchmark
 from ejkernel.ops.execution.offline import autotune as autotune
 from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
 from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
-from ejkernel.ops.execution.outcome import AutotuneData as AutotuneData
-from ejkernel.ops.execution.outcome import Outcome as Outcome
-from ejkernel.ops.execution.result import AutotuningResult as AutotuningResult
-from ejkernel.ops.execution.result import Entry as Entry
-from ejkernel.ops.execution.tuning import Autotuner as Autotuner
 from ejkernel.ops.functions import tune as tune
+from ejkernel.ops.implementation import Implementation as Implementation
+from ejkernel.ops.implementation import LazyImplementation as LazyImplementation
+from ejkernel.ops.implementation import NoParams as NoParams
+from ejkernel.ops.implementation import OperationCall as OperationCall
+from ejkernel.ops.implementation import OperationConfig as OperationConfig
+from ejkernel.ops.operation import Operation as Operation
 from ejkernel.ops.registry import get_invocations as get_invocations
 from ejkernel.ops.registry import missed as missed
 from ejkernel.ops.registry import record_invocation as record_invocation

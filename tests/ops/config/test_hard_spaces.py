@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ejkernel.ops.autotuner.search.strategies import ModelSearch, Random, default_strategy
 from ejkernel.ops.config import _chains, _parts
 from ejkernel.ops.config import space as space_module
 from ejkernel.ops.config._parts import Part
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.errors import ArgumentError, ConfigError
-from ejkernel.ops.execution.searching import ModelSearch, Random, default_strategy
 
 TWELVE = {f"axis{i}": [1, 2, 3, 4, 5] for i in range(12)}
 WHOLE = {

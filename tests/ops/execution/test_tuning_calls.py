@@ -16,13 +16,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from tests.ops.sample_kernels import told_apart
 
+from ejkernel.ops.autotuner.process.threads import apart
+from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import KernelError, TuningError, TuningWarning
 from ejkernel.ops.execution.executor import Executor
-from ejkernel.ops.execution.threads import apart
-from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.registry import recording
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)

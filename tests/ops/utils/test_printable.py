@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops import CandidateError, EjkernelError, NoConfigError, TuningWarning, WorkerRestarted, to_json
+from ejkernel.ops.autotuner.trials.outcome import FAILED, Outcome
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.execution.outcome import FAILED, Outcome
 from ejkernel.ops.utils.printable import printable, printable_json, printable_lines
 from ejkernel.ops.utils.tables import arguments, compact, text_table
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ejkernel import compat
+from ejkernel.ops.implementation import Implementation, OperationCall
 
 # The log-sum-exp of a row that sees no key. Large, so that exp(score - lse) is exactly zero in every backward;
 # finite, so that no implementation meets inf - inf.
@@ -60,8 +62,8 @@ class Rules:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCall:
-    """A call without its arrays: all that decides whether an implementation can run it.
+class AttentionCall(OperationCall):
+    """A call without its arrays: all that decides whether an implementation can run it, and how.
 
     Attributes:
         query: Shape, as in `Operands`; so are `key`, `value`, `bias` and `attention_mask`.
@@ -69,10 +71,6 @@ class AttentionCall:
         bias_dtype: Name of the dtype of `bias`, if there is one.
         segments: Whether segment ids are given.
         rules: The static part.
-        platform: `gpu`, `tpu` or `cpu`; `None` if it is not known yet.
-        device_fingerprint: Such as `gpu:nvidia_h200`; empty if it is not known yet.
-        backward: Whether the backward is asked for, rather than the forward.
-        partitioned: Whether XLA's partitioner spreads the call over devices, and cannot be told how.
     """
 
     query: tuple[int, ...]
@@ -84,10 +82,47 @@ class AttentionCall:
     bias_dtype: str | None = None
     attention_mask: tuple[int, ...] | None = None
     segments: bool = False
-    platform: str | None = None
-    device_fingerprint: str = ""
-    backward: bool = False
-    partitioned: bool = False
+
+
+class AttentionImplementation(Implementation[AttentionCall]):
+    """What the implementations of attention have in common: how they are called, and what a forward leaves."""
+
+    residuals = "the log-sum-exp of every row, [batch, heads, queries] in float32"
+
+    def attend(self, operands: Operands, rules: Rules, params: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp."""
+        raise NotImplementedError
+
+    def differentiate(
+        self, operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Return the gradients of query, key, value and bias.
+
+        Args:
+            operands: As the forward had them.
+            residuals: Output and log-sum-exp, of whichever forward computed them.
+            dout: Cotangent of the output.
+            rules: As the forward had them.
+            params: Parameters of the backward.
+        """
+        raise NotImplementedError
+
+    def forward(self, call: AttentionCall, /, *args: Any, params: Any) -> tuple[jax.Array, jax.Array]:
+        """See `Implementation`."""
+        return self.attend(operands_of(args), call.rules, params)
+
+    def backward(
+        self, call: AttentionCall, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: Any
+    ) -> tuple[Any, ...]:
+        """See `Implementation`."""
+        found = self.differentiate(operands_of(args), (out, residuals), cotangents[0], call.rules, params)
+        return (*found, None, None)
+
+
+def operands_of(args: Sequence[Any]) -> Operands:
+    """Return the positional arguments of the operation, of which the last is a pair of segment ids, as operands."""
+    *arrays, segments = args
+    return Operands(*arrays, *((None, None) if segments is None else segments))
 
 
 def describe(

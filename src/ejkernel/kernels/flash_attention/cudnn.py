@@ -12,11 +12,9 @@ from jax.custom_batching import custom_vmap
 
 from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.signature import is_known
 
-from . import xla
-from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules
+from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules
 
 _AMD = re.compile(r"amd|radeon|instinct")
 _TOO_OLD = re.compile(r"(v100|t4|p100|titan|rtx_20\d\d)(_|$)")
@@ -26,47 +24,36 @@ _HOPPER_OR_LATER = re.compile(r"(h20|h100|h200|h800|gh200|b100|b200|b300|gb200|g
 _HIDDEN = {"bfloat16": -float(2 << 40), "float16": -float(2 << 14)}
 
 
+class Cudnn(AttentionImplementation):
+    """The implementation by cuDNN, which chooses its tiles by itself."""
+
+    name = "cudnn"
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """See `unsupported_reason`."""
+        return unsupported_reason(call)
+
+    def attend(self, operands: Operands, rules: Rules, params: object = None) -> tuple[jax.Array, jax.Array]:
+        """See `forward`."""
+        return forward(operands, rules)
+
+    def differentiate(
+        self,
+        operands: Operands,
+        residuals: tuple[jax.Array, jax.Array],
+        dout: jax.Array,
+        rules: Rules,
+        params: object = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """See `backward`."""
+        return backward(operands, residuals, dout, rules)
+
+
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why cuDNN does not run `call`, and what would; `None` if it does."""
     if not is_known(*call.query, *call.key, *call.value):
         return "it needs shapes that are numbers, and this program is exported for many; use 'xla'"
     return _platform_reason(call) or _arguments_reason(call) or _masking_reason(call) or _length_reason(call)
-
-
-def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, queries, heads, head_dim]` and the log-sum-exp `[batch, heads, queries]`.
-
-    Forward mode has no rule in cuDNN: tangents are those of the `xla` implementation.
-    """
-    del params  # cuDNN chooses its tiles by itself
-
-    @jax.custom_jvp
-    def attend(operands: Operands) -> tuple[jax.Array, jax.Array]:
-        return _forward(operands, rules)
-
-    @attend.defjvp
-    def _tangents(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(lambda operands: xla.forward(operands, rules, FwdParams()), primals, tangents)
-
-    return attend(operands)
-
-
-def backward(
-    operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: BwdParams
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of query, key, value and bias; see `forward`."""
-    del params
-
-    @jax.custom_jvp
-    def pull(operands: Operands, residuals: Any, dout: jax.Array) -> Any:
-        return _backward(operands, residuals, dout, rules)
-
-    @pull.defjvp
-    def _tangents(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(lambda *args: xla.backward(args[0], args[1], args[2], rules, BwdParams()), primals, tangents)
-
-    dquery, dkey, dvalue, dbias = pull(operands, residuals, dout)
-    return dquery, dkey, dvalue, dbias
 
 
 def _platform_reason(call: AttentionCall) -> str | None:
@@ -138,7 +125,8 @@ def _static(operands: Operands, rules: Rules) -> dict[str, Any]:
     return {"scale": rules.scale, "causal": causal, "window": window}
 
 
-def _forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
+def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
+    """Return the output `[batch, queries, heads, head_dim]` and the log-sum-exp `[batch, heads, queries]`."""
     operands = unify_varying(operands)
     static = _static(operands, rules)
 
@@ -161,9 +149,10 @@ def _forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
     return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
 
 
-def _backward(
+def backward(
     operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Return the gradients of query, key, value and bias; see `forward`."""
     operands, residuals, dout = unify_varying((operands, residuals, dout))
     static = _static(operands, rules) | {"bias_gradient": operands.bias is not None}
 

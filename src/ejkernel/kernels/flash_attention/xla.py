@@ -2,8 +2,8 @@
 """Attention in plain JAX: block by block with an online softmax, so that memory grows linearly with the length.
 
 One `lax.scan` walks over the pairs of a query block and a key block of which the rules let at least one entry be seen.
-The pairs are known from shapes alone, so nothing hidden is computed, no loop bound depends on data, and the forward can
-be differentiated in any mode.
+The pairs are known from shapes alone, so nothing that the rules hide is computed, no loop bound depends on data, and
+the forward can be differentiated in any mode. Of those, pairs whose segments cannot meet are skipped as it runs.
 
 Source: online softmax after Dao, FlashAttention-2, arXiv:2307.08691.
 """
@@ -11,7 +11,9 @@ Source: online softmax after Dao, FlashAttention-2, arXiv:2307.08691.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,15 +26,69 @@ from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.fingerprint import platform_kind
 from ejkernel.ops.utils.signature import is_known
 
-from .common import EMPTY_ROW_LSE, AttentionCall, Operands, Rules, accumulator, describe, within_window
+from .common import (
+    EMPTY_ROW_LSE,
+    AttentionCall,
+    AttentionImplementation,
+    Operands,
+    Rules,
+    accumulator,
+    describe,
+    within_window,
+)
+
+# Blocks that are tuned over: of queries, of keys.
+_CPU_BLOCKS = ((64, 128, 256, 512), (128, 256, 512, 1024))
+_BLOCKS = ((256, 512, 1024), (512, 1024, 2048))
 
 # Letters of the einsums: b batch, g group, r head of a group, q query, k key, d head dimension, e value dimension.
 
 
-def unsupported_reason(call: AttentionCall) -> str | None:
-    """Return `None`: every call runs."""
-    del call
-    return None
+class Xla(AttentionImplementation):
+    """The implementation that runs every call, everywhere."""
+
+    name = "xla"
+    params = FwdParams
+    bwd_params = BwdParams
+    differentiable = True
+
+    def heuristic(self, call: AttentionCall) -> FwdParams | BwdParams:
+        """Return blocks that fit the platform."""
+        return _params(call, *default_blocks(call)) if has_blocks(call) else _params(call)
+
+    def space(self, call: AttentionCall) -> list[FwdParams | BwdParams]:
+        """Return each pair of block sizes that the lengths can tell apart, and whose scores fit in memory."""
+        if not has_blocks(call) or not is_known(*call.query):
+            return [_params(call)]
+        sizes, most = (_CPU_BLOCKS, 1 << 26) if call.platform == "cpu" else (_BLOCKS, 1 << 28)
+        q_blocks, kv_blocks = (
+            dict.fromkeys(even_block(length, size) for size in choices)
+            for length, choices in zip((call.query[1], call.key[1]), sizes, strict=True)
+        )
+        rows = call.query[0] * call.query[2]
+        smallest = min(q_blocks) * min(kv_blocks)
+        pairs = itertools.product(q_blocks, kv_blocks)
+        return [_params(call, q, kv) for q, kv in pairs if q * kv <= max(smallest, most // rows)]
+
+    def attend(self, operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Array, jax.Array]:
+        """See `forward`."""
+        return forward(operands, rules, params)
+
+    def differentiate(
+        self,
+        operands: Operands,
+        residuals: tuple[jax.Array, jax.Array],
+        dout: jax.Array,
+        rules: Rules,
+        params: BwdParams,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """See `backward`."""
+        return backward(operands, residuals, dout, rules, params)
+
+
+def _params(call: AttentionCall, q_block: int | None = None, kv_block: int | None = None) -> FwdParams | BwdParams:
+    of_direction = BwdParams if call.backward else FwdParams
+    return of_direction(q_blocksize=q_block, kv_blocksize=kv_block)
 
 
 def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Array, jax.Array]:
@@ -52,8 +108,8 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
         _full(rows, 0, grid.dtype, blocks),
     )
 
-    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
-        acc, top, total = (_take(x, pair[0]) for x in carry)
+    def attend(rows: Any, pair: jax.Array) -> Any:
+        acc, top, total = rows
         logits, _ = _logits(blocks, rules, grid, pair)
         # The result does not depend on `top`, so neither do its derivatives.
         new_top = lax.stop_gradient(jnp.maximum(top, logits.max(axis=-1)))
@@ -63,7 +119,10 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
         decay = jnp.exp(lax.stop_gradient(top) - shift)
         value = _take(blocks.value, pair[1])
         product = _dot("bgrqk,bgke->bgrqe", weights.astype(value.dtype), value, grid.dtype)
-        new = (acc * decay[..., None] + product, new_top, total * decay + weights.sum(axis=-1))
+        return acc * decay[..., None] + product, new_top, total * decay + weights.sum(axis=-1)
+
+    def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
+        new = _where_they_meet(attend, tuple(_take(x, pair[0]) for x in carry), pair, blocks)
         return tuple(_put(x, y, pair[0]) for x, y in zip(carry, new, strict=True)), None
 
     (acc, top, total), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
@@ -99,8 +158,12 @@ def backward(
     sums = (blocks.query, blocks.key, blocks.value, blocks.bias)
     carry: Any = tuple(None if x is None else _full(x.shape, 0, grid.dtype, blocks) for x in sums)
 
+    def add(sums: Any, pair: jax.Array) -> Any:
+        return _add_gradients(sums, blocks, rows, rules, grid, pair)
+
     def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
-        return _add_gradients(carry, blocks, rows, rules, grid, pair), None
+        new = _where_they_meet(add, _sums_of(carry, grid, pair), pair, blocks)
+        return _put_sums(carry, new, grid, pair), None
 
     (dquery, dkey, dvalue, dbias), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
     return (
@@ -116,7 +179,7 @@ def has_blocks(call: AttentionCall) -> bool:
     return is_known(call.query[1], call.key[1])
 
 
-def default_blocks(call: AttentionCall, examples: int = 1) -> tuple[int, int]:
+def default_blocks(call: AttentionCall) -> tuple[int, int]:
     """Return the block sizes of queries and keys that are used where none are given.
 
     On a CPU a step's scores should stay in cache (2 MiB forward, 1 MiB backward were best where it was measured);
@@ -124,11 +187,10 @@ def default_blocks(call: AttentionCall, examples: int = 1) -> tuple[int, int]:
 
     Args:
         call: The call; of an unknown platform, this process's default backend.
-        examples: How many such calls run at once, under `vmap`.
     """
     on_cpu = (call.platform or platform_kind(jax.default_backend())) == "cpu"
     most = (1 << 18 if call.backward else 1 << 19) if on_cpu else 1 << 26
-    rows = math.prod(size for size in (examples, call.query[0], call.query[2]) if is_known(size))
+    rows = math.prod(size for size in (call.examples, call.query[0], call.query[2]) if is_known(size))
     q_block, kv_block = min(1024, call.query[1]), min(1024, call.key[1])
     while rows * q_block * kv_block > most and (q_block > 64 or kv_block > 128):
         if kv_block <= 128 or (q_block >= kv_block and q_block > 64):
@@ -146,10 +208,35 @@ def even_block(length: int, most: int) -> int:
     return -(-size // 16) * 16
 
 
+def _where_they_meet(change: Callable[[Any, jax.Array], Any], state: Any, pair: jax.Array, blocks: _Blocks) -> Any:
+    """Return `change(state, pair)`, or `state` where the two blocks have no segment in common in any example."""
+    if blocks.query_segments is None or blocks.key_segments is None:
+        return change(state, pair)
+    queries, keys = _take(blocks.query_segments, pair[0]), _take(blocks.key_segments, pair[1])
+    # Ids that rise, as those of packed documents, are told apart by their ranges; of others some pairs are in vain.
+    meet = (queries.min(axis=1) <= keys.max(axis=1)) & (keys.min(axis=1) <= queries.max(axis=1))
+    return lax.cond(meet.any(), change, lambda state, _: state, state, pair)
+
+
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
+def _sums_of(sums: _Sums, grid: _Grid, pair: jax.Array) -> _Sums:
+    """Return the parts of the gradients that one pair adds to."""
+    dquery, dkey, dvalue, dbias = sums
+    window = None if dbias is None else _window(dbias, grid, pair)
+    return _take(dquery, pair[0]), _take(dkey, pair[1]), _take(dvalue, pair[1]), window
+
+
+def _put_sums(sums: _Sums, parts: _Sums, grid: _Grid, pair: jax.Array) -> _Sums:
+    """Return the gradients with the parts of one pair exchanged."""
+    i, j = pair[0], pair[1]
+    dbias = None if sums[3] is None or parts[3] is None else _put_window(sums[3], parts[3], grid, pair)
+    return _put(sums[0], parts[0], i), _put(sums[1], parts[1], j), _put(sums[2], parts[2], j), dbias
+
+
 def _add_gradients(sums: _Sums, blocks: _Blocks, rows: _RowBlocks, rules: Rules, grid: _Grid, pair: jax.Array) -> _Sums:
+    """Return the gradients of one pair, added to `sums`, which are of its blocks alone."""
     dquery, dkey, dvalue, dbias = sums
     i, j = pair[0], pair[1]
     query, key, value = _take(blocks.query, i), _take(blocks.key, j), _take(blocks.value, j)
@@ -159,12 +246,14 @@ def _add_gradients(sums: _Sums, blocks: _Blocks, rows: _RowBlocks, rules: Rules,
     dweights = _dot("bgrqe,bgke->bgrqk", dout, value, grid.dtype)
     dlogits = weights * (dweights - _take(rows.delta, i)[..., None])
     if dbias is not None:
-        dbias = _add_bias(dbias, dlogits, grid, pair)
+        # the axes along which the bias was broadcast
+        axes = tuple(a for a in range(5) if dbias.shape[a] == 1 and dlogits.shape[a] != 1)
+        dbias = dbias + dlogits.sum(axis=axes, keepdims=True)
     dscores = (dlogits * rules.scale if slope is None else dlogits * slope * rules.scale).astype(query.dtype)
     return (
-        _add(dquery, _dot("bgrqk,bgkd->bgrqd", dscores, key, grid.dtype), i),
-        _add(dkey, _dot("bgrqk,bgrqd->bgkd", dscores, query, grid.dtype), j),
-        _add(dvalue, _dot("bgrqk,bgrqe->bgke", weights.astype(dout.dtype), dout, grid.dtype), j),
+        dquery + _dot("bgrqk,bgkd->bgrqd", dscores, key, grid.dtype),
+        dkey + _dot("bgrqk,bgrqd->bgkd", dscores, query, grid.dtype),
+        dvalue + _dot("bgrqk,bgrqe->bgke", weights.astype(dout.dtype), dout, grid.dtype),
         dbias,
     )
 
@@ -350,15 +439,13 @@ def _window(x: jax.Array, grid: _Grid, pair: jax.Array) -> jax.Array:
     return x
 
 
-def _add_bias(dbias: jax.Array, dlogits: jax.Array, grid: _Grid, pair: jax.Array) -> jax.Array:
-    """Add the gradient of one pair, summed over the axes along which the bias was broadcast."""
-    old = _window(dbias, grid, pair)
-    axes = tuple(a for a in range(5) if old.shape[a] == 1 and dlogits.shape[a] != 1)
+def _put_window(x: jax.Array, window: jax.Array, grid: _Grid, pair: jax.Array) -> jax.Array:
+    """Return a bias's gradient with the part that belongs to one pair exchanged."""
     start = [0, 0, 0] + [
-        index * block if dbias.shape[axis] != 1 else 0
+        index * block if x.shape[axis] != 1 else 0
         for axis, block, index in ((3, grid.q_block, pair[0]), (4, grid.kv_block, pair[1]))
     ]
-    return lax.dynamic_update_slice(dbias, old + dlogits.sum(axis=axes, keepdims=True), start)
+    return lax.dynamic_update_slice(x, window, start)
 
 
 def _full(shape: tuple[int, ...], fill: float, dtype: jnp.dtype, blocks: _Blocks) -> jax.Array:
@@ -378,7 +465,3 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 def _put(x: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
     changed: jax.Array = lax.dynamic_update_index_in_dim(x, block, index, 0)
     return changed
-
-
-def _add(x: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-    return _put(x, _take(x, index) + block, index)

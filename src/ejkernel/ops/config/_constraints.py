@@ -32,11 +32,13 @@ class Constraint:
 
     @classmethod
     def of(cls, holds: Callable[..., Any], names: Mapping[str, int]) -> Constraint:
-        """Return the constraint.
+        """Return the constraint; one that is made already stays what it is.
 
         Raises:
             ConfigError: it cannot be called, or reads what is no axis.
         """
+        if isinstance(holds, Constraint):
+            return holds
         if not callable(holds):
             raise ConfigError(f"constraints must be functions that return whether they hold, got {holds!r}.")
         try:

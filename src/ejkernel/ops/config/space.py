@@ -83,6 +83,7 @@ class ConfigSpace(Generic[Cfg]):
         self._build = build
         self._read = read
         self._listed: tuple[Point, ...] | None = None
+        self._kept = False  # whether these were given, rather than found
         self._parts: list[tuple[list[int], Part]] = []  # the positions of the axes of each part
         self._looked = False  # whether all parts are listed that can be
         self._owners: dict[int, tuple[list[int], Part]] | None = None
@@ -290,7 +291,7 @@ class ConfigSpace(Generic[Cfg]):
                 levels[axis.name] = level
         narrowed: ConfigSpace[Cfg] = ConfigSpace(
             {a.name: (a.values[levels[a.name]],) if a.name in levels else a.values for a in self.axes},
-            constraints=[constraint.holds for constraint in self._constraints],
+            constraints=self._constraints,
             build=lambda assignment: self.config(self.locate(assignment)),
             read=self.read,
         )
@@ -299,6 +300,12 @@ class ConfigSpace(Generic[Cfg]):
             kept = [point for point in self._listed if all(point[i] == level for i, level in wanted.items())]
             narrowed._keep(tuple(0 if i in wanted else level for i, level in enumerate(point)) for point in kept)
         return narrowed
+
+    def conditions(self) -> list[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool]]]:
+        """Return what assignments have to meet, each with the axes that it reads."""
+        if self._kept:
+            return [(self.names, lambda assignment: self.has(self.locate(assignment)))]
+        return [(constraint.reads or self.names, constraint) for constraint in self._constraints]
 
     def neighbour_points(self, point: Point, most: int | None = None) -> list[Point]:
         """Return the points that differ on one axis, adjacent values first, and then the next nearest.
@@ -405,7 +412,7 @@ class ConfigSpace(Generic[Cfg]):
 
     def _keep(self, points: Iterable[Point]) -> None:
         """Have these points and no others."""
-        self._listed, self._looked = tuple(points), True
+        self._listed, self._looked, self._kept = tuple(points), True, True
         self._parts = [(list(range(len(self.axes))), Part(self.axes, (), self._listed))]
 
     def _steps(self, point: Point) -> list[tuple[int, int, int]]:

@@ -8,6 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore as MeasurementStore  # which every chain asks for
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
+from ejkernel.ops.autotuner.tuner import Autotuner, process_session
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
@@ -16,17 +20,13 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.outcome import AutotuneData
-from ejkernel.ops.execution.result import AutotuningResult, Entry
-from ejkernel.ops.execution.store import MeasurementStore as MeasurementStore  # which every chain asks for
 from ejkernel.ops.execution.texts import calls_in_text
-from ejkernel.ops.execution.tuning import Autotuner, process_session
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.checks import check_argument, is_count
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 if TYPE_CHECKING:
-    from ejkernel.ops.execution.bundles import BundledCall
+    from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
 
 def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: Any) -> AutotuningResult:
@@ -144,7 +144,7 @@ def _searches(
 ) -> Iterator[AutotuneData | BaseException]:
     """Yield what comes out for each call, in order: one after the other, or of several devices side by side."""
     if policy.isolate and policy.devices > 1 and len(calls) > 1:
-        from ejkernel.ops.execution.spreading import spread  # imports multiprocessing
+        from ejkernel.ops.autotuner.process.devices import spread  # imports multiprocessing
 
         yield from spread(search, calls, devices=policy.devices, fingerprint=calls[0].device_fingerprint)
         return

@@ -27,7 +27,7 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn, override
 
-from ejkernel.ops.errors import SerializationError
+from ejkernel.ops.errors import EjkernelError, SerializationError
 from ejkernel.ops.utils.serialize import child, describe, parse_dtype, stable_json
 
 _Hook = Callable[[Any, Any], Any]
@@ -255,6 +255,8 @@ def _record_hook(cls: Any) -> _Hook:
     origin = typing.get_origin(cls) or cls
     hints = _hints(origin)
     inner: Callable[[Any, Any], Any]
+    if hasattr(origin, "field_types"):
+        return _tagged_hook(origin)
     if _is_namedtuple(origin):
         if set(hints) != set(origin._fields):  # collections.namedtuple has no annotations
             return functools.partial(_untyped_namedtuple, origin)
@@ -268,9 +270,33 @@ def _record_hook(cls: Any) -> _Hook:
         )
 
     def hook(value: Any, _: Any) -> Any:
-        if not isinstance(value, dict):  # cattrs would take an empty list as "all defaults"
-            raise _RefusedError(f"expected an object ({_name(cls)}), got {describe(value)}")
-        return inner(value, cls)
+        return inner(_object(value, cls), cls)
+
+    return hook
+
+
+def _object(value: Any, cls: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):  # cattrs would take an empty list as "all defaults"
+        raise _RefusedError(f"expected an object ({_name(cls)}), got {describe(value)}")
+    return value
+
+
+def _tagged_hook(cls: Any) -> _Hook:
+    """Return the hook of a tagged union: of a class that says itself which types the fields of the data have."""
+
+    @functools.cache
+    def reader(types: tuple[tuple[str, Any], ...]) -> Callable[[Any, Any], Any]:
+        overrides: dict[str, Any] = {name: override(struct_hook=_typed(hint)) for name, hint in types}
+        return make_dict_structure_fn(
+            cls, _converter(), _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **overrides
+        )
+
+    def hook(value: Any, _: Any) -> Any:
+        try:
+            types = cls.field_types(_object(value, cls))
+        except EjkernelError as error:
+            raise _RefusedError(str(error)) from error
+        return reader(tuple(types.items()))(value, cls)
 
     return hook
 

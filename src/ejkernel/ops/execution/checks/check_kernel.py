@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Final
 
+from ejkernel.ops.autotuner.process.threads import apart
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.checks.report import CheckReport
-from ejkernel.ops.execution.threads import apart
 
 GROUPS: Final = ("gradient", "tangents", "vmap", "dtypes", "platforms", "key", "pickle", "export")
 

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.measure.correctness import deviations
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook, run_forms
 from ejkernel.ops.core.nodes import Choice, is_inexact
 from ejkernel.ops.core.rebuild import rebuild
 from ejkernel.ops.errors import EjkernelError
-from ejkernel.ops.execution.checking import deviations
 from ejkernel.ops.execution.checks.programs import Arrays, compiled, cotangents_of, pulled
 from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
-from ejkernel.ops.execution.targets import Target
 
 _PLATFORMS: Final = ("cpu", "gpu", "tpu")
 _CLAIMED_BY: Final = {  # forms of `run` that are for a platform, and for nothing else

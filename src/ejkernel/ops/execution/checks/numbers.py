@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations
 from ejkernel.ops.core.examples import random_array, stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.errors import CandidateError
-from ejkernel.ops.execution.checking import Deviation, deviations
 from ejkernel.ops.execution.checks.numeric import numeric_row
 from ejkernel.ops.execution.checks.programs import (
     Arrays,

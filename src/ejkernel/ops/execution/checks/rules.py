@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.ops.autotuner.trials.naming import array_names
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
 from ejkernel.ops.core.nodes import Choice, Forward, as_outputs, is_inexact
 from ejkernel.ops.execution.checks.report import FAILED, OK, CheckRow
 from ejkernel.ops.execution.checks.subject import Subject
-from ejkernel.ops.execution.naming import array_names
 
 
 def rule_row(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Iterator[CheckRow]:

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
-from ejkernel.ops.execution.candidates import config_id
 from ejkernel.ops.execution.checks.forms import (
     dtype_rows,
     export_row,
@@ -24,7 +24,6 @@ from ejkernel.ops.execution.checks.forms import (
 from ejkernel.ops.execution.checks.numbers import Numbers
 from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckReport, CheckRow
 from ejkernel.ops.execution.checks.subject import Subject
-from ejkernel.ops.execution.task import LISTED, heuristic_of
 from ejkernel.ops.utils.tables import arguments
 
 _TOO_FEW: Final = 2  # rows of a configuration that does not run
