@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from ._forward_plan import ROWS, ForwardPlan, swizzle
 from ._forward_rows import Rows
-from ._forward_types import Barriers, Buffers, Inputs, Memory, Outputs, Tile, within
+from ._forward_types import Barriers, Buffers, Inputs, Memory, Outputs, Part, Tile, within
 from .visibility import BlockRange, window_blocks
 
 mgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # its types differ from version to version
@@ -68,11 +68,11 @@ class _Program:
     def buffers(self) -> Buffers:
         """Return the types of the shared memory."""
         plan, params = self.plan, self.params
-        rows = (params.warpgroups, ROWS)
-        query = _buffer((*rows, plan.head_dim), plan.dtype, plan.head_swizzle)
+        rows, slots = (params.warpgroups, ROWS), params.warpgroups * params.query_buffers
+        query = _buffer((slots, ROWS, plan.head_dim), plan.dtype, plan.head_swizzle)
         out: Any = _buffer((*rows, plan.value_dim), plan.dtype, plan.out_swizzle)
         if params.share_buffer:  # the same bytes of a warpgroup, so that none writes where another still reads
-            shared = (params.warpgroups, ROWS * plan.head_dim // plan.value_dim, plan.value_dim)
+            shared = (slots, ROWS * plan.head_dim // plan.value_dim, plan.value_dim)
             query, out = mgpu.RefUnion(query, _buffer(shared, plan.dtype, plan.out_swizzle)), None
         block = (params.stages, params.kv_block)
         return Buffers(
@@ -83,22 +83,25 @@ class _Program:
             lse=mgpu.SMEM(rows, jnp.float32),
             bias=self._extra(self.inputs.bias),
             mask=self._extra(self.inputs.mask),
+            key_bias=None if self.inputs.key_bias is None else mgpu.SMEM(block, jnp.float32),
+            key_segments=None if self.inputs.key_segments is None else mgpu.SMEM(block, jnp.int32),
         )
 
     def barriers(self) -> Barriers:
         """Return the types of the barriers."""
-        stages, warpgroups = self.params.stages, self.params.warpgroups
-        extras = (self.inputs.bias is not None) + (self.inputs.mask is not None)
+        inputs, stages, warpgroups = self.inputs, self.params.stages, self.params.warpgroups
+        extras = warpgroups * ((inputs.bias is not None) + (inputs.mask is not None))
+        extras += (inputs.key_bias is not None) + (inputs.key_segments is not None)
         full = mgpu.Barrier(num_barriers=stages)
         free = mgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
         return Barriers(
-            query_full=mgpu.Barrier(num_barriers=warpgroups),
-            query_free=mgpu.Barrier(num_arrivals=warpgroups),
+            query_full=mgpu.Barrier(num_barriers=self.params.query_buffers * warpgroups),
+            query_free=mgpu.Barrier(num_arrivals=warpgroups, num_barriers=self.params.query_buffers),
             key_full=full,
             key_free=free,
             value_full=full,
             value_free=free,
-            extra_full=mgpu.Barrier(num_arrivals=extras * warpgroups, num_barriers=stages) if extras else None,
+            extra_full=mgpu.Barrier(num_arrivals=extras, num_barriers=stages) if extras else None,
             extra_free=free if extras else None,
             turn=mgpu.Barrier(num_barriers=warpgroups),
         )
@@ -122,12 +125,16 @@ class _Program:
 
     def _each_tile(self, body: Callable[[Tile, Any, Any], Any], step: Any) -> Any:
         """Call `body(tile, step, number)` for each of this program's tiles, and return the last step."""
-        program = lax.axis_index("program")
+        program, programs, tiles = lax.axis_index("program"), self.plan.programs, self.plan.tiles
         if not self.params.persistent:
             return body(self._tile(program), step, 0)
-        programs = self.plan.programs
-        count = lax.div(self.plan.tiles - program + (programs - 1), programs)
-        return lax.fori_loop(0, count, lambda i, step: body(self._tile(program + i * programs), step, i), step)
+        rounds = -(-tiles // programs)
+
+        def place(i: Any) -> Any:  # every other round is dealt backwards, so that nobody gets all the long tiles
+            return i * programs + jnp.where(lax.rem(i, 2) == 0, program, programs - 1 - program)
+
+        count = jnp.where(place(rounds - 1) < tiles, rounds, rounds - 1)
+        return lax.fori_loop(0, count, lambda i, step: body(self._tile(place(i)), step, i), step)
 
     def _tile(self, number: Any) -> Tile:
         """Return the tile of that number; those with the last rows come first, for under a causal mask they are long."""
@@ -154,30 +161,34 @@ class _Program:
     # What copies.
 
     def _copy(self) -> None:
-        step = self._each_tile(self._copy_tile, jnp.int32(0))
+        step, tiles = self._each_tile(self._copy_tile, (jnp.int32(0), jnp.int32(0)))
         # Wait for all that was freed, so that no barrier is left with an arrival that nobody saw.
-        stages = self.params.stages
+        self._drain(step, self.params.stages, (self.wait.key_free, self.wait.value_free, self.wait.extra_free))
+        self._drain(tiles, self.params.query_buffers, (self.wait.query_free,))
 
-        @pl.loop(jnp.maximum(step - stages, 0), step)
-        def _drain(i: Any) -> None:
-            for free in (self.wait.key_free, self.wait.value_free, self.wait.extra_free):
+    def _drain(self, count: Any, slots: int, barriers: tuple[Any, ...]) -> None:
+        @pl.loop(jnp.maximum(count - slots, 0), count)
+        def _wait(i: Any) -> None:
+            for free in barriers:
                 if free is not None:
-                    mgpu.barrier_wait(free.at[lax.rem(i, stages)])
+                    mgpu.barrier_wait(free.at[lax.rem(i, slots)])
 
-        mgpu.barrier_wait(self.wait.query_free)
-
-    def _copy_tile(self, tile: Tile, step: Any, number: Any) -> Any:
+    def _copy_tile(self, tile: Tile, counts: Any, number: Any) -> Any:
+        step, tiles = counts
+        buffers = self.params.query_buffers
         if self.params.persistent:
 
-            @pl.when(number > 0)
+            @pl.when(number >= buffers)
             def _() -> None:
-                mgpu.barrier_wait(self.wait.query_free)
+                mgpu.barrier_wait(self.wait.query_free.at[lax.rem(number, buffers)])
 
         for w in range(self.params.warpgroups):
             row, head = self._own(tile, w)
             source = self.inputs.query.at[tile.batch, pl.ds(row, ROWS), head]
-            mgpu.copy_gmem_to_smem(source, self.memory.query(w), self.wait.query_full.at[w])
-        return lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
+            slot = self.memory.query_slot(w, number)
+            mgpu.copy_gmem_to_smem(source, self.memory.query(slot), self.wait.query_full.at[slot])
+        step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
+        return step, tiles + 1
 
     def _copy_block(self, tile: Tile, block: Any, step: Any) -> Any:
         stage = lax.rem(step, self.params.stages)
@@ -200,13 +211,18 @@ class _Program:
         return step + 1
 
     def _copy_extras(self, tile: Tile, block: Any, stage: Any) -> None:
-        keys = pl.ds(block * self.params.kv_block, self.params.kv_block)
-        for source, target in ((self.inputs.bias, self.shared.bias), (self.inputs.mask, self.shared.mask)):
-            if source is not None:
-                for w in range(self.params.warpgroups):
-                    row, head = self._own(tile, w)
-                    at = (*within(source, tile.batch, head), pl.ds(row, ROWS), keys)
-                    mgpu.copy_gmem_to_smem(source.at[at], target.at[stage, w], self.wait.extra_full.at[stage])
+        keys, full = pl.ds(block * self.params.kv_block, self.params.kv_block), self.wait.extra_full.at[stage]
+        for source, target in self.memory.by_key():
+            at = (*within(source, tile.batch, tile.head), keys)
+            mgpu.copy_gmem_to_smem(source.at[at], target.at[stage], full)
+        for source, target in self.memory.by_block():
+            for w in range(self.params.warpgroups):
+                row, head = self._own(tile, w)
+                at = (*within(source, tile.batch, head), pl.ds(row, ROWS), keys)
+                mgpu.copy_gmem_to_smem(source.at[at], target.at[stage, w], full)
+
+    def _part(self, tile: Tile, warpgroup: Any, number: Any) -> Part:
+        return Part(tile, number, warpgroup, self.memory.query_slot(warpgroup, number), *self._own(tile, warpgroup))
 
     def _own(self, tile: Tile, warpgroup: Any) -> tuple[Any, Any]:
         """Return the first row and the head of a warpgroup's part of a tile."""
@@ -225,7 +241,7 @@ class _Program:
                 mgpu.barrier_arrive(wait.turn.at[0])
 
         def tile(tile: Tile, step: Any, number: Any) -> Any:
-            return Rows(self.memory, tile, warpgroup, *self._own(tile, warpgroup)).run(step)
+            return Rows(self.memory, self._part(tile, warpgroup, number)).run(step)
 
         self._each_tile(tile, jnp.int32(0))
         if self.params.ping_pong:

@@ -97,17 +97,26 @@ class ForwardPlan:
         return self.keys % self.params.kv_block != 0 and (right is None or right > 0)
 
     def shared_bytes(self) -> int:
-        """Return the bytes of shared memory that a block of threads takes, barriers included."""
+        """Return the bytes of shared memory that a block of threads takes."""
         p = self.params
-        rows, stage = p.warpgroups * ROWS, p.stages * p.kv_block
-        query, out = rows * self.head_dim * 2, rows * self.value_dim * 2
-        outputs = max(query, out) if p.share_buffer else query + out
-        stages = stage * 2 * (self.head_dim + self.value_dim) + stage * rows * (self.bias + self.mask)
-        lse, barriers = rows * 4, 8 * (4 * p.stages + 4 * p.warpgroups + 2 * p.stages + 2)
-        return outputs + stages + lse + barriers + _ALIGNMENT
+        rows, extras = p.warpgroups * ROWS, self.bias or self.mask or self.key_bias or self.key_mask or self.segments
+        query, out = rows * self.head_dim * 2 * p.query_buffers, rows * self.value_dim * 2
+        block = p.stages * p.kv_block
+        buffers = [
+            query if p.share_buffer else query + out,
+            block * self.head_dim * 2,
+            block * self.value_dim * 2,
+            block * rows * self.bias,
+            block * rows * self.mask,
+            block * 4 * (self.key_bias or self.key_mask),
+            block * 4 * self.segments,
+            rows * 4,
+        ]
+        barriers = (6 if extras else 4) * p.stages + p.query_buffers * (p.warpgroups + 1) + p.warpgroups
+        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + 2 * _ALIGNMENT
 
 
-_ALIGNMENT = 1024  # at most that many bytes are lost to alignment, as buffers come in multiples of it
+_ALIGNMENT = 1024  # that every buffer begins at a multiple of
 
 
 def swizzle(row_bytes: int) -> int:

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
 
 from ._forward_plan import LOG2E, ROWS
-from ._forward_types import Memory, Tile, within
+from ._forward_types import Memory, Part
 
 mgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # its types differ from version to version
 
@@ -41,16 +41,31 @@ class _Sums(NamedTuple):
     step: Any
 
 
+class _Extras(NamedTuple):
+    """What else there is of one block; `None` for what there is not, or what does not matter.
+
+    Attributes:
+        bias, key_bias: Added to the logits, float32.
+        shown: Where the mask shows a key.
+        own: Where a key is of the row's segment.
+    """
+
+    bias: Any = None
+    key_bias: Any = None
+    shown: Any = None
+    own: Any = None
+
+
 class Rows:
     """The rows of one warpgroup."""
 
-    def __init__(self, memory: Memory, tile: Tile, warpgroup: Any, row: Any, head: Any) -> None:
+    def __init__(self, memory: Memory, part: Part) -> None:
         self.memory, self.plan, self.params = memory, memory.plan, memory.plan.params
         self.inputs, self.buffers, self.wait = memory.inputs, memory.buffers, memory.barriers
-        self.tile, self.warpgroup, self.row, self.head = tile, warpgroup, row, head
+        self.part, self.tile, self.warpgroup = part, part.tile, part.warpgroup
         self.square = (ROWS, self.params.kv_block)
         if self.plan.segments:
-            ids = self.inputs.query_segments.at[tile.batch, pl.ds(row, ROWS)]
+            ids = self.inputs.query_segments.at[self.tile.batch, 0, pl.ds(part.row, ROWS)]
             self.segments = mgpu.load(ids, layout=_BY_ROW, optimized=False)
 
     def run(self, step: Any) -> Any:
@@ -60,18 +75,19 @@ class Rows:
         free_until = jnp.clip(blocks.free_until, free_from, blocks.end)
         next_block = self._overlapped if self.params.overlap else self._in_turn
         sums = self._first_block(step)
+        self._release_before()
         if plan.table or plan.rules.left is not None:
             sums = lax.fori_loop(blocks.first + 1, free_from, lambda i, sums: next_block(sums, i, True), sums)
         sums = lax.fori_loop(free_from, free_until, lambda i, sums: next_block(sums, i, False), sums)
         if plan.table or plan.rules.right is not None or plan.hides_tail:
             sums = lax.fori_loop(free_until, blocks.end, lambda i, sums: next_block(sums, i, True), sums)
         if not self.params.share_buffer:
-            mgpu.barrier_arrive(self.wait.query_free)
+            self._release(self.part.number)
         self._store(sums._replace(acc=self._last_product(sums)))
         return sums.step
 
     def _first_block(self, step: Any) -> _Sums:
-        mgpu.barrier_wait(self.wait.query_full.at[self.warpgroup])
+        mgpu.barrier_wait(self.wait.query_full.at[self.part.slot])
         stage = lax.rem(step, self.params.stages)
         mgpu.barrier_wait(self.wait.key_full.at[stage])
         self._await_turn()
@@ -154,19 +170,37 @@ class Rows:
             lse = sums.top + jnp.log2(sums.total) * (1 / LOG2E)
         else:
             lse = (sums.top + jnp.log2(sums.total)) * (1 / LOG2E)
-        if params.persistent and not params.share_buffer:  # the copies of the tile before may still read
+        if params.persistent and not self._shares_in_turn:  # the copies of the tile before may still read
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        memory.out(self.warpgroup)[...] = out.astype(self.plan.dtype)
-        self.buffers.lse.at[self.warpgroup][...] = jnp.where(empty, EMPTY_ROW_LSE, lse)
+        buffer, buffer_lse = memory.out(self.warpgroup, self.part.slot), self.buffers.lse.at[self.warpgroup]
+        buffer[...] = out.astype(self.plan.dtype)
+        buffer_lse[...] = jnp.where(empty, EMPTY_ROW_LSE, lse)
         mgpu.commit_smem()
-        rows = pl.ds(self.row, ROWS)
-        mgpu.copy_smem_to_gmem(memory.out(self.warpgroup), memory.outputs.out.at[self.tile.batch, rows, self.head])
-        mgpu.copy_smem_to_gmem(
-            self.buffers.lse.at[self.warpgroup], memory.outputs.lse.at[self.tile.batch, self.head, rows]
-        )
-        if params.share_buffer:
+        batch, rows, head = self.tile.batch, pl.ds(self.part.row, ROWS), self.part.head
+        mgpu.copy_smem_to_gmem(buffer, memory.outputs.out.at[batch, rows, head])
+        mgpu.copy_smem_to_gmem(buffer_lse, memory.outputs.lse.at[batch, head, rows])
+        if params.share_buffer and not self._shares_in_turn:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            mgpu.barrier_arrive(self.wait.query_free)
+            self._release(self.part.number)
+
+    # Buffers of queries. One that holds the output too is free when that has been copied.
+
+    @property
+    def _shares_in_turn(self) -> bool:
+        """Whether a tile's output is copied while the next tile, which has a buffer of its own, begins."""
+        return self.params.share_buffer and self.params.query_buffers > 1
+
+    def _release_before(self) -> None:
+        """Free the buffer of the tile before, now that its output has had time to be copied."""
+        if self._shares_in_turn:
+
+            @pl.when(self.part.number > 0)
+            def _() -> None:
+                mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._release(self.part.number - 1)
+
+    def _release(self, number: Any) -> None:
+        mgpu.barrier_arrive(self.wait.query_free.at[lax.rem(number, self.params.query_buffers)])
 
     # Products. No CPU simulates one with an operand in registers, as the weights are: it is then computed at its end.
 
@@ -175,7 +209,7 @@ class Rows:
         return mgpu.ACC(self.square, jnp.float32), acc
 
     def _multiply_keys(self, scores: Any, stage: Any) -> None:
-        mgpu.wgmma(scores, self.memory.query(self.warpgroup), self.buffers.key.at[stage].transpose((1, 0)))
+        mgpu.wgmma(scores, self.memory.query(self.part.slot), self.buffers.key.at[stage].transpose((1, 0)))
 
     def _begin(self, acc: Any, sums: _Sums) -> None:
         if not self.memory.simulated:
@@ -218,14 +252,13 @@ class Rows:
             scores, factor = jnp.tanh(scores * (rules.scale / rules.soft_cap)), rules.soft_cap
         if self.plan.adds:
             scores = scores * factor
-        bias, shown = self._extras(stage, masked)
-        if bias is not None:
-            scores = scores + bias.astype(jnp.float32)
-        if self.plan.key_bias or (self.plan.key_mask and masked):
-            scores = scores + self._by_key(self.inputs.key_bias, block)
-        if masked:
-            for visible in (shown, *self._visible(block)):
-                scores = scores if visible is None else jnp.where(visible, scores, -jnp.inf)
+        extras = self._extras(stage, masked)
+        for added in (extras.bias, extras.key_bias):
+            if added is not None:
+                scores = scores + added
+        for visible in (extras.shown, extras.own, *(self._visible(block) if masked else ())):
+            if visible is not None:
+                scores = jnp.where(visible, scores, -jnp.inf)
         return scores
 
     def _softmax(self, logits: Any, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:
@@ -241,43 +274,46 @@ class Rows:
             decay = jnp.exp2(top - new_top)
         return new_top, total * decay + weights.sum(axis=1), weights, decay
 
-    def _extras(self, stage: Any, masked: bool) -> tuple[Any, Any]:
-        """Return the bias, and where the mask shows a key, of the block in a stage; `None` for what is not there."""
+    def _extras(self, stage: Any, masked: bool) -> _Extras:
+        """Return what else there is of the block in a stage."""
         if self.wait.extra_full is None:
-            return None, None
+            return _Extras()
         mgpu.barrier_wait(self.wait.extra_full.at[stage])
-        bias, shown = (
-            None if buffer is None else mgpu.load(buffer.at[stage, self.warpgroup], layout=_LAYOUT, optimized=False)
-            for buffer in (self.buffers.bias, self.buffers.mask if masked else None)
-        )
+        extras = _Extras()
+        if self.plan.bias:
+            extras = extras._replace(bias=self._by_block(self.buffers.bias, stage).astype(jnp.float32))
+        if self.plan.mask and masked:
+            extras = extras._replace(shown=self._by_block(self.buffers.mask, stage) != 0)
+        if self.plan.key_bias or (self.plan.key_mask and masked):
+            extras = extras._replace(key_bias=self._by_key(self.buffers.key_bias, stage))
+        if self.plan.segments and masked:
+            own = self._by_key(self.buffers.key_segments, stage) == _columns(self.segments, self.square)
+            extras = extras._replace(own=own)
         mgpu.commit_smem()  # orders these reads before the copy that comes next
         mgpu.barrier_arrive(self.wait.extra_free.at[stage])
-        return bias, None if shown is None else shown != 0
+        return extras
+
+    def _by_block(self, buffer: Any, stage: Any) -> Any:
+        return mgpu.load(buffer.at[stage, self.warpgroup], layout=_LAYOUT, optimized=False)
+
+    def _by_key(self, buffer: Any, stage: Any) -> Any:
+        loaded = mgpu.load(buffer.at[stage], layout=_BY_KEY, optimized=False)
+        return lax.broadcast_in_dim(loaded, self.square, [1])
 
     def _visible(self, block: Any) -> list[Any]:
-        """Return all else that hides keys of a block from rows: the window, the end of the keys, and segments."""
-        plan = self.plan
-        ahead_of = self.row + (plan.keys - plan.queries)
-        start = block * self.params.kv_block
+        """Return where the window and the end of the keys let rows see the keys of a block."""
+        rules, start = self.plan.rules, block * self.params.kv_block
         key = mgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT) + start
-        row = mgpu.broadcasted_iota(jnp.int32, self.square, 0, layout=_LAYOUT) + ahead_of
+        row = mgpu.broadcasted_iota(jnp.int32, self.square, 0, layout=_LAYOUT)
+        row = row + (self.part.row + (self.plan.keys - self.plan.queries))
         visible = []
-        if plan.rules.right is not None:
-            visible.append(key <= row + plan.rules.right)
-        if plan.rules.left is not None:
-            visible.append(key >= row - plan.rules.left)
-        if plan.hides_tail:
-            visible.append(key < plan.keys)
-        if plan.segments:
-            ids = self.inputs.key_segments.at[self.tile.batch, pl.ds(start, self.params.kv_block)]
-            own = lax.broadcast_in_dim(mgpu.load(ids, layout=_BY_KEY, optimized=False), self.square, [1])
-            visible.append(own == _columns(self.segments, self.square))
+        if rules.right is not None:
+            visible.append(key <= row + rules.right)
+        if rules.left is not None:
+            visible.append(key >= row - rules.left)
+        if self.plan.hides_tail:
+            visible.append(key < self.plan.keys)
         return visible
-
-    def _by_key(self, array: Any, block: Any) -> Any:
-        at = within(array, self.tile.batch, self.head)
-        keys = pl.ds(block * self.params.kv_block, self.params.kv_block)
-        return lax.broadcast_in_dim(mgpu.load(array.at[(*at, keys)], layout=_BY_KEY, optimized=False), self.square, [1])
 
 
 def _columns(by_row: Any, shape: tuple[int, ...]) -> Any:

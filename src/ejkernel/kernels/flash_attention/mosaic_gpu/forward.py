@@ -30,17 +30,17 @@ def forward(
 
     operands, by_row = _without_row_terms(operands)
     plan = _plan(operands, rules, params)
-    # Copies move whole groups of eight rows.
-    query, key, value = (_padded(x, 1, 8) for x in operands[:3])
-    queries = query.shape[1]
+    query, key, value = (_padded(x, 1, _TILE_ROWS) for x in operands[:3])
     types = kernel.Outputs(
-        jax.ShapeDtypeStruct((plan.batch, queries, plan.heads, plan.value_dim), query.dtype),
-        jax.ShapeDtypeStruct((plan.batch, plan.heads, queries), jnp.float32),
+        jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
+        # Copies of one axis are not cut off where the array ends, so that this one has room for whole tiles.
+        jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.row_tiles * plan.tile_rows), jnp.float32),
     )
     out, lse = kernel.launch(plan, kernel.Inputs(query, key, value, **_extras(operands, plan)), types, interpret)
     return _with_row_terms(out[:, : plan.queries], lse[..., : plan.queries], *by_row)
 
 
+_TILE_ROWS = 8  # of the tiles of shared memory, whole ones of which a copy moves
 _RowTerms = tuple[jax.Array | None, jax.Array | None]
 
 
@@ -105,8 +105,8 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     if plan.table:
         extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block)
     if operands.query_segments is not None and operands.key_segments is not None:
-        extras["query_segments"] = _padded(operands.query_segments.astype(jnp.int32), 1, plan.tile_rows)
-        extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), 1, block)
+        extras["query_segments"] = _padded(operands.query_segments.astype(jnp.int32), 1, plan.tile_rows)[:, None]
+        extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), 1, block)[:, None]
     if bias is not None and plan.bias:
         extras["bias"] = _in_tiles(bias.astype(_copied(bias.dtype)), block)
     if mask is not None and plan.mask:
@@ -126,7 +126,7 @@ def _copied(dtype: Any) -> Any:
 
 def _in_tiles(x: jax.Array, kv_block: int) -> jax.Array:
     """Return `x` with rows and keys in whole tiles of shared memory."""
-    return _padded(_padded(x, 2, 8), 3, swizzle(kv_block * x.dtype.itemsize) // x.dtype.itemsize)
+    return _padded(_padded(x, 2, _TILE_ROWS), 3, swizzle(kv_block * x.dtype.itemsize) // x.dtype.itemsize)
 
 
 def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:

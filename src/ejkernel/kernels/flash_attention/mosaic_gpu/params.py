@@ -10,6 +10,7 @@ from ejkernel.ops.errors import ConfigError
 _KV_BLOCKS = range(16, 257, 16)
 _STAGES = range(1, 9)
 _WARPGROUPS = range(1, 4)
+_QUERY_BUFFERS = range(1, 3)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class ForwardParams:
             products.
         persistent: Whether there are only as many blocks of threads as multiprocessors, each of which takes tile after
             tile.
+        query_buffers: How many tiles' queries are held at once, 1 or 2; 2 only if persistent.
         pack_heads: Whether the warpgroups of a tile are given the same rows of as many heads of one group, rather than
             as many times the rows of one head.
         share_buffer: Whether the output is staged where the queries were.
@@ -41,6 +43,7 @@ class ForwardParams:
     overlap: bool = True
     ping_pong: bool = True
     persistent: bool = False
+    query_buffers: int = 1
     pack_heads: bool = False
     share_buffer: bool = False
     heads_first: bool = False
@@ -49,6 +52,9 @@ class ForwardParams:
         _check("kv_block", self.kv_block, _KV_BLOCKS, "a multiple of 16 from 16 to 256")
         _check("stages", self.stages, _STAGES, "from 1 to 8")
         _check("warpgroups", self.warpgroups, _WARPGROUPS, "from 1 to 3")
+        _check("query_buffers", self.query_buffers, _QUERY_BUFFERS, "1 or 2")
+        if self.query_buffers > 1 and not self.persistent:
+            raise ConfigError(f"query_buffers must be 1 unless persistent=True, got {self.query_buffers}.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool) and type(value) is not bool:
