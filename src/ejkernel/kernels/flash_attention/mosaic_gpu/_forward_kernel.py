@@ -164,10 +164,12 @@ class _Program:
         step, tiles = self._each_tile(self._copy_tile, (jnp.int32(0), jnp.int32(0)))
         # Wait for all that was freed, so that no barrier is left with an arrival that nobody saw.
         self._drain(step, self.params.stages, (self.wait.key_free, self.wait.value_free, self.wait.extra_free))
-        self._drain(tiles, self.params.query_buffers, (self.wait.query_free,))
+        self._drain(tiles, self.params.query_buffers, (self.wait.query_free,), kept=int(self.plan.frees_late))
 
-    def _drain(self, count: Any, slots: int, barriers: tuple[Any, ...]) -> None:
-        @pl.loop(jnp.maximum(count - slots, 0), count)
+    def _drain(self, count: Any, slots: int, barriers: tuple[Any, ...], kept: int = 0) -> None:
+        """Wait until the last of `count` uses of each slot is over, but for the last `kept`, which are never freed."""
+
+        @pl.loop(jnp.maximum(count - slots, 0), count - kept)
         def _wait(i: Any) -> None:
             for free in barriers:
                 if free is not None:

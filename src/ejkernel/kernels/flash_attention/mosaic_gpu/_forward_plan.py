@@ -91,6 +91,11 @@ class ForwardPlan:
         return bool(self.bias) or self.key_bias
 
     @property
+    def frees_late(self) -> bool:
+        """Whether a tile's buffer of queries is freed by the next tile, which has one of its own, and then by none."""
+        return self.params.share_buffer and self.params.query_buffers > 1
+
+    @property
     def hides_tail(self) -> bool:
         """Whether the last block of keys ends behind the last key, and the window does not hide that."""
         right = self.rules.right

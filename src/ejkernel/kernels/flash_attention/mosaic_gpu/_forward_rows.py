@@ -170,7 +170,7 @@ class Rows:
             lse = sums.top + jnp.log2(sums.total) * (1 / LOG2E)
         else:
             lse = (sums.top + jnp.log2(sums.total)) * (1 / LOG2E)
-        if params.persistent and not self._shares_in_turn:  # the copies of the tile before may still read
+        if params.persistent and not self.plan.frees_late:  # the copies of the tile before may still read
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer, buffer_lse = memory.out(self.warpgroup, self.part.slot), self.buffers.lse.at[self.warpgroup]
         buffer[...] = out.astype(self.plan.dtype)
@@ -179,20 +179,15 @@ class Rows:
         batch, rows, head = self.tile.batch, pl.ds(self.part.row, ROWS), self.part.head
         mgpu.copy_smem_to_gmem(buffer, memory.outputs.out.at[batch, rows, head])
         mgpu.copy_smem_to_gmem(buffer_lse, memory.outputs.lse.at[batch, head, rows])
-        if params.share_buffer and not self._shares_in_turn:
+        if params.share_buffer and not self.plan.frees_late:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self._release(self.part.number)
 
     # Buffers of queries. One that holds the output too is free when that has been copied.
 
-    @property
-    def _shares_in_turn(self) -> bool:
-        """Whether a tile's output is copied while the next tile, which has a buffer of its own, begins."""
-        return self.params.share_buffer and self.params.query_buffers > 1
-
     def _release_before(self) -> None:
         """Free the buffer of the tile before, now that its output has had time to be copied."""
-        if self._shares_in_turn:
+        if self.plan.frees_late:
 
             @pl.when(self.part.number > 0)
             def _() -> None:
