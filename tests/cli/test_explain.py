@@ -189,6 +189,7 @@ messages(file=sys.stdout).print("2 calls")
 """
 
 
+@pytest.mark.slow
 def test_a_terminal_s_own_width_counts_and_colours_can_be_switched_off():
     width, coloured, plain = on_a_terminal(97, STYLES).splitlines()
     assert width == "97"

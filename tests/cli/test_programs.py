@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 KERNELS = '''
 import dataclasses
 import jax

@@ -15,6 +15,7 @@ from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_form
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
+
 def run_list(imports: Sequence[str], *, as_json: bool) -> None:
     """Run `ejkernel list`."""
     look_here()

@@ -58,7 +58,6 @@ from ejkernel.compat.settings import x64_enabled as x64_enabled
 from ejkernel.compat.tracing import Primitive as Primitive
 from ejkernel.compat.tracing import batching as batching
 from ejkernel.compat.tracing import cache_weakly as cache_weakly
-from ejkernel.compat.tracing import function_of as function_of
 from ejkernel.compat.tracing import has_references as has_references
 from ejkernel.compat.tracing import is_named as is_named
 from ejkernel.compat.tracing import is_reference as is_reference

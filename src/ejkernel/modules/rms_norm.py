@@ -26,7 +26,7 @@ def rms_norm(
         x: What is normalised.
         weight: Factor on every element of a row; of any floating-point dtype.
         eps: Added to the mean of squares.
-        implementation: Run this one (`xla`), or one of several, or raise; `None` leaves the choice to the configuration.
+        implementation: Run this one (`xla`) or raise; `None` leaves the choice to the configuration.
         cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no
             parameters for one of the two, they are the implementation's heuristic's.
 

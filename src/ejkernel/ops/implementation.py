@@ -149,7 +149,11 @@ Declared = Implementation[Any] | LazyImplementation | str
 
 
 class Implementations(Mapping[str, Implementation[Any]]):
-    """The implementations of an operation by name, the one to prefer first; each is loaded when it is looked up."""
+    """The implementations of an operation by name, the one to prefer first; each is loaded when it is looked up.
+
+    Args:
+        declared: By name, an `Implementation`, or where its class is: `"module:Class"`, or a `LazyImplementation`.
+    """
 
     def __init__(self, declared: Mapping[str, Declared]) -> None:
         self._declared = {
@@ -212,7 +216,9 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
     else:
         found = declared
     if not isinstance(found, Implementation) or found.name != name:
-        raise KernelError(f"implementations must map a name to the Implementation of that name, got {name!r}: {found!r}.")
+        raise KernelError(
+            f"implementations must map a name to the Implementation of that name, got {name!r}: {found!r}."
+        )
     return found
 
 
@@ -255,7 +261,7 @@ class OperationConfig:
     @classmethod
     def field_types(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Return the types of the fields of stored data, which the implementation's name among them decides."""
-        name = data.get("implementation")
+        name: Any = data.get("implementation")
         if name not in cls.implementations:
             return {"implementation": str, "fwd": Any, "bwd": Any}  # refused in __post_init__, with the names there are
         found = cls.implementations[name]

@@ -11,15 +11,15 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.config.alternatives import alternatives
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.alternatives import alternatives
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, config_type_of
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
-from ejkernel.ops.implementation import CallT, Declared, Implementation, Implementations, OperationConfig
+from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
 from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind, platform_kind
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
 
@@ -43,11 +43,10 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     strict, and goes into the options as `prepare` returns them, `{"implementation": self.requested(implementation)}`.
 
     Attributes:
-        implementations: By name, the one to prefer first: an `Implementation`, or where its class is, as
-            `"module:Class"` or a `LazyImplementation`, which is imported when it is first asked for.
+        implementations: By name, the one to prefer first.
     """
 
-    implementations: ClassVar[Mapping[str, Declared]] = {}
+    implementations: ClassVar[Implementations] = Implementations({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -63,7 +62,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             raise KernelError(
                 f"{config.__name__} is the configuration's type of another operation; give {cls.__name__} its own."
             )
-        cls.implementations = config.implementations = Implementations(cls.implementations)
+        config.implementations = cls.implementations
 
     # --- what an operation declares ---
 
@@ -94,8 +93,10 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         if implementation is None:
             return None
         names = (implementation,) if isinstance(implementation, str) else implementation
-        if not isinstance(names, Sequence) or not names or not all(name in self._known for name in names):
-            raise ArgumentError(f"implementation must be one of {self._known.names}, or None; got {implementation!r}.")
+        if not isinstance(names, Sequence) or not names or not all(name in self.implementations for name in names):
+            raise ArgumentError(
+                f"implementation must be one of {self.implementations.names}, or None; got {implementation!r}."
+            )
         return cast(str, names[0]) if len(names) == 1 else tuple(dict.fromkeys(names))
 
     def call_of(self, inv: Invocation[OpCfg, Out]) -> CallT:
@@ -120,28 +121,26 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def reasons(self, call: CallT) -> dict[str, str]:
         """Return why each implementation does not run a call; `""` if it does."""
-        return {name: self._known.unsupported(name, call) or "" for name in self._known}
+        return {name: self.implementations.unsupported(name, call) or "" for name in self.implementations}
 
     def reasons_here(self) -> dict[str, str]:
         """Return why each implementation does not run the typical call on this process's device; `""` if it does."""
         if type(self).typical_call is Operation.typical_call:
-            return dict.fromkeys(self._known, "")
+            return dict.fromkeys(self.implementations, "")
         args, options = self.typical_call()
         args, options = self.prepare(*args, **options)
         call = self.describe(*args, **_without_request(options))
-        return self.reasons(
-            dataclasses.replace(call, platform=device_kind(), device_fingerprint=device_fingerprint())
-        )
+        return self.reasons(dataclasses.replace(call, platform=device_kind(), device_fingerprint=device_fingerprint()))
 
     def heuristic_cfg(self, inv: Invocation[OpCfg, Out]) -> OpCfg:
         """Return the implementation to prefer of those that run the call, with its own heuristic's parameters."""
         name, call = self._able(inv)[0]
-        return self._config(name, call, self._known[name].heuristic(call))
+        return self._config(name, call, self.implementations[name].heuristic(call))
 
     def config_space(self, inv: Invocation[OpCfg, Out]) -> Collection[OpCfg]:
         """Return what is in the spaces of all implementations that run the call."""
         able = dict(self._able(inv))
-        spaces = {name: _faultless(self._known[name], call) for name, call in able.items()}
+        spaces = {name: _faultless(self.implementations[name], call) for name, call in able.items()}
 
         def read(config: OpCfg) -> tuple[str, Any]:
             call = able.get(config.implementation)
@@ -176,10 +175,6 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     # --- which implementation ---
 
-    @property
-    def _known(self) -> Implementations:
-        return cast(Implementations, self.implementations)
-
     def _config(self, name: str, call: CallT, params: Any) -> OpCfg:
         config_type = cast("type[OpCfg]", self.config_type)
         return config_type(implementation=name, **{"bwd" if call.backward else "fwd": params})
@@ -195,7 +190,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         found, reasons = self._sorted_out(call, names, higher=higher, named=names is not None)
         if not found and not inv.array_types:
             away = dataclasses.replace(call, platform=None, device_fingerprint="")
-            elsewhere = [name for name in names or self._known if call.platform not in self._platforms(name)]
+            elsewhere = [name for name in names or self.implementations if call.platform not in self._platforms(name)]
             found, reasons_elsewhere = self._sorted_out(away, elsewhere, higher=higher, named=True)
             reasons |= reasons_elsewhere
         if not found:
@@ -203,7 +198,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         return found
 
     def _platforms(self, name: str) -> tuple[str, ...]:
-        return self._known.platforms(name) or ("gpu", "tpu", "cpu")
+        return self.implementations.platforms(name) or ("gpu", "tpu", "cpu")
 
     def _names(self, options: Mapping[str, Any]) -> list[str] | None:
         """Return which implementations were asked for, in the order of preference; `None`: none by name."""
@@ -225,13 +220,13 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         """
         reasons: dict[str, str] = {}
         able: list[str] = []
-        for name in self._known if names is None else names:
+        for name in self.implementations if names is None else names:
             if not named and call.platform not in (None, *self._platforms(name)):
                 reasons[name] = f"implementation={name!r} runs on {', '.join(self._platforms(name))}."
                 continue
-            reason = self._known.unsupported(name, call)
-            if reason is None and higher and not self._known[name].differentiable:
-                others = [other for other in self._known if self._known[other].differentiable]
+            reason = self.implementations.unsupported(name, call)
+            if reason is None and higher and not self.implementations[name].differentiable:
+                others = [other for other in self.implementations if self.implementations[other].differentiable]
                 hint = f"; use {others[0]!r}." if others else "."
                 reason = f"forward-mode differentiation is not available with implementation={name!r}{hint}"
             if reason is None:
@@ -245,14 +240,14 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
         It must have a backward that runs the call, be it its own or another's.
         """
-        contracts = dict.fromkeys(self._known[name].residuals for name in able)
+        contracts = dict.fromkeys(self.implementations[name].residuals for name in able)
         if len(contracts) < 2:
             return able
         forward, backward = (dataclasses.replace(call, backward=backward) for backward in (False, True))
         for contract in contracts:
-            own = [name for name in self._known if self._known[name].residuals == contract]
-            if all(any(self._known.unsupported(n, c) is None for n in own) for c in (forward, backward)):
-                return [name for name in able if self._known[name].residuals == contract]
+            own = [name for name in self.implementations if self.implementations[name].residuals == contract]
+            if all(any(self.implementations.unsupported(n, c) is None for n in own) for c in (forward, backward)):
+                return [name for name in able if self.implementations[name].residuals == contract]
         return able
 
     def _running(
@@ -274,11 +269,11 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                 "asked for; leave one out."
             )
         call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
-        chosen, params = self._known[cfg.implementation], _params_of(cfg, call)
+        chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
         if not chosen.runs_everywhere() or params is None or (backward and not chosen.has_backward()):
             # Asked only where it matters: a trace that asks has to be made anew once the program's platform is known.
             call = dataclasses.replace(call, platform=_lowered_platform(), partitioned=_is_partitioned())
-            reason = self._known.unsupported(chosen.name, call)
+            reason = self.implementations.unsupported(chosen.name, call)
             if reason is not None:
                 chosen, params = self._stand_in(reason, call, names), None
         if params is None:
@@ -292,7 +287,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         if call.backward or call.partitioned:
             found, _ = self._sorted_out(call, names, named=False)
             if found:
-                return self._known[found[0][0]]
+                return self.implementations[found[0][0]]
         raise UnsupportedError(f"{self._called(call)}: {reason}")
 
     def _called(self, call: CallT) -> str:
@@ -323,10 +318,10 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         return computed(*arrays)
 
     def _source_of_tangents(self, running: _Running) -> _Running | None:
-        for name in self._known:
-            if self._known.platforms(name) or not self._known[name].differentiable:
+        for name in self.implementations:
+            if self.implementations.platforms(name) or not self.implementations[name].differentiable:
                 continue
-            other = self._known[name]
+            other = self.implementations[name]
             if other.residuals == running.implementation.residuals and other.unsupported(running.call) is None:
                 return _Running(other, running.call, other.heuristic(running.call))
         return None

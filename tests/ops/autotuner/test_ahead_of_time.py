@@ -12,7 +12,7 @@ from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import TuningError
 
 HERE = Target.named("here")
@@ -31,7 +31,7 @@ def made(run, *args):
 def test_a_program_that_was_compiled_is_loaded_and_runs():
     x = np.arange(6, dtype=np.float32)
     program = made(lambda x: (x * 3, x.sum()), x)
-    assert (program.status, program.inputs, program.outputs, program.mosaic) == ("ready", 1, 2, False)
+    assert (program.why_left, program.inputs, program.outputs, program.mosaic) == ("", 1, 2, False)
     tripled, total = program.load()(x)
     assert tripled.tolist() == (x * 3).tolist()
     assert float(total) == 15.0
@@ -60,5 +60,5 @@ def test_a_program_that_calls_back_is_left_and_is_nobody_s_twin():
         return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     program = made(run, np.ones(3, np.float32))
-    assert (program.status, program.digest, program.payload) == ("left", "", b"")
-    assert "calls back to the host" in program.reason
+    assert (program.digest, program.code) == ("", None)
+    assert "calls back to the host" in program.why_left

@@ -16,16 +16,18 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 from tests.ops.sealing import change_object
 
+from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.tasks import bench
-from ejkernel.ops.autotuner.trials.outcome import FAILED
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ConfigError, TuningWarning
+
+pytestmark = pytest.mark.slow
 
 X = jax.ShapeDtypeStruct((8,), jnp.int32)  # no gradient, which would be compiled where it is checked
 HERE = Target.named("here")
@@ -62,7 +64,7 @@ class Twice(Kernel[int, jax.Array]):
 @pytest.fixture
 def twice(monkeypatch):
     """A kernel of which 3 is the fastest."""
-    monkeypatch.setattr(bench, "interleaved", interleaved_with(lambda cfg: 1.0 if cfg == 3 else 2.0 + cfg))
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(lambda cfg: 1.0 if cfg == 3 else 2.0 + cfg))
     return Twice()
 
 
@@ -107,7 +109,7 @@ def test_the_heuristic_comes_first_and_every_candidate_has_its_fate(twice, tmp_p
 
 def test_each_program_is_a_file_and_so_is_the_reference(twice, tmp_path):
     call = bundle(twice, tmp_path)
-    files = {program.file.name for _, program in call.programs} | {call.reference.file.name}
+    files = {program.code.path.name for _, program in call.programs} | {call.reference.code.path.name}
     assert len(files) == 5
     assert files | {"manifest.json"} == {file.name for file in (tmp_path / "bundle").iterdir()}
     x = np.arange(8, dtype=np.int32)
@@ -294,7 +296,7 @@ def to_pipe(one, _):
 @pytest.mark.parametrize("damage", [swap, flip, to_pipe, lambda one, _: one.unlink()])
 def test_a_program_that_is_not_the_one_of_its_row_is_compiled_here(twice, tmp_path, damage):
     programs = dict(bundle(twice, tmp_path).programs)
-    damage(programs[4].file, programs[1].file)
+    damage(programs[4].code.path, programs[1].code.path)
     twice.traced.clear()
     with pytest.warns(TuningWarning, match=r"a candidate is compiled here: its program .*\.bin"):
         (call,) = read_bundle(tmp_path / "bundle")
@@ -305,7 +307,7 @@ def test_a_program_that_is_not_the_one_of_its_row_is_compiled_here(twice, tmp_pa
 
 
 def test_a_damaged_reference_is_compiled_here(twice, tmp_path):
-    flip(bundle(twice, tmp_path).reference.file, None)
+    flip(bundle(twice, tmp_path).reference.code.path, None)
     twice.traced.clear()
     with pytest.warns(TuningWarning, match="is not the one that was written for it"):
         (call,) = read_bundle(tmp_path / "bundle")
@@ -331,7 +333,7 @@ def test_what_failed_there_is_not_tried_here(tmp_path, isolate):
     kernel, x = faulty_kernels.failing_on_device, jax.ShapeDtypeStruct((4, 4), jnp.float32)
     call = bundle(kernel, tmp_path, x)
     best = next(c for c in call.candidates if c.outcome.config == faulty_kernels.BEST)
-    failed = dataclasses.replace(best.outcome, status=FAILED, reason="it failed there")
+    failed = dataclasses.replace(best.outcome, status=Status.FAILED, reason="it failed there")
     others = (c for c in call.candidates if c is not best)
     call = dataclasses.replace(call, candidates=(*others, dataclasses.replace(best, outcome=failed, program=None)))
     with pytest.warns(TuningWarning, match="all 6 candidates beside the heuristic were rejected"):
@@ -343,8 +345,8 @@ def test_what_failed_there_is_not_tried_here(tmp_path, isolate):
 def test_a_program_whose_file_is_damaged_is_a_candidate_that_fails(twice, tmp_path):
     call = bundle(twice, tmp_path)
     programs = dict(call.programs)
-    programs[3].file.unlink()
-    programs[1].file.write_bytes(b"no machine code")
+    programs[3].code.path.unlink()
+    programs[1].code.path.write_bytes(b"no machine code")
     data = tune(twice, call)
     assert data.config == 2
     assert {config: status for config, status in fates(data.outcomes).items() if config in (1, 3)} == {

@@ -33,17 +33,8 @@ from ejkernel.ops.autotuner.store import measurements as store_module
 from ejkernel.ops.autotuner.store.log import SCHEMA, dump, lines_of, load
 from ejkernel.ops.autotuner.store.measurements import KEPT, MeasurementStore, replay
 from ejkernel.ops.autotuner.store.similarity import dimensions_of, distance
-from ejkernel.ops.autotuner.trials.outcome import (
-    FAILED,
-    MEASURED,
-    READY,
-    SAME,
-    SKIPPED,
-    WRONG,
-    AutotuneData,
-    Outcome,
-    Standing,
-)
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file
 
 HERE, THERE, ELSEWHERE = "gpu:nvidia_h200", "gpu:nvidia_a100", "tpu:v5e"
@@ -91,7 +82,7 @@ def call(rows=16, device=HERE, kernel=DOUBLE, dtype=np.float32, **kwargs):
 def measured(config, microseconds, **more):
     return Outcome(
         config=config,
-        status=MEASURED,
+        status=Status.MEASURED,
         measurement=Measurement(samples=tuple(n * 1e-6 for n in microseconds), method="cupti"),
         **more,
     )
@@ -100,7 +91,7 @@ def measured(config, microseconds, **more):
 def searched(inv, times, winner=0):
     """A search that found these microseconds; `None` is a failure."""
     outcomes = tuple(
-        Outcome(config=config, status=FAILED, reason="no") if us is None else measured(config, [us])
+        Outcome(config=config, status=Status.FAILED, reason="no") if us is None else measured(config, [us])
         for config, us in times.items()
     )
     return AutotuneData(inv=inv, config=outcomes[winner].config, outcomes=outcomes, seconds=1.5)
@@ -141,14 +132,14 @@ def test_a_search_comes_back_as_it_was(store):
     outcomes = (
         measured(Tile(1), [3.0, 3.125], compile_seconds=0.25, peak_bytes=4096),
         measured(Tile(2), [1.5, 1.25, 1.0, 2.0]),
-        Outcome(config=Tile(3), status=WRONG, reason="off by \u2028one\x85"),
-        Outcome(config=Tile(4), status=SKIPPED, reason="late"),
+        Outcome(config=Tile(3), status=Status.WRONG, reason="off by \u2028one\x85"),
+        Outcome(config=Tile(4), status=Status.SKIPPED, reason="late"),
     )
     inv = call(causal=True)
     store.save(AutotuneData(inv=inv, config=outcomes[1].config, outcomes=outcomes, seconds=2.0))
     (found,) = store.searches()
     assert (found.key, found.call, found.seconds, found.winner) == (inv.key, inv.description, 2.0, 1)
-    assert found.config_type.endswith("test_store.Tile")
+    assert found.config_type.endswith("test_measurements.Tile")
     assert [o.config for o in found.outcomes] == [{"rows": n, "order": "row"} for n in (1, 2, 3, 4)]
     assert [(o.status, o.reason, o.compile_seconds, o.peak_bytes) for o in found.outcomes] == [
         (o.status, o.reason, o.compile_seconds, o.peak_bytes) for o in outcomes
@@ -194,7 +185,7 @@ def test_a_log_without_the_newest_column_is_read():
     assert loaded(lines_with_digest(older)).outcomes == loaded(dump(search, {})).outcomes
 
 
-NEWER = ("twins", "why", "standing", "undecided", "interrupted")  # what logs of before do not have
+NEWER = ("twins", "why", "standing", "undecided", "interrupted", "rule_fault")  # what logs of before do not have
 
 
 def told_of(**more):
@@ -203,7 +194,7 @@ def told_of(**more):
     outcomes = (
         measured(Tile(1), [2.0]),
         measured(Tile(2), [1.0]),
-        *(Outcome(config=Tile(rows), status=SAME, reason="the same program", twin=Tile(2)) for rows in (3, 4)),
+        *(Outcome(config=Tile(rows), status=Status.SAME, reason="the same program", twin=Tile(2)) for rows in (3, 4)),
     )
     standing = Standing(Tile(2), verdict, alone=True)
     return AutotuneData(
@@ -211,12 +202,16 @@ def told_of(**more):
     )
 
 
-@pytest.mark.parametrize("flags", [{}, {"undecided": True}, {"interrupted": True}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"undecided": True}, {"interrupted": True}, {"rule_fault": "rule_fault: the gradient of x differs"}]
+)
 def test_a_log_tells_why_a_search_came_out_so(flags):
     data = told_of(**flags)
     stored = loaded(dump(data, {}))
     assert stored.standing.data() == data.standing.data()
     assert (stored.why, stored.undecided, stored.interrupted) == (data.why, data.undecided, data.interrupted)
+    assert stored.rule_fault == data.rule_fault
+    assert data.rule_fault in stored.summary()
     lines = stored.summary().splitlines()
     assert lines[2].endswith("candidates in 1.5 s; the heuristic stays: a tie")
     assert lines[3].startswith("rows=2 order=row in a race of the two alone: 1.0 us, the heuristic 2.0 us; faster in 9")
@@ -233,7 +228,13 @@ def test_a_log_of_before_has_neither_a_standing_nor_twins():
     first, *lines = dump(told_of(), {}).splitlines()
     header = {name: value for name, value in json.loads(first).items() if name not in NEWER}
     older = loaded(lines_with_digest("\n".join([json.dumps(header), *lines, ""])))
-    assert (older.standing, older.why, older.undecided, older.interrupted) == (None, "", False, False)
+    assert (older.standing, older.why, older.undecided, older.interrupted, older.rule_fault) == (
+        None,
+        "",
+        False,
+        False,
+        "",
+    )
     assert len(older.summary().splitlines()) == 3 + 1 + 4  # all four outcomes are rows
 
 
@@ -264,7 +265,7 @@ def test_twins_that_are_none_make_a_log_unusable(twins):
 
 
 def test_a_long_reason_is_cut():
-    outcomes = (measured(Tile(1), [1.0]), Outcome(config=Tile(2), status=FAILED, reason="x" * 10_000))
+    outcomes = (measured(Tile(1), [1.0]), Outcome(config=Tile(2), status=Status.FAILED, reason="x" * 10_000))
     text = dump(AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=0.0), {})
     assert len(text) < 2_500
     assert loaded(text).outcomes[1].reason.endswith("x...")
@@ -362,6 +363,7 @@ def save_one(folder, us):
     MeasurementStore(folder).save(searched(call(), {Tile(1): us}))
 
 
+@pytest.mark.slow
 def test_processes_that_save_at_once_keep_all(folder):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         pool.starmap(save_one, [(folder, 1.0), (folder, 2.0), (folder, 3.0)])
@@ -530,12 +532,12 @@ def test_dimensions_leave_the_key_s_own_parts_in_common():
 def test_failures_are_told_and_what_was_not_tried_is_not(store):
     outcomes = (
         measured(Tile(1), [3.0, 1.0, 2.0]),
-        Outcome(config=Tile(2), status=FAILED, reason="no"),
-        Outcome(config=Tile(3), status=WRONG, reason="no"),
-        Outcome(config=Tile(4), status=SAME, reason="as 1"),
-        Outcome(config=Tile(5), status=SKIPPED, reason="late"),
+        Outcome(config=Tile(2), status=Status.FAILED, reason="no"),
+        Outcome(config=Tile(3), status=Status.WRONG, reason="no"),
+        Outcome(config=Tile(4), status=Status.SAME, reason="as 1"),
+        Outcome(config=Tile(5), status=Status.SKIPPED, reason="late"),
         Outcome(config=Tile(6), status="sulking", reason="a status of later"),
-        Outcome(config=Tile(7), status=READY),
+        Outcome(config=Tile(7), status=Status.READY),
     )
     store.save(AutotuneData(inv=call(), config=outcomes[0].config, outcomes=outcomes, seconds=0.0))
     (record,) = store.records(call())
@@ -590,7 +592,7 @@ def test_a_replay_of_bare_numbers_answers_with_them(store):
 
 
 def test_a_replay_of_nothing_is_an_error(store):
-    outcome = Outcome(config=Tile(1), status=SKIPPED)
+    outcome = Outcome(config=Tile(1), status=Status.SKIPPED)
     store.save(AutotuneData(inv=call(), config=outcome.config, outcomes=(outcome,), seconds=0.0))
     (search,) = store.searches()
     with pytest.raises(ConfigError, match="must have outcomes"):

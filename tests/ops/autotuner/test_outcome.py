@@ -9,22 +9,23 @@ import pytest
 
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.trials.outcome import FAILED, MEASURED, AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
+from ejkernel.ops.autotuner.trials.status import Status
 
 CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), np.float32),), device="gpu:h200")
 
 
 def measured(rows, *microseconds):
     samples = tuple(n * 1e-6 for n in microseconds)
-    return Outcome(config={"rows": rows}, status=MEASURED, measurement=Measurement(samples=samples))
+    return Outcome(config={"rows": rows}, status=Status.MEASURED, measurement=Measurement(samples=samples))
 
 
 def search(*outcomes, winner):
     return AutotuneData(inv=CALL, config=outcomes[winner].config, outcomes=outcomes, seconds=2.0)
 
 
-FAILURE = Outcome(config={"rows": 3}, status=FAILED, reason="out of\n  shared memory")
+FAILURE = Outcome(config={"rows": 3}, status=Status.FAILED, reason="out of\n  shared memory")
 
 
 def test_a_summary_ranks_the_candidates_and_says_why_one_failed():

@@ -110,5 +110,5 @@ def test_programs_are_compiled_for_a_gpu_that_is_not_here(tmp_path):
         "xla": (1, 1, False),
         "mosaic": (1, 1, True),
     }
-    assert b"ELF" in programs["mosaic"].file.read_bytes()
+    assert b"ELF" in programs["mosaic"].code.path.read_bytes()
     assert json.loads((tmp_path / "bundle" / "manifest.json").read_text())["target"] == "gpu:nvidia_h200"

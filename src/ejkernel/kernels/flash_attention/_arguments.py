@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 SlidingWindow = int | tuple[int | None, int | None]
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cost
-from ejkernel.ops.implementation import LazyImplementation, OperationConfig
+from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
 
 from . import _arguments as arguments
@@ -43,10 +42,12 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     Forward and backward are configured apart, and any forward goes with any backward.
     """
 
-    implementations = {
-        "cudnn": LazyImplementation(f"{__package__}.cudnn:Cudnn", platforms=("gpu",)),
-        "xla": f"{__package__}.xla:Xla",
-    }
+    implementations = Implementations(
+        {
+            "cudnn": LazyImplementation(f"{__package__}.cudnn:Cudnn", platforms=("gpu",)),
+            "xla": f"{__package__}.xla:Xla",
+        }
+    )
 
     def __init__(self) -> None:
         super().__init__(name="flash_attention")

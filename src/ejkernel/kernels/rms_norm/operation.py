@@ -13,14 +13,35 @@ import jax.numpy as jnp
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.implementation import OperationConfig
+from ejkernel.ops.implementation import Implementations, OperationCall, OperationConfig
 from ejkernel.ops.operation import Operation
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
-from .common import RmsNormCall
 from .reference import normalize
 
 _Invocation = Invocation["RmsNormConfig", jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RmsNormCall(OperationCall):
+    """A call without its arrays.
+
+    Attributes:
+        rows: How many rows are normalised, those of enclosing `vmap`s left out.
+        dim: How long they are.
+        dtype: Name of their dtype.
+        eps: Added to the mean of squares.
+    """
+
+    rows: int
+    dim: int
+    dtype: str
+    eps: float
+
+    @property
+    def all_rows(self) -> int:
+        """How many rows are normalised at once."""
+        return self.rows * self.examples
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +54,7 @@ class RmsNormConfig(OperationConfig):
 class RmsNorm(Operation[RmsNormConfig, RmsNormCall, jax.Array]):
     """The operation behind `rms_norm`, which documents the arguments."""
 
-    implementations = {"xla": f"{__package__}.xla:Xla"}
+    implementations = Implementations({"xla": f"{__package__}.xla:Xla"})
 
     def __init__(self) -> None:
         super().__init__(name="rms_norm")
@@ -54,10 +75,9 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, jax.Array]):
             raise ArgumentError(f"eps must be a number >= 0, got {eps!r}; it is static under jit.")
         return (x, weight), {"eps": float(eps), "implementation": self.requested(implementation)}
 
-    def describe(self, *args: Any, **options: Any) -> RmsNormCall:
+    def describe(self, x: Any, weight: Any, *, eps: float = 1e-6) -> RmsNormCall:
         """Return the number of rows, their length, and their dtype."""
-        x, _ = args
-        return RmsNormCall(rows=math.prod(x.shape[:-1]), dim=x.shape[-1], dtype=str(x.dtype), eps=options.get("eps", 0))
+        return RmsNormCall(rows=math.prod(x.shape[:-1]), dim=x.shape[-1], dtype=str(x.dtype), eps=eps)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output, as the formula says."""

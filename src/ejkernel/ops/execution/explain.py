@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.selection import Consulted, Resolution
+from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
+from ejkernel.ops.config.tiers import PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.nearest import why_no_entry
@@ -70,15 +72,12 @@ class Explanations(tuple[Explanation, ...]):
 def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explanation:
     """Ask every tier of `chooser` about `inv`, without measuring or remembering anything."""
     kernel = inv.kernel
-    consult = getattr(chooser, "consult", None)
+    consult: Callable[..., list[Consulted]] = getattr(chooser, "consult", None) or BareChooser(chooser).consult
     try:
         key, key_note = inv.key, ""
     except UnstableKeyError as error:
         key, key_note = None, str(error)
-    if consult is not None:
-        tiers = tuple(consult(inv, kernel))
-    else:
-        tiers = (Consulted("chooser", Resolution(chooser.choose(inv, kernel), "chooser", key)),)
+    tiers = tuple(consult(inv, kernel))
     if key is not None:
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
@@ -97,7 +96,7 @@ def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explan
 def _with_reason(tier: Consulted, chooser: Any, inv: Invocation[Any, Any], key: ConfigKey) -> Consulted:
     """Say more about why the persistent tier has no answer."""
     store = getattr(chooser, "persistent", None)
-    if tier.tier != "persistent" or tier.resolution is not None or not isinstance(store, PersistentCache):
+    if tier.tier != PERSISTENT.name or tier.resolution is not None or not isinstance(store, PersistentCache):
         return tier
     return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
 

@@ -2,8 +2,9 @@
 """Candidates compiled on one machine and measured on another, which has the device.
 
 A bundle is a folder: `manifest.json` with the calls and the fate of each candidate, and one file of machine code for
-each program. The manifest ends with its own digest, and has that of each program. The code runs as it is when the
-bundle is measured: a bundle is a program, not data. Measure your own.
+each program. The manifest is data: configurations decode strictly, into types that the user's modules made; it ends
+with its own digest, and has that of each program. The code runs as it is when the bundle is measured: a bundle is a
+program, not data, and no check of ours would make it otherwise. Measure your own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -20,81 +22,36 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.ops.autotuner.compile.ahead_of_time import LEFT, Made, compile_for, load_program
+from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
 from ejkernel.ops.autotuner.compile.processes import compile_processes
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads
-from ejkernel.ops.autotuner.process.threads import carried
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done
+from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of
-from ejkernel.ops.autotuner.trials.outcome import FAILED, READY, SAME, Outcome
+from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file, version
 from ejkernel.ops.config._writing import write_file
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
-from ejkernel.ops.utils.sealed import digest_of, read_object, sealed_json
-from ejkernel.ops.utils.serialize import describe, from_plain, to_data
-from ejkernel.ops.utils.typenames import decode_config, type_name
+from ejkernel.ops.utils.storage.sealed import digest_of, read_object, sealed_json
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
+from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 _SCHEMA = 2
 _MANIFEST = "manifest.json"
 _LARGEST = 16 << 20  # bytes of a manifest; a candidate takes hundreds
-_LARGEST_PROGRAM = 1 << 30
 _MOST_ARRAYS = 1 << 16  # that a program takes or returns
 _FILE = re.compile(r"\d+-\d+\.bin")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """A candidate's machine code.
-
-    Attributes:
-        file: Where it is.
-        sha256: The digest of what is in the file.
-        inputs: How many arrays it takes.
-        outputs: How many it returns.
-        mosaic: Whether it needs the runtime of Mosaic GPU.
-        spilled: Bytes of registers that a thread of it spills to memory, as far as that is known.
-    """
-
-    file: Path
-    sha256: str
-    inputs: int
-    outputs: int
-    mosaic: bool = False
-    spilled: int | None = None
-
-    def load(self) -> Any:
-        """Return the program, ready to run on the default device.
-
-        Raises:
-            CandidateError: the file is not there, or is not the one that was written for this configuration.
-        """
-        payload = self.payload()
-        return load_program(payload, inputs=self.inputs, outputs=self.outputs, mosaic=self.mosaic)
-
-    def payload(self) -> bytes:
-        """Return the machine code.
-
-        Raises:
-            CandidateError: the file is not there, or is not the one that was written for this configuration.
-        """
-        try:
-            payload = read_file(self.file, _LARGEST_PROGRAM)
-        except UnusableError as error:
-            raise CandidateError(f"its program {self.file.name} cannot be used: {error}") from error
-        if payload is None:
-            raise CandidateError(f"its program {self.file.name} is not there")
-        if digest_of(payload) != self.sha256:
-            raise CandidateError(f"its program {self.file.name} is not the one that was written for it")
-        return payload
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
+class BundledCandidate:
     """What became of one candidate of a bundle.
 
     Attributes:
@@ -117,7 +74,7 @@ class BundledCall:
     """
 
     description: dict[str, Any]
-    candidates: tuple[Compiled, ...]
+    candidates: tuple[BundledCandidate, ...]
     reference: Program | None = None
 
     @property
@@ -133,7 +90,7 @@ class BundledCall:
     @property
     def rejected(self) -> tuple[Outcome, ...]:
         """The candidates that need no measuring, with the reason."""
-        return tuple(c.outcome for c in self.candidates if c.outcome.status in (FAILED, SAME))
+        return tuple(c.outcome for c in self.candidates if c.outcome.status in (Status.FAILED, Status.SAME))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +99,7 @@ class _Row:
 
     config: Any
     config_type: str
-    status: str
+    status: Status
     reason: str = ""
     compile_seconds: float | None = None
     file: str | None = None
@@ -217,7 +174,8 @@ def compile_bundle(
                     text = f"{inv.op_id}: there is nothing to compile; config_space(inv) returned no configuration."
                     warnings.warn(text, TuningWarning, stacklevel=2)
                     continue
-                written.append(_written(aimed, _compile_call(aimed, configs, how, progress), folder, number))
+                ended = _compile_call(aimed, configs, how, progress)
+                written.append(_written(aimed, configs, ended, folder, number))
                 bundled.append(_bundled(written[-1], folder))
         manifest = _Manifest(
             schema=_SCHEMA, target=target.fingerprint, jax=jax.__version__, jaxlib=str(version("jaxlib")), calls=written
@@ -230,16 +188,6 @@ def compile_bundle(
     return bundled
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Fate:
-    """What became of one configuration; `None` is the reference."""
-
-    config: Any
-    made: Made | None
-    error: BaseException | None
-    seconds: float
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _How:
     """Who compiles, and for what."""
@@ -250,16 +198,16 @@ class _How:
 
     def job(
         self, timeout: AdaptiveTimeout, inv: Invocation[Any, Any], choice: Choice, only_once: bool
-    ) -> Callable[[], Made]:
+    ) -> Callable[[], Program]:
         """Return what compiles a call."""
-        compiler: Callable[..., Made] = compile_for
+        compiler: Callable[..., Program] = compile_for
         if self.executor is None and self.processes:
             compiler = functools.partial(compile_processes(self.processes).compile, allowed=lambda: timeout.seconds)
         job = functools.partial(compiler, inv, choice, self.target, only_once=only_once)
         return job if self.executor is None else functools.partial(_submitted, self.executor, job)
 
 
-def _submitted(executor: concurrent.futures.Executor, job: Callable[[], Made]) -> Made:
+def _submitted(executor: concurrent.futures.Executor, job: Callable[[], Program]) -> Program:
     return executor.submit(job).result()
 
 
@@ -268,24 +216,22 @@ def _compile_call(
     configs: list[Any],
     how: _How,
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
-) -> list[_Fate]:
-    """Return the fate of each candidate, and last that of the reference, if there is one."""
+) -> list[Done[Program]]:
+    """Return what became of each candidate, and last of the reference, if there is one."""
     assert inv.kernel is not None  # calls that are found in programs have one
     timeout = AdaptiveTimeout(first=600.0, least=60.0)
     jobs = [how.job(timeout, inv, Choice(config=c, platform=inv.platform), False) for c in configs]
     if overrides(inv.kernel, "reference"):
         choice = Choice(config=configs[0], platform=inv.platform, reference=True)
         jobs.append(how.job(timeout, inv, choice, True))
-        configs = [*configs, None]
-    fates: dict[int, _Fate] = {}
-    carried_jobs = [carried(job, deeper=True) for job in jobs]  # a kernel in a kernel is not to be tuned meanwhile
-    for done in CompileThreads(carried_jobs, width=how.processes or None, timeout=timeout).results():
-        fates[done.index] = _Fate(
-            config=configs[done.index], made=done.result, error=done.error, seconds=round(done.seconds, 3)
-        )
+    ended: dict[int, Done[Program]] = {}
+    # A kernel in a kernel is not to be tuned meanwhile.
+    inside = [in_callers_context(job, deeper=True) for job in jobs]
+    for done in CompileThreads(inside, width=how.processes or None, timeout=timeout).results():
+        ended[done.index] = done
         if progress is not None:
-            progress(inv, len(fates), len(jobs))
-    return [fates[index] for index in range(len(jobs))]
+            progress(inv, len(ended), len(jobs))
+    return [ended[index] for index in range(len(jobs))]
 
 
 def _configs(inv: Invocation[Any, Any], max_candidates: int) -> list[Any]:
@@ -300,44 +246,67 @@ def _configs(inv: Invocation[Any, Any], max_candidates: int) -> list[Any]:
     return list({config_id(config): config for config in (*heuristic_of(inv, inv.kernel), *others)}.values())
 
 
-def _written(inv: Invocation[Any, Any], fates: Sequence[_Fate], folder: Path, number: int) -> _Call:
-    rows, reference, first = [], None, dict[str, Any]()
-    for index, fate in enumerate(fates):
-        name = f"{number:03d}-{index:04d}.bin"
-        if fate.config is not None:
-            rows.append(_row(fate, folder, name, first))
+def _written(
+    inv: Invocation[Any, Any], configs: Sequence[Any], ended: Sequence[Done[Program]], folder: Path, number: int
+) -> _Call:
+    """Write the programs of a call, each once, and return what the manifest says of it."""
+    names = (f"{number:03d}-{index:04d}.bin" for index in itertools.count())
+    rows, first = [], dict[str, Any]()
+    for config, done, name in zip(configs, ended, names, strict=False):
+        program = done.result
+        row = _row(config, done)
+        if program is not None and program.digest in first:
+            reason = f"the same program as {first[program.digest]!r}"
+            rows.append(dataclasses.replace(row, status=Status.SAME, reason=reason))
             continue
-        row = _row(fate, folder, name, {})  # which may be a candidate's program, and needs its own file all the same
+        if program is not None and program.digest:
+            first[program.digest] = config
+        rows.append(_with_file(row, program, folder / name))
+    reference = None
+    if len(ended) > len(configs):  # it may be a candidate's program, and needs its own file all the same
+        done = ended[len(configs)]
+        row = _with_file(_row(None, done), done.result, folder / next(names))
         reference = row if row.file is not None else None
     return _Call(description=inv.description, candidates=rows, reference=reference)
 
 
-def _row(fate: _Fate, folder: Path, name: str, first: dict[str, Any]) -> _Row:
-    """Write a program, unless it was written for another configuration before, and return what is to be known of it."""
-    row = _Row(config=to_data(fate.config), config_type=type_name(fate.config), compile_seconds=fate.seconds, status="")
-    made = fate.made
-    if made is None:
-        error = fate.error
-        if isinstance(error, concurrent.futures.BrokenExecutor):  # some candidate ended its process: but which one?
-            return dataclasses.replace(row, status=LEFT, reason="the process that was to compile it ended")
-        reason = str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
-        return dataclasses.replace(row, status=FAILED, reason=reason)
-    if made.digest and made.digest in first:
-        return dataclasses.replace(row, status=SAME, reason=f"the same program as {first[made.digest]!r}")
-    if made.digest:
-        first[made.digest] = fate.config
-    if made.status == LEFT:
-        return dataclasses.replace(row, status=LEFT, reason=f"{made.reason}, so it is compiled where it runs")
-    (folder / name).write_bytes(made.payload)
+def _row(config: Any, done: Done[Program]) -> _Row:
+    """Return what the manifest says of a candidate, or of the reference, but for its file."""
+    program, error = done.result, done.error
+    if program is None:
+        status, reason = _why_not_compiled(error)
+    elif program.why_left:
+        status, reason = Status.LEFT, f"{program.why_left}, so it is compiled where it runs"
+    else:
+        status, reason = Status.READY, ""
+    return _Row(
+        config=to_data(config),
+        config_type=type_name(config),
+        status=status,
+        reason=reason,
+        compile_seconds=round(done.seconds, 3),
+    )
+
+
+def _why_not_compiled(error: BaseException | None) -> tuple[Status, str]:
+    if isinstance(error, concurrent.futures.BrokenExecutor):  # some candidate ended its process: but which one?
+        return Status.LEFT, "the process that was to compile it ended"
+    return Status.FAILED, str(error) if isinstance(error, CandidateError) else f"{type(error).__name__}: {error}"
+
+
+def _with_file(row: _Row, program: Program | None, file: Path) -> _Row:
+    """Write a program, if there is one, and return its row with what is to be known to load it."""
+    if program is None or not isinstance(program.code, bytes):
+        return row
+    file.write_bytes(program.code)
     return dataclasses.replace(
         row,
-        status=READY,
-        file=name,
-        sha256=digest_of(made.payload),
-        inputs=made.inputs,
-        outputs=made.outputs,
-        mosaic=made.mosaic,
-        spilled=made.spilled,
+        file=file.name,
+        sha256=digest_of(program.code),
+        inputs=program.inputs,
+        outputs=program.outputs,
+        mosaic=program.mosaic,
+        spilled=program.spilled,
     )
 
 
@@ -359,6 +328,7 @@ def read_bundle(folder: Path) -> list[BundledCall]:
         manifest = from_plain(read_object(raw, _SCHEMA, "the manifest of one"), _Manifest)
     except (UnusableError, SerializationError) as error:
         raise ConfigError(f"{folder} is no bundle that can be measured: {error}; make it anew.") from error
+    # The format of executables is not stable.
     here = device_and_versions()
     wanted = (manifest.target, manifest.jax, manifest.jaxlib)
     if wanted != here:
@@ -382,7 +352,7 @@ def _bundled(call: _Call, folder: Path) -> BundledCall:
     )
 
 
-def _compiled(row: _Row, folder: Path) -> Compiled:
+def _compiled(row: _Row, folder: Path) -> BundledCandidate:
     try:
         config = decode_config(row.config, row.config_type)
     except SerializationError as error:
@@ -395,20 +365,21 @@ def _compiled(row: _Row, folder: Path) -> Compiled:
     program, reason = _whole(_program(row, folder))
     outcome = Outcome(
         config=config,
-        status=LEFT if reason else row.status,
+        status=Status.LEFT if reason else row.status,
         reason=reason or row.reason,
         compile_seconds=row.compile_seconds,
         spilled=row.spilled,
     )
-    return Compiled(outcome=outcome, program=program)
+    return BundledCandidate(outcome=outcome, program=program)
 
 
 def _whole(program: Program | None) -> tuple[Program | None, str]:
     """Return a program, or `None` and why it cannot be used, of which this warns."""
-    if program is None:
+    if program is None or not isinstance(program.code, CodeFile):
         return None, ""
     try:
-        program.payload()
+        # The digests tell which file belongs to which row.
+        program.code.read()
     except CandidateError as error:
         warnings.warn(f"a candidate is compiled here: {error}", TuningWarning, stacklevel=2)
         return None, str(error)
@@ -417,7 +388,7 @@ def _whole(program: Program | None) -> tuple[Program | None, str]:
 
 def _program(row: _Row, folder: Path) -> Program | None:
     if row.file is None or row.sha256 is None:
-        if row.status == READY or (row.file, row.sha256) != (None, None):
+        if row.status == Status.READY or (row.file, row.sha256) != (None, None):
             raise ConfigError(f"the bundle {folder} has a program without its file or its digest; make it anew.")
         return None
     if not _FILE.fullmatch(row.file):
@@ -426,8 +397,7 @@ def _program(row: _Row, folder: Path) -> Program | None:
         counts = f"{describe(row.inputs)} arrays and returns {describe(row.outputs)}"
         raise ConfigError(f"the bundle {folder} has a program that takes {counts}; make it anew.")
     return Program(
-        file=folder / row.file,
-        sha256=row.sha256,
+        code=CodeFile(folder / row.file, row.sha256),
         inputs=row.inputs,
         outputs=row.outputs,
         mosaic=row.mosaic,

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that compile: Python's lock does not slow them, and what ends one costs one candidate."""
+"""Processes that compile: Python's lock does not slow them, and what ends one costs one candidate.
+
+Threads do where compiling is XLA's work. Some kernels, those of GPUs above all, spend their time in Python, where the
+lock is held. A process needs a description of the device (`targets.py`), and no device.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ejkernel import compat, settings
-from ejkernel.ops.autotuner.compile.ahead_of_time import LEFT, Made, compile_for, is_first
+from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import default_width
 from ejkernel.ops.autotuner.process.outputs import flush
 from ejkernel.ops.autotuner.process.serve import reports, write_to
-from ejkernel.ops.autotuner.process.threads import carried
+from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, WorkerStatus, at_session_end
+from ejkernel.ops.autotuner.trials.programs import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.fingerprint import default_device
 from ejkernel.ops.utils.telling import error_text
@@ -36,6 +41,8 @@ _CHATTER = re.compile(r"I\d{4} |ptxas (info|warning)\b|\s*\d+ bytes stack frame|
 
 class CompileProcesses:
     """Processes that compile one program at a time each; one that dies or takes too long is replaced.
+
+    One at a time, so that it is known who ended a process, and one that hangs can be ended alone.
 
     Args:
         count: How many there are at most; each is started when it is needed.
@@ -58,7 +65,7 @@ class CompileProcesses:
         only_once: bool = False,
         allowed: float | Callable[[], float] = 600.0,
         busy: set[_Process] | None = None,
-    ) -> Made:
+    ) -> Program:
         """Return what `compile_for` returns, and how much the program spills; any number of threads may ask.
 
         Args:
@@ -124,6 +131,10 @@ class _Process:
         self._worker = Worker(is_leaf=True)
         try:
             self._worker.call(os.getpid)  # it takes seconds to start, and the file is there for no longer than needed
+            # To its output, and nowhere else, the GPU's compilers say how many registers a program spills (Mosaic GPU's
+            # when `MOSAIC_GPU_DUMP_PTXAS` is set, XLA's as a log message), and why they end the process. In a process
+            # of several programs it could not be told whose is meant. It is a file, and no pipe: a compiler that dumps
+            # a module while it holds Python's lock would wait for ever for a thread that reads.
             descriptor, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
             self._output = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
             try:
@@ -150,11 +161,11 @@ class _Process:
         finally:
             busy.discard(self)
 
-    def compile(self, work: Callable[[], Made], allowed: float | Callable[[], float]) -> Made:
+    def compile(self, work: Callable[[], Program], allowed: float | Callable[[], float]) -> Program:
         """Return what `work` returns in the process, and how much the program spills."""
         try:
             doing = WorkerStatus(what="compiling", allowed=allowed)
-            made: Made = self._worker.call(_carry_out, work, current_scope(), doing=doing)
+            program: Program = self._worker.call(_carry_out, work, current_scope(), doing=doing)
         except WorkerDiedError as death:
             said = self._pass_on(self._written())
             raise CandidateError(": ".join([str(death), *said[:1]])) from None
@@ -163,7 +174,7 @@ class _Process:
             raise
         written = self._written()
         self._pass_on(written)
-        return dataclasses.replace(made, spilled=max(map(int, _SPILLED.findall(written)), default=0))
+        return dataclasses.replace(program, spilled=max(map(int, _SPILLED.findall(written)), default=0))
 
     def _written(self) -> str:
         """Return what the process wrote since the last time."""
@@ -192,16 +203,17 @@ def _prepare(output: str) -> None:
     """Have this process write to `output`, and leave the devices to others."""
     write_to(output)
     settings.tell_of_spills()
+    # An accelerator may be open to one process alone, or have most of its memory taken by the first.
     compat.leave_devices_alone()
     compat.forget_compilations()
 
 
-def _carry_out(work: Callable[[], Made], scope: Scope) -> Made:
+def _carry_out(work: Callable[[], Program], scope: Scope) -> Program:
     mine = reports()
     assert mine is not None  # only workers are sent here
     try:
         with entered(scope):
-            return carried(work, deeper=True)()  # a kernel in a kernel is not to be tuned here
+            return in_callers_context(work, deeper=True)()  # a kernel in a kernel is not to be tuned here
     except Exception:
         raise
     except BaseException as error:  # noqa: BLE001 - as it is it would be taken for the user's Ctrl-C
@@ -218,6 +230,7 @@ _guard = threading.Lock()
 def compile_processes(count: int) -> CompileProcesses:
     """Return the session's `count` processes that compile (see `worker_session`)."""
     with _guard:
+        # To start one takes seconds, so they last for a program's searches, or a worker's life.
         if count not in _pools:
             _pools[count] = CompileProcesses(count)
             at_session_end(functools.partial(_close, count))
@@ -236,7 +249,7 @@ def usual_processes(target: Target | None) -> int:
 
 
 class Compiler:
-    """Compiles the candidates of one search in processes; see `Bench.compile_elsewhere`.
+    """Compiles the candidates of one search in processes; see `Preparation.compile_elsewhere`.
 
     Args:
         target: What for.
@@ -250,10 +263,10 @@ class Compiler:
         self._allowed = allowed
         self._busy: set[_Process] = set()
 
-    def __call__(self, inv: Invocation[Any, Any], choice: Choice) -> Made | None:
+    def __call__(self, inv: Invocation[Any, Any], choice: Choice) -> Program | None:
         """Return the program; `None` if it must be compiled where it runs."""
-        made = self._processes.compile(inv, choice, self._target, allowed=self._allowed, busy=self._busy)
-        return None if made.status == LEFT else made
+        program = self._processes.compile(inv, choice, self._target, allowed=self._allowed, busy=self._busy)
+        return None if program.why_left else program
 
     def close(self) -> None:
         """End the processes that are still at work: nobody waits for them any more."""

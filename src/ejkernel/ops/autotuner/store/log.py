@@ -19,29 +19,16 @@ from typing import Any, Final
 from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.search.model import Record
-from ejkernel.ops.autotuner.trials.outcome import (
-    CAME_OUT,
-    PRUNED,
-    READY,
-    SAME,
-    SKIPPED,
-    UNDECIDED,
-    WINS,
-    AutotuneData,
-    Findings,
-    Outcome,
-    Standing,
-    shortened,
-    summary_of,
-)
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
+from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.printable import printable, printable_json
-from ejkernel.ops.utils.sealed import check_schema, read_lines, sealed_lines
-from ejkernel.ops.utils.serialize import describe, from_data, from_plain, parse_json, to_data
+from ejkernel.ops.utils.storage.sealed import check_schema, read_lines, sealed_lines
+from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, to_data
 from ejkernel.ops.utils.tables import arguments
-from ejkernel.ops.utils.typenames import PLAIN, decode_config, type_name
+from ejkernel.ops.utils.values.typenames import PLAIN, decode_config, type_name
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +36,8 @@ SCHEMA: Final = 2  # raise when the layout changes; a search of another schema i
 _WHAT: Final = "the log of a search"
 _MOST: Final = 100_000  # outcomes of a search
 _TIMES_US: Final = (1e-6, 1e15)  # what a call may take: a picosecond, thirty years
-_UNTOLD: Final = (SAME, SKIPPED, READY, PRUNED)  # what says nothing about a configuration that was not measured
+# What says nothing about a configuration that was not measured.
+_UNTOLD: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +81,7 @@ class StoredSearch(Findings):
             except ConfigError as error:
                 refused.append(error)
             else:
-                times.append((config, None if outcome.measurement is None else outcome.measurement.median))
+                times.append((config, outcome.seconds))
         if refused:
             text = "%d of %d configurations in the log of %s cannot be decoded, such as one: %s"
             logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
@@ -134,11 +122,11 @@ class _Standing:
         figures = (self.rival_us, self.heuristic_us, self.confidence, 1.0 if self.speedup is None else self.speedup)
         won = (self.rival_faster, self.heuristic_faster)
         possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
-        if self.verdict not in CAME_OUT or not possible:
+        if self.verdict not in list(CameOut) or not possible:
             raise UnusableError(f"line 1: its standing makes no sense: {self}")
         verdict = Verdict(
-            wins=self.verdict == WINS,
-            settled=self.verdict != UNDECIDED,
+            wins=self.verdict == CameOut.WINS,
+            settled=self.verdict != CameOut.UNDECIDED,
             speedup=math.inf if self.speedup is None else self.speedup,
             confidence=self.confidence,
             pairs=self.rounds,
@@ -164,7 +152,7 @@ class _Header:
         outcomes: How many lines follow.
         columns: What they hold.
         twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
-        why, standing, undecided, interrupted: As in `AutotuneData`.
+        why, standing, undecided, interrupted, rule_fault: As in `AutotuneData`.
     """
 
     schema: int
@@ -182,6 +170,7 @@ class _Header:
     standing: _Standing | None = None
     undecided: bool = False
     interrupted: bool = False
+    rule_fault: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +198,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
         SerializationError: a configuration has no JSON form.
     """
     configs = [to_data(outcome.config) for outcome in data.outcomes]
+    # Names of fields are written once, and not with each of hundreds of outcomes.
     fields = list(configs[0]) if isinstance(configs[0], dict) else None
     if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
         fields = None
@@ -229,6 +219,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
         standing=None if data.standing is None else _Standing(**data.standing.data()),
         undecided=data.undecided,
         interrupted=data.interrupted,
+        rule_fault=shortened(data.rule_fault),
     )
     rows = (
         _row(config if fields is None else [config[name] for name in fields], outcome)
@@ -243,7 +234,7 @@ def _row(config: Any, outcome: Outcome) -> _Row:
     measured, compiled = outcome.measurement, outcome.compile_seconds
     return _Row(
         config=config,
-        status=outcome.status,
+        status=str(outcome.status),
         samples_us=[] if measured is None else [float(f"{sample * 1e6:.5g}") for sample in measured.samples],
         method=None if measured is None else measured.method,
         compile_s=None if compiled is None else round(compiled, 3),
@@ -305,6 +296,7 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         standing=None if header.standing is None else header.standing.restored(),
         undecided=header.undecided,
         interrupted=header.interrupted,
+        rule_fault=header.rule_fault,
     )
 
 

@@ -4,38 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.trials.outcome import MEASURED, READY, SAME, SKIPPED, Outcome
+from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.autotuner.trials.programs import Program
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook
 from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
 from ejkernel.ops.utils.telling import error_text, message_of
 
-LISTED = 24  # configurations up to which a space is measured whole
-
-
-class Loader(Protocol):
-    """A program that was compiled before."""
-
-    @property
-    def spilled(self) -> int | None:
-        """Bytes of registers that a thread of it spills to memory, as far as that is known."""
-
-    def load(self) -> Any:
-        """Return the program, ready to run on the default device."""
-
-
-class Remote(Loader, Protocol):
-    """A program that another process has compiled."""
-
-    @property
-    def digest(self) -> str:
-        """What tells it from others; empty if nothing does."""
+LISTED = 24  # configurations up to which a space is measured whole, as a list always is
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -44,15 +26,15 @@ class Candidate:
 
     config: Any
     compiled: Callable[..., Any] | None = None
-    status: str = SKIPPED
+    status: Status = Status.SKIPPED
     reason: str = "the budget was spent before its turn"
     compile_seconds: float | None = None
     peak_bytes: int | None = None
     spilled: int | None = None
     measurement: Measurement | None = None
     twin: Candidate | None = None  # whose program is the same
-    held: Loader | None = None  # its program, which spills much, until the others have been checked
-    harm: int = 0  # what the watch knew of harm when it was begun
+    deferred: Program | None = None  # its program, which spills much, until the others have been checked
+    damage: int = 0  # what the watch knew of damage when it was begun
 
     @property
     def seconds(self) -> float | None:
@@ -60,14 +42,14 @@ class Candidate:
         measured = self if self.twin is None else self.twin
         return None if measured.measurement is None else measured.measurement.median
 
-    def fail(self, status: str, error: BaseException) -> None:
+    def fail(self, status: Status, error: BaseException) -> None:
         """Note the reason alone: a traceback would keep the candidate's arrays alive."""
-        self.status, self.compiled, self.measurement, self.held = status, None, None, None
+        self.status, self.compiled, self.measurement, self.deferred = status, None, None, None
         self.reason = message_of(error) if isinstance(error, CandidateError) else error_text(error)
 
     def take_over(self, known: Outcome) -> None:
         """Become what an earlier attempt found out."""
-        self.status, self.reason, self.measurement = known.status, known.reason, known.measurement
+        self.status, self.reason, self.measurement = Status(known.status), known.reason, known.measurement
         self.compile_seconds, self.peak_bytes, self.spilled = known.compile_seconds, known.peak_bytes, known.spilled
 
     def outcome(self) -> Outcome:
@@ -75,8 +57,8 @@ class Candidate:
         return Outcome(
             config=self.config,
             status=self.status,
-            reason="" if self.status in (MEASURED, READY) else self.reason,
-            twin=self.twin.config if self.twin is not None and self.status == SAME else None,
+            reason="" if self.status in (Status.MEASURED, Status.READY) else self.reason,
+            twin=self.twin.config if self.twin is not None and self.status == Status.SAME else None,
             measurement=self.measurement,
             compile_seconds=self.compile_seconds,
             peak_bytes=self.peak_bytes,
@@ -94,14 +76,6 @@ def config_id(config: Any) -> Any:
         return config_token(config)
     except SerializationError as error:
         raise TuningError(f"configurations must be plain data, got {config!r}: {error}") from error
-
-
-def program_digest(text: str) -> str | None:
-    """Return what tells a lowered program from others; `None` where its text does not tell.
-
-    The text of a program that calls back to the host does not say which function it calls.
-    """
-    return None if "callback" in text else hashlib.sha256(text.encode()).hexdigest()
 
 
 def distinct(configs: Iterable[Any], but: Sequence[Candidate] = ()) -> list[Candidate]:
