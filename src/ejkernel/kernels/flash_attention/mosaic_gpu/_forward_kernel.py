@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ._forward_plan import ROWS, ForwardPlan, swizzle
+from ._forward_plan import REGISTERS, ROWS, ForwardPlan, swizzle
 from ._forward_rows import Rows
 from ._forward_types import Barriers, Buffers, Inputs, Memory, Outputs, Part, Tile, within
 from .visibility import BlockRange, window_blocks
@@ -111,7 +111,7 @@ class _Program:
         self.shared, self.wait = buffers, barriers
         self.memory = Memory(self.plan, self.inputs, self.outputs, buffers, barriers, self.simulated)
         warpgroup = lax.axis_index("warpgroup")
-        few, many = _REGISTERS[self.params.warpgroups]
+        few, many = REGISTERS[self.params.warpgroups]
 
         @pl.when(warpgroup == self.params.warpgroups)
         def _copying() -> None:
@@ -260,9 +260,6 @@ class _Program:
             return None
         shape = (self.params.stages, self.params.warpgroups, ROWS, self.params.kv_block)
         return _buffer(shape, array.dtype, swizzle(self.params.kv_block * array.dtype.itemsize))
-
-
-_REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}  # of each thread that copies, and that computes
 
 
 def _buffer(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:

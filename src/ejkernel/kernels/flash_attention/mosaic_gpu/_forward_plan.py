@@ -12,6 +12,7 @@ from .params import ForwardParams
 
 ROWS = 64  # of queries that a warpgroup owns: those of one tensor-core instruction
 MULTIPROCESSORS = 132  # of an H100 or H200 in an SXM module; a persistent launch is right on any other number
+REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}  # of a thread that copies and one that computes, by warpgroups
 LOG2E = math.log2(math.e)
 
 
