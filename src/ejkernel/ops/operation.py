@@ -270,7 +270,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             )
         call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
-        if not chosen.runs_everywhere() or params is None or (backward and not chosen.has_backward()):
+        if not chosen.runs_everywhere(call) or params is None or (backward and not chosen.has_backward()):
             # Asked only where it matters: a trace that asks has to be made anew once the program's platform is known.
             call = dataclasses.replace(call, platform=_lowered_platform(), partitioned=_is_partitioned())
             reason = self.implementations.unsupported(chosen.name, call)
@@ -321,8 +321,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         for name in self.implementations:
             if self.implementations.platforms(name) or not self.implementations[name].differentiable:
                 continue
-            other = self.implementations[name]
-            if other.residuals == running.implementation.residuals and other.unsupported(running.call) is None:
+            other, reason = self.implementations[name], self.implementations.unsupported(name, running.call)
+            if other.residuals == running.implementation.residuals and reason is None:
                 return _Running(other, running.call, other.heuristic(running.call))
         return None
 
