@@ -92,8 +92,8 @@ def flash_attention(  # type: ignore[misc]  # the options above are these
         deterministic: Run only what gives the same bits each time, gradients included. So do all calls of a process
             whose `XLA_FLAGS` have `--xla_gpu_deterministic_ops`.
         return_lse: Return the log-sum-exp as well. It has a gradient.
-        implementation: Run this one (`xla`, `cudnn`), or one of these, the one to prefer first, or raise; `None` leaves
-            the choice to the configuration.
+        implementation: Run this one (`xla`, `cudnn`, `cudnn_packed`), or one of these, the one to prefer first, or
+            raise; `None` leaves the choice to the configuration.
         bucket_lengths: Run with what was tuned for lengths that are rounded up to powers of two, so that a program
             whose lengths vary is tuned once a power. Nothing is padded, and the result is the same.
         cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no

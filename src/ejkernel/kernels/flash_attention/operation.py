@@ -28,7 +28,7 @@ class FlashAttentionConfig(OperationConfig):
     """How one call of `flash_attention` runs, forward or backward.
 
     Attributes:
-        implementation: Which implementation runs: `xla` or `cudnn`.
+        implementation: Which implementation runs: `xla`, `cudnn` or `cudnn_packed`.
         fwd: Its parameters for the forward; `None`: its heuristic's. Those of `xla` are `FwdParams`.
         bwd: Its parameters for the backward, likewise. Those of `xla` are `BwdParams`.
     """
@@ -45,6 +45,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     implementations = Implementations(
         {
             "cudnn": LazyImplementation(f"{__package__}.cudnn:Cudnn", platforms=("gpu",)),
+            "cudnn_packed": LazyImplementation(f"{__package__}.cudnn_packed:CudnnPacked", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
         }
     )
