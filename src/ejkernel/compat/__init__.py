@@ -9,6 +9,7 @@ from ejkernel.compat.arrays import finfo as finfo
 from ejkernel.compat.arrays import key_implementation as key_implementation
 from ejkernel.compat.arrays import pytree_node as pytree_node
 from ejkernel.compat.arrays import weakly_typed as weakly_typed
+from ejkernel.compat.cudnn import CudnnLengths as CudnnLengths
 from ejkernel.compat.cudnn import cudnn_attention_backward as cudnn_attention_backward
 from ejkernel.compat.cudnn import cudnn_attention_forward as cudnn_attention_forward
 from ejkernel.compat.differentiation import ad as ad

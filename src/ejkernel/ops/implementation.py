@@ -33,6 +33,15 @@ class OperationCall:
     partitioned: bool = False
     examples: int = 1
 
+    @property
+    def features(self) -> frozenset[str]:
+        """What the call asks for that only an implementation which names it in its own `features` runs.
+
+        An operation whose arguments grow names the new ones here, as its users do: an implementation that was written
+        before refuses a call that has them, rather than leaves them out.
+        """
+        return frozenset()
+
 
 CallT = TypeVar("CallT", bound=OperationCall)
 
@@ -54,6 +63,7 @@ class Implementation(Generic[CallT]):
             chosen for both or for none. `None`: nothing is left, and a backward computes from the arguments alone.
         differentiable: Whether JAX can differentiate `forward` and `backward`, in both modes. The others take
             tangents and higher derivatives from one that is.
+        features: Those of `OperationCall.features` that it knows; a call with others is not asked about.
     """
 
     name: ClassVar[str]
@@ -61,6 +71,7 @@ class Implementation(Generic[CallT]):
     bwd_params: ClassVar[type[Any] | None] = None
     residuals: ClassVar[str | None] = None
     differentiable: ClassVar[bool] = False
+    features: ClassVar[frozenset[str]] = frozenset()
 
     def unsupported(self, call: CallT) -> str | None:
         """Return why `call` does not run, and what would; `None` if it runs."""
@@ -122,9 +133,9 @@ class Implementation(Generic[CallT]):
         return cls.differentiable or cls.backward is not Implementation.backward
 
     @classmethod
-    def runs_everywhere(cls) -> bool:
-        """Return whether there is no call that it does not run."""
-        return cls.unsupported is Implementation.unsupported
+    def runs_everywhere(cls, call: CallT) -> bool:
+        """Return whether no platform and no device would make it refuse `call`."""
+        return cls.unsupported is Implementation.unsupported and call.features <= cls.features
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -210,7 +221,18 @@ class Implementations(Mapping[str, Implementation[Any]]):
             return str(error)
         if call.backward and not found.has_backward():
             return f"implementation={name!r} has no gradient."
-        return found.unsupported(call)
+        return self._unknown_features(found, call) or found.unsupported(call)
+
+    def _unknown_features(self, found: Implementation[Any], call: OperationCall) -> str | None:
+        unknown = sorted(call.features - found.features)
+        if not unknown:
+            return None
+        others = [name for name in self if not self.platforms(name) and call.features <= self[name].features]
+        where = "the gradient of " if call.backward else ""
+        return (
+            f"{', '.join(unknown)}: not available with {where}implementation={found.name!r}"
+            f"{f'; use {others[0]!r}' if others else ''}."
+        )
 
 
 def _loaded(name: str, declared: Declared) -> Implementation[Any]:

@@ -18,7 +18,7 @@ from ejkernel.ops.core.kernel import Kernel, config_type_of
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
-from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind, platform_kind
+from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind, platform_fingerprint, platform_kind
 from ejkernel.ops.utils.values.signature import is_array
 
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
@@ -289,9 +289,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             )
         call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
-        if not chosen.runs_everywhere() or params is None or (backward and not chosen.has_backward()):
+        if not chosen.runs_everywhere(call) or params is None or (backward and not chosen.has_backward()):
             # Asked only where it matters: a trace that asks has to be made anew once the program's platform is known.
-            call = dataclasses.replace(call, platform=_lowered_platform(), partitioned=_is_partitioned())
+            call = dataclasses.replace(call, **_lowered_place(), partitioned=_is_partitioned())
             reason = self.implementations.unsupported(chosen.name, call)
             if reason is not None:
                 chosen, params = self._stand_in(reason, call, names), None
@@ -340,8 +340,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         for name in self.implementations:
             if self.implementations.platforms(name) or not self.implementations[name].differentiable:
                 continue
-            other = self.implementations[name]
-            if other.residuals == running.implementation.residuals and other.unsupported(running.call) is None:
+            other, reason = self.implementations[name], self.implementations.unsupported(name, running.call)
+            if other.residuals == running.implementation.residuals and reason is None:
                 return _Running(other, running.call, other.heuristic(running.call))
         return None
 
@@ -366,7 +366,14 @@ def _is_partitioned() -> bool:
     return compat.is_partitioned() and not compat.knows_devices()
 
 
-def _lowered_platform() -> str | None:
-    """Return the kind of device that the program is being lowered for, if it is being lowered."""
+def _lowered_place() -> dict[str, Any]:
+    """Return what is known of the device that the program is being lowered for, if it is being lowered."""
     platform = compat.lowered_platform()
-    return None if platform is None else platform_kind(platform)
+    if platform is None:
+        return {"platform": None}
+    # Which of NVIDIA's GPUs it is need not be known yet.
+    is_amd = platform.lower() == "rocm"
+    return {
+        "platform": platform_kind(platform),
+        "device_fingerprint": platform_fingerprint(platform) if is_amd else "",
+    }

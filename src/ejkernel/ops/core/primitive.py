@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel import compat
 from ejkernel.compat import ad
@@ -363,10 +364,18 @@ def _differentiate(
     outs = tuple(is_inexact(aval) for aval in plain_types.avals)
     forward, linear = differentiate(call.node, wrt, outs, trees)
     results = call_p.bind(*primals, call=dataclasses.replace(call, node=forward))
+    if trees is not None:
+        results = _named(results, len(outs), call.node.spec.kernel.op_id)
     out, saved = results[: len(outs)], results if trees is not None else ()
     derived = dataclasses.replace(call, node=linear, linear=len(tangents))
     found = iter(call_p.bind(*saved, *primals, *tangents, call=derived) if any(outs) else ())
     return out, [next(found) if has else compat.zero_for(value) for value, has in zip(out, outs, strict=True)]
+
+
+def _named(results: Sequence[Any], count: int, op_id: str) -> list[Any]:
+    """Return outputs and residuals with the names by which a policy of `jax.checkpoint` may save them."""
+    names = (f"{op_id}.out" if index < count else f"{op_id}.residuals" for index in range(len(results)))
+    return [checkpoint_name(value, name) for value, name in zip(results, names, strict=True)]
 
 
 def _through(primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, ...], call: Call) -> tuple[Any, Any]:

@@ -86,7 +86,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
     def persistence(query_buffers: int, persistent: bool) -> bool:
         return persistent or query_buffers == 1
 
-    switches = {name: (False, True) for name in ("overlap", "ping_pong", "persistent", "pack_heads", "share_buffer")}
+    switches = dict.fromkeys(("overlap", "ping_pong", "persistent", "pack_heads", "share_buffer"), (False, True))
     return ConfigSpace(
         {
             "kv_block": [size for size in _KV_BLOCKS if size <= max(64, _rounded(call.key[1], 16))],
