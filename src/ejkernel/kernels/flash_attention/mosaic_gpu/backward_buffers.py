@@ -64,6 +64,8 @@ def key_block_buffers(problem: Problem, params: BackwardParams) -> dict[str, Buf
     }
     if params.division == "products":
         buffers["weights"] = Buffer((2, 64, rows))
+    if problem.bias is not None:
+        buffers["dbias"] = Buffer((slabs, 64, rows), 4)
     if fused:
         buffers["dscores"] = Buffer((2, slabs, 64, rows))
         buffers["dquery"] = Buffer((params.warpgroups, 64, part), 4)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .backward_key_blocks import Block, KeyBlockKernel, Step
-from .backward_tiles import walk, zeros
+from .backward_tiles import Tile, pick, walk, zeros
 
 
 class KeysKernel(KeyBlockKernel):
@@ -61,6 +61,8 @@ class KeysKernel(KeyBlockKernel):
             dscores = self.machine.read(dweights, pending=0)
             multiply(dvalue, weights.astype(self.problem.dtype), dout)
             dscores = weights * dscores
+            if self.problem.bias is not None:
+                self._add_dbias(block, step, tile, dscores)
             dscores = (dscores if slope is None else dscores * slope).astype(self.problem.dtype)
             if self.fused:
                 self._share(block, step, dscores)
@@ -81,6 +83,14 @@ class KeysKernel(KeyBlockKernel):
         block.scratch.dscores.at[lax.rem(step.number, 2), lax.axis_index("wg")][...] = dscores
         plgpu.commit_smem()
         plgpu.barrier_arrive(block.scratch.dscores_full)
+
+    def _add_dbias(self, block: Block, step: Step, tile: Tile, dscores: jax.Array) -> None:
+        place, target = block.scratch.dbias.at[lax.axis_index("wg")], block.sums.dbias
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        place[...] = dscores
+        plgpu.commit_smem()
+        at = (*pick(target, tile.example, step.head), pl.ds(tile.key, 64), pl.ds(tile.query, tile.shape[1]))
+        self.machine.add_to_memory(place, target.at[at])
 
     def _add_dquery(self, block: Block, step: Step) -> None:
         """Form this warpgroup's part of the tile's dQ, some of the rows or of the columns, and add it to memory."""

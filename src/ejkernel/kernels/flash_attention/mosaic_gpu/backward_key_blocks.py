@@ -33,6 +33,7 @@ class Scratch(NamedTuple):
     weights: Any
     dscores: Any
     dquery: Any
+    dbias: Any
     loaded: Any
     query_full: Any
     dout_full: Any
@@ -44,11 +45,23 @@ class Scratch(NamedTuple):
     done: Any
 
 
+class Sums(NamedTuple):
+    """References to float32 sums in memory, which start from zeros; of padded lengths.
+
+    Attributes:
+        dquery: `[batch, queries, heads, head_dim]`, unscaled; `None` if another kernel computes it.
+        dbias: `[batch or 1, heads or 1, keys, queries]`; `None` if there is no bias.
+    """
+
+    dquery: Any = None
+    dbias: Any = None
+
+
 class Block(NamedTuple):
     """What a block of the grid works on."""
 
     arrays: Inputs
-    dquery: Any
+    sums: Sums
     outputs: tuple[Any, ...]
     scratch: Scratch
     example: jax.Array
@@ -81,18 +94,18 @@ class KeyBlockKernel:
         self.masks = problem.needed_masks(params.keys, walks_queries=True)
         self.columns = dquery_columns(problem, params)
 
-    def run(self, inputs: Inputs, dquery: Any | None) -> tuple[jax.Array, jax.Array]:
-        """Return the gradients of key and value, scaled; add the query's to the reference `dquery`."""
+    def run(self, inputs: Inputs, sums: Sums) -> tuple[jax.Array, jax.Array]:
+        """Return the gradients of key and value, scaled; add the others to `sums`."""
         problem, params = self.problem, self.params
-        present = [x is not None for x in inputs]
+        present = [x is not None for x in (*inputs, *sums)]
 
         def body(*refs: Any) -> None:
             given = iter(refs)
-            arrays = Inputs(*(next(given) if here else None for here in present))
-            sums = next(given) if self.fused else None
+            found = [next(given) if here else None for here in present]
+            arrays, totals = Inputs(*found[: len(inputs)]), Sums(*found[len(inputs) :])
             outputs = tuple(given)
             pl.run_scoped(
-                lambda *scratch: self._block(arrays, sums, outputs, Scratch(*scratch)),
+                lambda *scratch: self._block(arrays, totals, outputs, Scratch(*scratch)),
                 *self._scratch_types(),
                 collective_axes="wg",
             )
@@ -106,7 +119,7 @@ class KeyBlockKernel:
             thread_name="wg",
             interpret=self.machine.interpret,
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        )(*(x for x in inputs if x is not None), *((dquery,) if self.fused else ()))
+        )(*(x for x in (*inputs, *sums) if x is not None))
         return dkey, dvalue
 
     def compute(self, block: Block) -> None:
@@ -117,8 +130,7 @@ class KeyBlockKernel:
         params = self.params
         buffers: dict[str, Any] = {}
         for name, buffer in key_block_buffers(self.problem, params).items():
-            wide = name in ("shift", "delta", "dquery")
-            dtype = jnp.float32 if wide else self.problem.dtype
+            dtype = jnp.float32 if buffer.itemsize == 4 else self.problem.dtype
             flat = name in ("shift", "delta")
             buffers[name] = plgpu.SMEM(buffer.shape, dtype) if flat else tiled(buffer.shape, dtype, buffer.columns)
         everyone, passed = params.warpgroups, params.division == "products"
@@ -135,13 +147,13 @@ class KeyBlockKernel:
         }
         return Scratch(**{name: (buffers | barriers).get(name) for name in Scratch._fields})
 
-    def _block(self, arrays: Inputs, dquery: Any, outputs: tuple[Any, ...], scratch: Scratch) -> None:
+    def _block(self, arrays: Inputs, sums: Sums, outputs: tuple[Any, ...], scratch: Scratch) -> None:
         warpgroups, groups = self.params.warpgroups, self.problem.groups
         wg, index = lax.axis_index("wg"), lax.axis_index("block")
         example, rest = lax.div(index, self.key_blocks * groups), lax.rem(index, self.key_blocks * groups)
         number, group = lax.div(rest, groups), lax.rem(rest, groups)
         tiles = Range.load(arrays.ranges, example, number)
-        block = Block(arrays, dquery, outputs, scratch, example, group, number * self.params.keys, tiles)
+        block = Block(arrays, sums, outputs, scratch, example, group, number * self.params.keys, tiles)
 
         @pl.when(wg == warpgroups)
         def _() -> None:
@@ -249,7 +261,7 @@ class KeyBlockKernel:
             place[...] = part[:, column : column + width]
             plgpu.commit_smem()
             target = (block.example, pl.ds(first, 64), step.head, pl.ds(at[1] + column, width))
-            self.machine.add_to_memory(place, block.dquery.at[target])
+            self.machine.add_to_memory(place, block.sums.dquery.at[target])
 
     def finish(self, block: Block) -> None:
         """Wait until no warpgroup needs keys and values: their buffers are free for their gradients."""

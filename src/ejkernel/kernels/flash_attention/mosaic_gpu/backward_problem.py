@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..common import EMPTY_ROW_LSE, Operands, Rules
 
@@ -28,7 +29,8 @@ class Inputs(NamedTuple):
         delta: The row's sum of `out * dout`, negated.
         ranges: Of a kernel's tiles, as `backward_visibility` has them.
         query_segments, key_segments: `[batch, length]`.
-        bias: `[batch or 1, heads or 1, keys, queries]`, -inf where a mask hides a key.
+        bias: What is added to the scores, -inf where a mask hides a key: `[batch or 1, heads or 1, keys, queries]`, or
+            queries before keys for a kernel whose blocks own queries.
     """
 
     query: jax.Array
@@ -54,9 +56,8 @@ class Problem:
         dtype: Of query, key, value and the output's cotangent.
         rules: Of the call.
         segments: Whether there are segment ids.
-        bias: Whether something is added to the scores, for a bias or a mask.
-        bias_gradient: Whether the gradient of what is added is wanted.
-        shared_bias: Whether all examples, and whether all heads, have one bias.
+        added: The first two sizes of what is added to the scores for a bias, a mask or both; `None`: nothing is.
+        bias: The first two sizes of the bias, whose gradient is wanted; `None` if there is none.
     """
 
     batch: int
@@ -69,9 +70,8 @@ class Problem:
     dtype: jnp.dtype
     rules: Rules
     segments: bool = False
-    bias: bool = False
-    bias_gradient: bool = False
-    shared_bias: tuple[bool, bool] = (False, False)
+    added: tuple[int, int] | None = None
+    bias: tuple[int, int] | None = None
 
     @property
     def heads_per_group(self) -> int:
@@ -86,7 +86,7 @@ class Problem:
     @property
     def shift_in_scores(self) -> bool:
         """Whether a row's shift can be where its sum of products starts from: nothing happens to the score between."""
-        return self.rules.soft_cap is None and not self.bias
+        return self.rules.soft_cap is None and self.added is None
 
     def needed_masks(self, keys_per_block: int, *, walks_queries: bool) -> tuple[bool, bool]:
         """Return whether a block may meet masked tiles before, and after, those without a mask.
@@ -120,10 +120,18 @@ def pad_axis(x: jax.Array, axis: int, multiple: int, fill: float = 0) -> jax.Arr
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=fill)
 
 
+def leading_sizes(*arrays: Any) -> tuple[int, int] | None:
+    """Return the first two sizes of arrays, broadcast, or of shapes; `None` if none is given."""
+    shapes = [getattr(x, "shape", x)[:2] for x in arrays if x is not None]
+    if not shapes:
+        return None
+    batch, heads = np.broadcast_shapes(*shapes)
+    return batch, heads
+
+
 def problem_of(operands: Operands, rules: Rules) -> Problem:
     """Return the static part of a call."""
     query, key, value = operands[:3]
-    biases = [x for x in (operands.bias, operands.attention_mask) if x is not None]
     return Problem(
         batch=query.shape[0],
         queries=query.shape[1],
@@ -135,9 +143,8 @@ def problem_of(operands: Operands, rules: Rules) -> Problem:
         dtype=query.dtype,
         rules=rules,
         segments=operands.query_segments is not None,
-        bias=bool(biases),
-        bias_gradient=operands.bias is not None,
-        shared_bias=(all(x.shape[0] == 1 for x in biases), all(x.shape[1] == 1 for x in biases)),
+        added=leading_sizes(operands.bias, operands.attention_mask),
+        bias=leading_sizes(operands.bias),
     )
 
 

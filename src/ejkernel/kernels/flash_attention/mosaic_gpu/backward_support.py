@@ -11,11 +11,12 @@ from ejkernel.ops.utils.signature import is_known
 
 from .backward_buffers import SHARED_MEMORY, dquery_columns, key_block_buffers, query_block_buffers, shared_bytes
 from .backward_params import BackwardParams
-from .backward_problem import Problem, padded_dim
+from .backward_problem import Problem, leading_sizes, padded_dim
 
 _HOPPER = re.compile(r"(^|[:_])(h20|h100|h200|h800|gh200)(_|$)")
 _DTYPES = ("bfloat16", "float16")
 _LARGEST_DIM = 256
+_LARGEST_DIM_WITH_BIAS = 128
 # Of a thread that computes, by how many warpgroups do, less what addresses and a tile's numbers take at least.
 _SUM_REGISTERS = {1: 224, 2: 224, 3: 144}
 
@@ -72,7 +73,6 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
 
 def problem_of_call(call: AttentionCall) -> Problem:
     """Return what is static about a backward, from its description."""
-    biases = [shape for shape in (call.bias, call.attention_mask) if shape is not None]
     return Problem(
         batch=call.query[0],
         queries=call.query[1],
@@ -84,9 +84,8 @@ def problem_of_call(call: AttentionCall) -> Problem:
         dtype=call.dtype,
         rules=call.rules,
         segments=call.segments,
-        bias=bool(biases),
-        bias_gradient=call.bias is not None,
-        shared_bias=(all(shape[0] == 1 for shape in biases), all(shape[1] == 1 for shape in biases)),
+        added=leading_sizes(call.bias, call.attention_mask),
+        bias=leading_sizes(call.bias),
     )
 
 
@@ -118,13 +117,18 @@ def _arguments_reason(call: AttentionCall) -> str | None:
         return f"query has shape {call.query} and key {call.key}, and 'mosaic_gpu' needs sizes above 0; use 'xla'."
     if call.rules.scale == 0:
         return "softmax_scale is 0, which 'mosaic_gpu' divides by; use 'xla'."
-    if call.bias is not None or call.attention_mask is not None:
-        return "bias and attention_mask are not available with the gradient of 'mosaic_gpu'; use 'cudnn' or 'xla'."
+    if call.bias is not None and max(call.query[3], call.value[3]) > _LARGEST_DIM_WITH_BIAS:
+        return (
+            f"bias is available with the gradient of 'mosaic_gpu' up to head_dim {_LARGEST_DIM_WITH_BIAS}, and query "
+            f"has {call.query[3]} and value {call.value[3]}; use 'cudnn' or 'xla'."
+        )
     return None
 
 
 def _division_fault(problem: Problem, params: BackwardParams) -> str | None:
     columns = dquery_columns(problem, params)
+    if problem.bias is not None and params.division == "products":
+        return "division='products' does not compute the gradient of a bias; take division='keys'."
     if params.form == "split" or (params.q_block == 64 * params.warpgroups and params.division == "keys"):
         return None
     if params.division == "keys" and params.q_block != 64:

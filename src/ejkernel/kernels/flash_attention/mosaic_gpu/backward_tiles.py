@@ -119,7 +119,7 @@ def weigh(
         if rules.soft_cap is not None:
             squashed = jnp.tanh(products * (rules.scale / rules.soft_cap))
             scores, slope = squashed * rules.soft_cap, 1 - squashed * squashed
-        if problem.bias:
+        if problem.added is not None:
             scores = scores + _bias(problem, arrays, tile, head)
         weights = jnp.exp2(scores * LOG2_E + shift)
     if is_masked:
@@ -129,10 +129,15 @@ def weigh(
 
 
 def _bias(problem: Problem, arrays: Inputs, tile: Tile, head: jax.Array) -> jax.Array:
-    at = (0 if problem.shared_bias[0] else tile.example, 0 if problem.shared_bias[1] else head)
+    at = pick(arrays.bias, tile.example, head)
     queries, keys = (pl.ds(tile.query, tile.shape[tile.query_axis]), pl.ds(tile.key, tile.shape[1 - tile.query_axis]))
     part = arrays.bias.at[(*at, *((queries, keys) if tile.query_axis == 0 else (keys, queries)))]
     return plgpu.load(part, layout=WGMMA, optimized=False).astype(jnp.float32)
+
+
+def pick(ref: Any, example: jax.Array, head: jax.Array) -> tuple[Any, Any]:
+    """Return the first two indices into an array that all examples, or all heads, may have in common."""
+    return (0 if ref.shape[0] == 1 else example, 0 if ref.shape[1] == 1 else head)
 
 
 def _conditions(problem: Problem, arrays: Inputs, tile: Tile) -> list[jax.Array]:
