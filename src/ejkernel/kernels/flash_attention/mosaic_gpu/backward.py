@@ -58,7 +58,8 @@ def _run(
     inputs: Inputs, visibility: Visibility, problem: Problem, params: BackwardParams, machine: Machine
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
     """Return the gradients of query, key and value, and the bias's sum, all of padded sizes."""
-    queries, keys = (-(-n // size) * size for n, size in zip((problem.queries, problem.keys), _padded_lengths(params), strict=True))
+    lengths = zip((problem.queries, problem.keys), _padded_lengths(params), strict=True)
+    queries, keys = (-(-length // size) * size for length, size in lengths)
     shape = (problem.batch, queries, problem.heads, problem.head_dim)
     fused = params.form == "fused"
     sums = Sums(

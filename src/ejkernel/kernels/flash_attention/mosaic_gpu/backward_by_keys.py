@@ -62,7 +62,7 @@ class KeysKernel(KeyBlockKernel):
             multiply(dvalue, weights.astype(self.problem.dtype), dout)
             dscores = weights * dscores
             if self.problem.bias is not None:
-                self._add_dbias(block, step, tile, dscores)
+                self._add_dbias(block, tile, dscores)
             dscores = (dscores if slope is None else dscores * slope).astype(self.problem.dtype)
             if self.fused:
                 self._share(block, step, dscores)
@@ -84,12 +84,12 @@ class KeysKernel(KeyBlockKernel):
         plgpu.commit_smem()
         plgpu.barrier_arrive(block.scratch.dscores_full)
 
-    def _add_dbias(self, block: Block, step: Step, tile: Tile, dscores: jax.Array) -> None:
+    def _add_dbias(self, block: Block, tile: Tile, dscores: jax.Array) -> None:
         place, target = block.scratch.dbias.at[lax.axis_index("wg")], block.sums.dbias
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         place[...] = dscores
         plgpu.commit_smem()
-        at = (*pick(target, tile.example, step.head), pl.ds(tile.key, 64), pl.ds(tile.query, tile.shape[1]))
+        at = (*pick(target, tile), pl.ds(tile.key, 64), pl.ds(tile.query, tile.shape[1]))
         self.machine.add_to_memory(place, target.at[at])
 
     def _add_dquery(self, block: Block, step: Step) -> None:

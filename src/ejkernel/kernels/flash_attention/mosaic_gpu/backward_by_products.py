@@ -39,7 +39,8 @@ class ProductsKernel(KeyBlockKernel):
     def _values(self, block: Block) -> None:
         """Be the warpgroup of the probabilities."""
         plgpu.barrier_wait(block.scratch.loaded)
-        before = Step(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+        # Of the step before the first nothing is used; its number is odd, for the other fills the even slot just then.
+        before = Step(jnp.int32(0), jnp.int32(0), jnp.int32(1))
 
         def of_head(head: jax.Array, carry: Any) -> Any:
             def of_tile(j: jax.Array, carry: Any, *, masked: bool) -> Any:

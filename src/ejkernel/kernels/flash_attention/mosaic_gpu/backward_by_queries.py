@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .backward_buffers import query_block_buffers
 from .backward_params import BackwardParams
 from .backward_problem import Inputs, Problem
-from .backward_tiles import COMPUTE_REGISTERS, LOADER_REGISTERS, Range, Tile, drain, tiled, walk, weigh, zeros
+from .backward_tiles import Range, Tile, drain, take_registers, tiled, walk, weigh, zeros
 from .machine import Machine
 
 
@@ -74,6 +74,7 @@ class QueriesKernel:
             grid_names=("block",),
             num_threads=params.q_warpgroups + 1,
             thread_name="wg",
+            kernel_name="attention_backward_queries",
             interpret=self.machine.interpret,
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(*(x for x in inputs if x is not None))
@@ -103,12 +104,12 @@ class QueriesKernel:
 
         @pl.when(wg == warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(LOADER_REGISTERS[warpgroups], action="decrease")
+            take_registers(warpgroups, computes=False)
             self._load(block)
 
         @pl.when(wg < warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS[warpgroups], action="increase")
+            take_registers(warpgroups, computes=True)
             self._compute(block)
 
     def _load(self, block: Block) -> None:
@@ -142,7 +143,7 @@ class QueriesKernel:
         wg, scratch = lax.axis_index("wg"), block.scratch
         first = block.query + 64 * wg
         rows = (block.example, block.head, pl.ds(first, 64))
-        tile = Tile((64, self.params.kv_block), 0, block.example, first, jnp.int32(0))
+        tile = Tile((64, self.params.kv_block), 0, block.example, block.head, first, jnp.int32(0))
         shift, delta = (tile.vector(x.at[rows], 0, optimized=False) for x in (block.arrays.shift, block.arrays.delta))
         plgpu.barrier_wait(scratch.loaded)
 
@@ -173,10 +174,12 @@ class QueriesKernel:
             multiply(dweights, scratch.dout.at[wg], scratch.value.at[slot].transpose((1, 0)))
             raw = self.machine.read(scores, pending=1)
             shifted = None if in_scores else shift
-            weights, slope = weigh(self.problem, block.arrays, tile, block.head, raw, shifted, masked)
-            dscores = weights * self.machine.read(dweights, pending=0)
+            weights, slope = weigh(self.problem, block.arrays, tile, raw, shifted, masked)
+            # Rounded, they take half of the registers, which the sums of a wide head leave no more of.
+            weights = (weights if slope is None else weights * slope).astype(self.problem.dtype)
+            dscores = weights.astype(jnp.float32) * self.machine.read(dweights, pending=0)
             plgpu.barrier_arrive(scratch.value_free.at[slot])
-            dscores = (dscores if slope is None else dscores * slope).astype(self.problem.dtype)
+            dscores = dscores.astype(self.problem.dtype)
             multiply(dquery, dscores, scratch.key.at[slot])
 
         start = (shift if in_scores else zeros(tile.shape), delta, dquery)

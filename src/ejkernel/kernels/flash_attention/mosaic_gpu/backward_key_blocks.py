@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .backward_buffers import dquery_columns, key_block_buffers
 from .backward_params import BackwardParams
 from .backward_problem import Inputs, Problem
-from .backward_tiles import COMPUTE_REGISTERS, LOADER_REGISTERS, Range, Tile, drain, tiled, weigh, zeros
+from .backward_tiles import Range, Tile, drain, take_registers, tiled, weigh, zeros
 from .machine import Machine
 
 
@@ -117,6 +117,7 @@ class KeyBlockKernel:
             grid_names=("block",),
             num_threads=params.warpgroups + 1,
             thread_name="wg",
+            kernel_name=f"attention_backward_{params.division}",
             interpret=self.machine.interpret,
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(*(x for x in (*inputs, *sums) if x is not None))
@@ -157,12 +158,12 @@ class KeyBlockKernel:
 
         @pl.when(wg == warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(LOADER_REGISTERS[warpgroups], action="decrease")
+            take_registers(warpgroups, computes=False)
             self._load(block)
 
         @pl.when(wg < warpgroups)
         def _() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS[warpgroups], action="increase")
+            take_registers(warpgroups, computes=True)
             self.compute(block)
 
     def _load(self, block: Block) -> None:
@@ -219,7 +220,7 @@ class KeyBlockKernel:
     def tile(self, block: Block, step: Step, slab: Any) -> Tile:
         """Return the tile of scores of 64 of the block's keys in one step."""
         rows = self.params.q_block
-        return Tile((64, rows), 1, block.example, step.tile * rows, block.key + 64 * slab)
+        return Tile((64, rows), 1, block.example, step.head, step.tile * rows, block.key + 64 * slab)
 
     def row(self, tile: Tile, vector: Any) -> jax.Array:
         """Load a number for each query, and spread it over a tile."""
@@ -241,7 +242,7 @@ class KeyBlockKernel:
         shift = None
         if not self.problem.shift_in_scores:
             shift = self.row(tile, block.scratch.shift.at[self.slots(step)[0]])
-        return weigh(self.problem, block.arrays, tile, step.head, products, shift, is_masked)
+        return weigh(self.problem, block.arrays, tile, products, shift, is_masked)
 
     def send_dquery(self, block: Block, part: jax.Array, step: Step, wg: Any, at: tuple[Any, Any]) -> None:
         """Start adding a warpgroup's part of dQ to memory, in pieces of the size of its buffer.

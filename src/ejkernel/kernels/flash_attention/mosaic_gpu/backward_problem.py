@@ -95,11 +95,12 @@ class Problem:
             keys_per_block: Keys in a tile, or in a block that all its tiles share.
             walks_queries: Whether the tiles are those of a block of keys, in the order of the queries.
         """
-        tail = self.keys % keys_per_block != 0
-        early, late = (self.rules.right, self.rules.left) if walks_queries else (self.rules.left, self.rules.right)
-        # Where no tile is free of a mask all come before. Segments may be in any order, and come after, too.
-        after = self.segments or late is not None or (tail and not walks_queries)
-        return after or early is not None or tail, after
+        tail, rules = self.keys % keys_per_block != 0, self.rules
+        by_end, by_start = self.segments or rules.right is not None, self.segments or rules.left is not None
+        # Blocks of keys that have no tile without a mask have all of them before, blocks of queries all of them after.
+        if walks_queries:
+            return by_end or by_start or tail, by_start
+        return by_start, by_end or by_start or tail
 
 
 def row_shift(lse: jax.Array, problem: Problem) -> jax.Array:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from ejkernel import compat
@@ -41,6 +42,12 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
     return _division_fault(problem, params) or _shared_fault(problem, params) or _register_fault(problem, params)
 
 
+def is_deterministic(call: AttentionCall, params: BackwardParams) -> bool:
+    """Return whether gradients repeat bit by bit: nothing is added up in memory, where the order is left to chance."""
+    whole = (call.query[0], call.query[2])
+    return params.form == "split" and (call.bias is None or call.bias[:2] == whole)
+
+
 def heuristic(call: AttentionCall) -> BackwardParams:
     """Return the parameters to begin with, which were best, or nearly, on the shapes that were measured."""
     head_dim, value_dim = padded_dim(call.query[3]), padded_dim(call.value[3])
@@ -59,15 +66,17 @@ def heuristic(call: AttentionCall) -> BackwardParams:
 
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
     """Return all parameters worth measuring for `call`."""
-    stages = [(2, 2), (2, 1), (3, 2), (1, 1), (3, 3)]
-    found = [
-        BackwardParams(warpgroups=w, q_block=q, q_stages=a, dout_stages=b)
-        for w, q in ((2, 64), (2, 128), (1, 64), (3, 192), (3, 64))
-        for a, b in stages
-    ]
-    found += [
-        BackwardParams(division="products", q_block=q, q_stages=a, dout_stages=b) for q in (64, 128) for a, b in stages
-    ]
+    found = []
+    for division, warpgroups, q_block in (("keys", 2, 64), ("keys", 2, 128), ("keys", 1, 64), ("products", 2, 64)):
+        for stages in ((1, 1), (2, 1), (2, 2), (3, 3)):
+            first = BackwardParams(
+                division=division, warpgroups=warpgroups, q_block=q_block, q_stages=stages[0], dout_stages=stages[1]
+            )
+            found.append(first)
+            found += [
+                dataclasses.replace(first, form="split", kv_block=keys, kv_stages=kv_stages, q_warpgroups=q_warpgroups)
+                for keys, kv_stages, q_warpgroups in ((64, 1, 2), (64, 2, 2), (128, 1, 2), (128, 2, 2), (64, 3, 3))
+            ]
     return tuple(params for params in found if params_fault(call, params) is None)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .backward_problem import LOG2_E, Inputs, Problem
 
 WGMMA = plgpu.Layout.WGMMA
-# A warpgroup's registers a thread, by how many compute: of 65,536 in all, in steps of 8.
-LOADER_REGISTERS = {1: 40, 2: 24, 3: 32}
-COMPUTE_REGISTERS = {1: 240, 2: 240, 3: 160}
+# A thread's registers, by how many warpgroups compute: of 65,536 for all, in steps of 8. One alone has 255 to begin with.
+_LOADER_REGISTERS = {2: 24, 3: 32}
+_COMPUTE_REGISTERS = {2: 240, 3: 160}
 Carry = Any
 
 
@@ -43,12 +43,14 @@ class Tile(NamedTuple):
         shape: Its sizes.
         query_axis: Which of its axes is that of the queries.
         example: Index in the batch.
+        head: Of the queries.
         query, key: Its first query and key.
     """
 
     shape: tuple[int, int]
     query_axis: int
     example: jax.Array
+    head: jax.Array
     query: jax.Array
     key: jax.Array
 
@@ -95,18 +97,16 @@ def weigh(
     problem: Problem,
     arrays: Inputs,
     tile: Tile,
-    head: jax.Array,
     products: jax.Array,
     shift: jax.Array | None,
     is_masked: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return a tile's probabilities, zero where a query sees no key, and the derivative of the soft cap if there is one.
+    """Return a tile's probabilities, zero where a query sees no key, and the soft cap's derivative if there is one.
 
     Args:
         problem: The call.
         arrays: References to the inputs.
         tile: Where the tile stands.
-        head: Of the queries.
         products: Of query and key; with `shift_in_scores`, shifted by the row's.
         shift: The rows' shift, spread over the tile, if it is not in `products`.
         is_masked: Whether some pairs may be hidden by position or by segment.
@@ -120,7 +120,7 @@ def weigh(
             squashed = jnp.tanh(products * (rules.scale / rules.soft_cap))
             scores, slope = squashed * rules.soft_cap, 1 - squashed * squashed
         if problem.added is not None:
-            scores = scores + _bias(problem, arrays, tile, head)
+            scores = scores + _bias(arrays, tile)
         weights = jnp.exp2(scores * LOG2_E + shift)
     if is_masked:
         for condition in _conditions(problem, arrays, tile):
@@ -128,16 +128,16 @@ def weigh(
     return weights, slope
 
 
-def _bias(problem: Problem, arrays: Inputs, tile: Tile, head: jax.Array) -> jax.Array:
-    at = pick(arrays.bias, tile.example, head)
-    queries, keys = (pl.ds(tile.query, tile.shape[tile.query_axis]), pl.ds(tile.key, tile.shape[1 - tile.query_axis]))
-    part = arrays.bias.at[(*at, *((queries, keys) if tile.query_axis == 0 else (keys, queries)))]
+def _bias(arrays: Inputs, tile: Tile) -> jax.Array:
+    axis, bias = tile.query_axis, cast(Any, arrays.bias)
+    queries, keys = pl.ds(tile.query, tile.shape[axis]), pl.ds(tile.key, tile.shape[1 - axis])
+    part = bias.at[(*pick(bias, tile), *((queries, keys) if axis == 0 else (keys, queries)))]
     return plgpu.load(part, layout=WGMMA, optimized=False).astype(jnp.float32)
 
 
-def pick(ref: Any, example: jax.Array, head: jax.Array) -> tuple[Any, Any]:
+def pick(ref: Any, tile: Tile) -> tuple[Any, Any]:
     """Return the first two indices into an array that all examples, or all heads, may have in common."""
-    return (0 if ref.shape[0] == 1 else example, 0 if ref.shape[1] == 1 else head)
+    return 0 if ref.shape[0] == 1 else tile.example, 0 if ref.shape[1] == 1 else tile.head
 
 
 def _conditions(problem: Problem, arrays: Inputs, tile: Tile) -> list[jax.Array]:
@@ -168,6 +168,13 @@ def _same_segment(tile: Tile, query_segments: Any, key_segments: Any) -> jax.Arr
 def zeros(shape: tuple[int, int]) -> jax.Array:
     """Return a float32 tile of zeros, in the layout of accumulators."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+
+
+def take_registers(warpgroups: int, *, computes: bool) -> None:
+    """Move registers from the warpgroup that loads to those that compute; each calls this first."""
+    if warpgroups > 1:
+        registers = (_COMPUTE_REGISTERS if computes else _LOADER_REGISTERS)[warpgroups]
+        plgpu.set_max_registers(registers, action="increase" if computes else "decrease")
 
 
 def drain(barrier: Any, stages: int, steps: jax.Array) -> None:

@@ -44,12 +44,6 @@ class Visibility:
     key_segments: Array | None = None
     mask: Array | None = None
 
-    def needs_mask(self, keys_per_block: int) -> bool:
-        """Return whether any tile may be visible in part, boolean masks aside."""
-        rules = self.rules
-        windowed = rules.left is not None or rules.right is not None
-        return windowed or self.query_segments is not None or self.keys % keys_per_block != 0
-
 
 def ranges_of_queries(visibility: Visibility, blocks: Blocks) -> Array:
     """Return for each block of keys the query blocks that it meets, int32 `[batch or 1, key blocks, 4]`.
@@ -58,12 +52,12 @@ def ranges_of_queries(visibility: Visibility, blocks: Blocks) -> Array:
     in `[begin, end)` every pair is visible, boolean masks aside. Queries beyond the last count as visible.
     """
     some, every = _tiles(visibility, blocks)
-    return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2))
+    return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), masked_after=False)
 
 
 def ranges_of_keys(visibility: Visibility, blocks: Blocks) -> Array:
     """Return for each block of queries the key blocks that it meets, likewise; keys beyond the last are not visible."""
-    return _ranges(*_tiles(visibility, blocks))
+    return _ranges(*_tiles(visibility, blocks), masked_after=True)
 
 
 def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
@@ -116,8 +110,11 @@ def _some_in_blocks(mask: Array, counts: tuple[int, ...], blocks: Blocks) -> jax
     return jnp.broadcast_to(some, (some.shape[0], *counts))
 
 
-def _ranges(some: Array, every: Array) -> Array:
-    """Turn `[batch, blocks, others]` into ranges over the others, the unmasked one being the first run of them."""
+def _ranges(some: Array, every: Array, *, masked_after: bool) -> Array:
+    """Turn `[batch, blocks, others]` into ranges over the others, the unmasked one being the first run of them.
+
+    Where there is none, all masked tiles count as before or as after it: whichever a causal mask has in any case.
+    """
     np_or_jnp = np if isinstance(some, np.ndarray) else jnp
     count = some.shape[-1]
     index = np.arange(count)
@@ -125,8 +122,8 @@ def _ranges(some: Array, every: Array) -> Array:
     first = np_or_jnp.where(visible, some.argmax(axis=-1), 0)
     last = np_or_jnp.where(visible, count - some[..., ::-1].argmax(axis=-1), 0)
     every = every & some
-    begin = np_or_jnp.where(every.any(axis=-1), every.argmax(axis=-1), last)
+    begin = np_or_jnp.where(every.any(axis=-1), every.argmax(axis=-1), first if masked_after else last)
     broken = ~every & (index >= begin[..., None])
     end = np_or_jnp.where(broken.any(axis=-1), broken.argmax(axis=-1), count)
-    end = np_or_jnp.maximum(np_or_jnp.minimum(end, last), begin)
+    end = np_or_jnp.clip(end, begin, np_or_jnp.maximum(last, begin))
     return np_or_jnp.stack([first, begin, end, last], axis=-1).astype(np.int32)
