@@ -320,6 +320,32 @@ def test_an_implementation_whose_residuals_nobody_shares_is_for_both_directions_
         np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: kernel(x).sum()))(x), jnp.full_like(x, 2))
 
 
+def test_nobody_stands_in_who_does_not_take_the_residuals():
+    cfg = PrivateConfig(implementation="private")
+    with pytest.raises(UnsupportedError, match=r"WithPrivate\.bwd: not backwards\."):
+        jax.grad(lambda x: WithPrivate()(x, cfg=cfg).sum())(ODD)
+
+
+def test_another_stands_in_where_a_forwards_implementation_has_no_gradient():
+    class Forward(Fast):
+        name = "forward"
+        backward = Implementation.backward
+
+    class ForwardConfig(OperationConfig):
+        pass
+
+    class WithForward(Operation[ForwardConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"forward": Forward(), "plain": Plain()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    kernel = WithForward()
+    np.testing.assert_array_equal(jax.grad(lambda x: kernel(x).sum())(EVEN), jnp.full(6, 2.0))
+    cfg = ForwardConfig(implementation="forward")
+    np.testing.assert_array_equal(jax.grad(lambda x: kernel(x, cfg=cfg).sum())(EVEN), jnp.full(6, 2.0))
+    with pytest.raises(UnsupportedError, match=r"WithForward\.bwd: implementation='forward' has no gradient"):
+        jax.grad(lambda x: kernel(x, implementation="forward").sum())(EVEN)
+
+
 def test_both_directions_agree_on_whose_residuals_there_are():
     """The first that some forward leaves and some backward takes, in whichever direction it is asked."""
 

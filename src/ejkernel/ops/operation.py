@@ -294,7 +294,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             call = dataclasses.replace(call, **_lowered_place(), partitioned=_is_partitioned())
             reason = self.implementations.unsupported(chosen.name, call)
             if reason is not None:
-                chosen, params = self._stand_in(reason, call, names), None
+                chosen, params = self._stand_in(chosen, reason, call, names), None
         if params is None:
             params = chosen.heuristic(call)
         fault = chosen.params_fault(call, params)
@@ -302,11 +302,14 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             raise ConfigError(f"{self._called(call)}: {params!r} is not for this call: {fault}")
         return _Running(chosen, call, params)
 
-    def _stand_in(self, reason: str, call: CallT, names: list[str] | None) -> Implementation[Any]:
+    def _stand_in(
+        self, chosen: Implementation[Any], reason: str, call: CallT, names: list[str] | None
+    ) -> Implementation[Any]:
         if call.backward or call.partitioned:
             found, _ = self._sorted_out(call, names, named=False)
-            if found:
-                return self.implementations[found[0][0]]
+            for other in self.implementations.loadable(name for name, _ in found):
+                if other.residuals == chosen.residuals:
+                    return other
         raise UnsupportedError(f"{self._called(call)}: {reason}")
 
     def _called(self, call: CallT) -> str:
