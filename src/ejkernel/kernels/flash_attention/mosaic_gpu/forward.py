@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules
 
-from ._forward_plan import ForwardPlan, swizzle
+from ._forward_plan import ForwardPlan, padded_dim, swizzle
 from .params import ForwardParams
 from .visibility import block_table, has_table
 
@@ -30,14 +30,14 @@ def forward(
 
     operands, by_row = _without_row_terms(operands)
     plan = _plan(operands, rules, params)
-    query, key, value = (_padded(x, 1, _TILE_ROWS) for x in operands[:3])
+    query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, padded_dim(1)) for x in operands[:3])
     types = kernel.Outputs(
         jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
         # Copies of one axis are not cut off where the array ends, so that this one has room for whole tiles.
         jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.row_tiles * plan.tile_rows), jnp.float32),
     )
     out, lse = kernel.launch(plan, kernel.Inputs(query, key, value, **_extras(operands, plan)), types, interpret)
-    return _with_row_terms(out[:, : plan.queries], lse[..., : plan.queries], *by_row)
+    return _with_row_terms(out[:, : plan.queries, :, : operands.value.shape[3]], lse[..., : plan.queries], *by_row)
 
 
 _TILE_ROWS = 8  # of the tiles of shared memory, whole ones of which a copy moves
@@ -83,8 +83,8 @@ def _plan(operands: Operands, rules: Rules, params: ForwardParams) -> ForwardPla
         keys=key.shape[1],
         heads=query.shape[2],
         groups=key.shape[2],
-        head_dim=query.shape[3],
-        value_dim=value.shape[3],
+        head_dim=padded_dim(query.shape[3]),
+        value_dim=padded_dim(value.shape[3]),
         dtype=str(query.dtype),
         rules=rules,
         params=params,
