@@ -86,12 +86,8 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
     def persistence(query_buffers: int, persistent: bool) -> bool:
         return persistent or query_buffers == 1
 
-<<<<<<< HEAD
-    switches = dict.fromkeys(("overlap", "ping_pong", "persistent", "pack_heads", "share_buffer"), (False, True))
-=======
     either = (False, True)
     few = heuristic(call)
->>>>>>> h-fwd
     return ConfigSpace(
         {
             "kv_block": tuple(sorted({few.kv_block, *(size for size in _KV_BLOCKS if size < call.key[1] + 32)})),
