@@ -91,7 +91,7 @@ def fake_backward(operands, residuals, dout, *, lengths=None, **static):
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """cuDNN's conventions, anywhere: what is behind a length is undefined."""
+    """Imitate cuDNN, anywhere: what is behind a length is undefined."""
     monkeypatch.setattr(compat, "cudnn_attention_forward", fake_forward)
     monkeypatch.setattr(compat, "cudnn_attention_backward", fake_backward)
 
@@ -181,7 +181,7 @@ def test_lengths_ask_for_a_padding_mask():
 def test_there_is_a_kernel_for_each_number_of_segments():
     text = lowered(with_gradients(cudnn_packed, FULL, (PackedParams(segments=(4, 8, 64)),)), segmented(ONE_RUN_EACH))
     for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
-        assert re.findall(rf'@{re.escape(call)}\(.*max_seg_per_batch\\22: (\d+)', text) == ["4", "8"]
+        assert re.findall(rf"@{re.escape(call)}\(.*max_seg_per_batch\\22: (\d+)", text) == ["4", "8"]
 
 
 FINE = AttentionCall(
