@@ -18,13 +18,14 @@ import numpy as np
 
 from benchmarks import report
 from ejkernel.ops import Invocation, Kernel, PersistentCache
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.store import measurements as stores
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config import _writing, persistent
 from ejkernel.ops.config._files import location
-from ejkernel.ops.execution import store as stores
-from ejkernel.ops.execution.measuring import Measurement
-from ejkernel.ops.execution.outcome import MEASURED, AutotuneData, Outcome
-from ejkernel.ops.execution.store import MeasurementStore
-from ejkernel.ops.utils.sealed import sealed_object
+from ejkernel.ops.utils.storage.sealed import sealed_object
 
 BARS = {"entries_cpu_seconds": 5.0}  # for 100,000
 CANDIDATES = 17  # of a search; as many as attention has
@@ -46,7 +47,7 @@ def searched(number: int, kernel: Kernel[Any, Any]) -> AutotuneData:
     outcomes = tuple(
         Outcome(
             config={"block_q": 64, "block_kv": 64 + index, "num_warps": 4, "num_stages": 2},
-            status=MEASURED,
+            status=Status.MEASURED,
             measurement=Measurement(samples=tuple(1e-4 + index * 1e-6 + n * 1e-7 for n in range(15)), method="cupti"),
             compile_seconds=1.25,
         )

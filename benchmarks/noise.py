@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.ops.execution.duels import compare
-from ejkernel.ops.execution.racing import Race, RacePlan
+from ejkernel.ops.autotuner.measure.duels import compare
+from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 
 SAMPLES = 32
 CANDIDATES = 100

@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.attention_mgpu import SHAPE, mgpu_attention
 from benchmarks.report import environment
 from ejkernel.ops import Invocation
-from ejkernel.ops.execution.bundles import read_bundle
-from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.autotuner.compile.bundles import read_bundle
+from ejkernel.ops.autotuner.tuner import Autotuner
 
 _NEAR = 1.02
 

@@ -18,9 +18,9 @@ from typing import Any
 import benchmarks.gpu_kernels  # noqa: F401 - the bundle's kernels
 from benchmarks.report import environment
 from ejkernel.ops import AutotunePolicy
-from ejkernel.ops.core.rebuild import rebuild
-from ejkernel.ops.execution.bundles import BundledCall, read_bundle
-from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.autotuner.compile.bundles import BundledCall, read_bundle
+from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.core.description import rebuild
 
 
 def measured(call: BundledCall) -> dict[str, Any]:

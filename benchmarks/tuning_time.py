@@ -26,8 +26,8 @@ def once(bundle: Path | None, isolate: bool, processes: int) -> dict[str, object
 
     from benchmarks.attention_mgpu import SHAPE, mgpu_attention
     from ejkernel.ops import AutotunePolicy, Invocation
-    from ejkernel.ops.execution.bundles import read_bundle
-    from ejkernel.ops.execution.tuning import Autotuner
+    from ejkernel.ops.autotuner.compile.bundles import read_bundle
+    from ejkernel.ops.autotuner.tuner import Autotuner
 
     jax.block_until_ready(jnp.ones(8) + 1)  # the device is up before the clock starts
     array = jax.ShapeDtypeStruct(SHAPE, jnp.float16)

@@ -34,7 +34,7 @@ import numpy as np
 
 from benchmarks.report import environment
 from ejkernel.ops import AutotunePolicy, Invocation, Kernel
-from ejkernel.ops.execution.tuning import Autotuner
+from ejkernel.ops.autotuner.tuner import Autotuner
 
 BUSY = 14
 MARGIN = 0.02  # nearer than that is a tie

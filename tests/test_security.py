@@ -49,7 +49,7 @@ from tests.hostile import (
 
 import ejkernel
 from ejkernel.cli.files import calls_in_bundle, calls_in_file, missed_calls
-from ejkernel.cli.finding import Source
+from ejkernel.cli.sources import Source
 from ejkernel.ops import (
     AutotuningResult,
     CacheWarning,
@@ -63,20 +63,23 @@ from ejkernel.ops import (
     PersistentCache,
     nameable,
 )
+from ejkernel.ops.autotuner.compile import bundles
+from ejkernel.ops.autotuner.compile.bundles import compile_bundle
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.store import log
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials import result
+from ejkernel.ops.autotuner.trials.programs import Program
+from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import persistent
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.declared import names_of
-from ejkernel.ops.core.rebuild import rebuild
-from ejkernel.ops.execution import _searchlog, bundles, result
-from ejkernel.ops.execution.bundles import compile_bundle
-from ejkernel.ops.execution.store import MeasurementStore
-from ejkernel.ops.execution.targets import Target
+from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.execution.texts import calls_in_text
-from ejkernel.ops.execution.tuning import Autotuner
-from ejkernel.ops.utils.nameable import Names
-from ejkernel.ops.utils.payloads import key_of, text_of_bytecode
-from ejkernel.ops.utils.signature import JAX_MODULES, describe
-from ejkernel.ops.utils.typenames import decode_config
+from ejkernel.ops.utils.values.nameable import Names
+from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
+from ejkernel.ops.utils.values.signature import JAX_MODULES, describe
+from ejkernel.ops.utils.values.typenames import decode_config
 from ejkernel.settings import Settings
 
 SOURCE = Path(ejkernel.__file__).parent
@@ -325,11 +328,11 @@ def test_a_file_is_read_without_the_working_directory(tmp_path, monkeypatch):
 
 
 def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
-    from ejkernel.kernels.flash_attention import load
+    from ejkernel.modules import FlashAttention
 
     for name in ("common", "reference", "..", "os", "xla.jax", f"..{HERE}"):
         with pytest.raises(ValueError, match="implementation must be one of"):
-            load(name)
+            _ = FlashAttention.implementations[name]
 
 
 # --- entries, logs, results: configurations ---
@@ -391,7 +394,7 @@ def test_a_result_of_a_type_that_was_not_registered_is_an_error(monkeypatch):
 
 
 def test_a_log_of_a_type_that_was_not_registered_has_nothing_to_tell(tmp_path, monkeypatch):
-    monkeypatch.setattr(_searchlog, "type_name", lambda config: f"{HERE}.Fires")
+    monkeypatch.setattr(log, "type_name", lambda config: f"{HERE}.Fires")
     store = MeasurementStore(tmp_path)
     store.save(Autotuner(rounds=1, warmup=1).tune(Invocation(kernel=takes, args=(jnp.ones(4),)), takes))
     (search,) = store.searches()
@@ -403,7 +406,7 @@ def test_a_log_of_a_type_that_was_not_registered_has_nothing_to_tell(tmp_path, m
 
 def test_reading_a_bundle_runs_none_of_it(tmp_path, monkeypatch):
     """Its programs are loaded, and run, when they are measured."""
-    monkeypatch.setattr(bundles, "load_program", fire)
+    monkeypatch.setattr(Program, "load", fire)
     folder = tmp_path / "bundle"
     compile_bundle([Invocation(kernel=takes, args=(X,))], Target.named("here"), folder)
     assert len(calls_in_bundle(folder).calls) == 1
@@ -434,6 +437,7 @@ def calls_by_name():
                 yield str(file.relative_to(SOURCE)), ast.unparse(node.func)
 
 
+@pytest.mark.slow
 def test_only_these_places_turn_names_or_bytes_into_code():
     dangerous = re.compile(
         r"(?:^|\.)(?:eval|exec|compile_command|__import__|import_module|run_path|run_module|loads|CDLL|deserialize"
@@ -442,17 +446,18 @@ def test_only_these_places_turn_names_or_bytes_into_code():
     found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
     assert found == {
         ("cli/app.py", "importlib.import_module"),  # a command of a fixed list
-        ("cli/finding.py", "importlib.import_module"),  # our own modules
+        ("cli/sources.py", "importlib.import_module"),  # our own modules
         ("cli/operations.py", "importlib.import_module"),  # our own modules
         ("cli/programs.py", "importlib.import_module"),  # what the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
-        ("kernels/flash_attention/__init__.py", "importlib.import_module"),  # of a fixed list
         ("ops/execution/checks/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("ops/execution/checks/forms.py", "pickle.loads"),  # the same
-        ("ops/execution/lives.py", "ctypes.CDLL"),  # the C library that this process has
-        ("ops/execution/serving.py", "pickle.loads"),  # between a process and its own child
-        ("ops/utils/nameable.py", "importlib.import_module"),  # of a fixed list
-        ("ops/utils/signature.py", "importlib.import_module"),  # of a fixed list
+        ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
+        ("ops/__init__.py", "importlib.import_module"),  # our own modules
+        ("ops/autotuner/process/serve.py", "pickle.loads"),  # between a process and its own child
+        ("ops/implementation.py", "importlib.import_module"),  # what an operation lists
+        ("ops/utils/values/nameable.py", "importlib.import_module"),  # of a fixed list
+        ("ops/utils/values/signature.py", "importlib.import_module"),  # of a fixed list
     } | {call for call in found if call[1] == "json.loads"}
 
 
@@ -461,8 +466,8 @@ def test_loaded_modules_are_not_searched_by_a_files_names():
     assert users == {
         "cli/app.py",  # whether our own errors were imported yet
         "ops/core/kernel.py",  # where an instance is kept, to be pickled by name
-        "ops/utils/nameable.py",  # where annotations of registered classes are to be resolved
-        "ops/utils/signature.py",  # whether a value has the name that it says it has
+        "ops/utils/values/nameable.py",  # where annotations of registered classes are to be resolved
+        "ops/utils/values/signature.py",  # whether a value has the name that it says it has
     }
 
 

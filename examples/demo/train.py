@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level language model and its training step: ordinary JAX that calls two ejkernel operations.
+"""A byte-level language model that trains on packed documents: ordinary JAX that calls two ejkernel operations.
 
-Nothing in this file knows about configurations. `ejkernel tune train:training_step` finds the calls by itself.
+Documents of all lengths share a sequence, and no document sees another. Nothing in this file knows about
+configurations; `ejkernel tune train:training_step` finds the calls by itself. `PLAIN` is what JAX itself offers for
+the same two operations, to compare with.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
+import importlib
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,37 @@ from ejkernel.modules import flash_attention, rms_norm
 
 VOCABULARY = 256  # bytes
 Params = dict[str, Any]
+
+
+class Operations(NamedTuple):
+    """The two operations that a model is made with.
+
+    Attributes:
+        attention: Of query, key, value and the number of every position's document.
+        norm: Of activations and weight.
+    """
+
+    attention: Callable[..., jax.Array]
+    norm: Callable[..., jax.Array]
+
+
+def _ejkernel_attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array) -> jax.Array:
+    return flash_attention(query, key, value, causal=True, segment_ids=documents)
+
+
+def _plain_attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array) -> jax.Array:
+    mask = documents[:, None, :, None] == documents[:, None, None, :]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
+
+
+def _plain_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale * weight).astype(x.dtype)
+
+
+EJKERNEL = Operations(attention=_ejkernel_attention, norm=rms_norm)
+PLAIN = Operations(attention=_plain_attention, norm=_plain_norm)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +65,7 @@ class Model:
         heads: Attention heads; `width` is a multiple of it.
         batch: Sequences a step.
         seq: Bytes a sequence.
+        longest: Bytes after which a document is cut.
         dtype: What the blocks compute in; parameters and the loss are float32.
     """
 
@@ -41,16 +74,29 @@ class Model:
     heads: int
     batch: int
     seq: int
+    longest: int
     dtype: Any
 
     @property
     def tokens(self) -> int:
-        """Bytes that one step predicts."""
+        """Bytes of one step."""
         return self.batch * self.seq
 
 
-SMALL = Model(layers=4, width=256, heads=4, batch=2, seq=1024, dtype=jnp.float32)
-LARGE = Model(layers=12, width=1024, heads=8, batch=4, seq=4096, dtype=jnp.bfloat16)
+SMALL = Model(layers=2, width=256, heads=4, batch=1, seq=2048, longest=512, dtype=jnp.float32)
+LARGE = Model(layers=12, width=1024, heads=8, batch=4, seq=8192, longest=2048, dtype=jnp.bfloat16)
+
+
+class Batch(NamedTuple):
+    """Sequences of one step, `[batch, seq + 1]` each.
+
+    Attributes:
+        tokens: Bytes.
+        documents: The number of every byte's document in its sequence.
+    """
+
+    tokens: jax.Array
+    documents: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -70,19 +116,25 @@ def default_model() -> Model:
 
 
 @functools.cache
-def text() -> np.ndarray:
-    """Return the bytes of a long English text that comes with every Python: the language reference of `help()`."""
-    spec = importlib.util.find_spec("pydoc_data.topics")
-    if spec is None or spec.origin is None:
-        raise FileNotFoundError("this Python has no pydoc_data.topics; the demo reads its text from there.")
-    return np.frombuffer(Path(spec.origin).read_bytes(), dtype=np.uint8)
+def texts() -> list[np.ndarray]:
+    """Return the bytes of the pages of `help()`, which come with every Python."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return [np.frombuffer(topics[name].encode(), np.uint8) for name in sorted(topics)]
 
 
-def batch_of(model: Model, index: int) -> jax.Array:
-    """Return batch number `index`: `[batch, seq + 1]` bytes, the same in every run."""
-    data = text()
-    starts = np.random.default_rng(index).integers(0, len(data) - model.seq - 1, size=model.batch)
-    return jnp.asarray(np.stack([data[start : start + model.seq + 1] for start in starts]).astype(np.int32))
+def batch_of(model: Model, index: int) -> Batch:
+    """Return batch number `index`, the same in every run."""
+    rng = np.random.default_rng(index)
+    tokens = np.zeros((model.batch, model.seq + 1), np.int32)
+    documents = np.zeros_like(tokens)
+    for row in range(model.batch):
+        end = number = 0
+        while end <= model.seq:
+            text = texts()[rng.integers(len(texts()))][: model.longest][: model.seq + 1 - end]
+            tokens[row, end : end + len(text)] = text
+            documents[row, end : end + len(text)] = number
+            end, number = end + len(text), number + 1
+    return Batch(jnp.asarray(tokens), jnp.asarray(documents))
 
 
 def initial_state(model: Model, seed: int = 0) -> State:
@@ -112,24 +164,25 @@ def initial_state(model: Model, seed: int = 0) -> State:
     return State(params=params, mean=zeros, square=zeros, count=jnp.zeros((), jnp.int32))
 
 
-def logits(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
+def logits(model: Model, params: Params, tokens: jax.Array, documents: jax.Array, operations: Operations) -> jax.Array:
     """Return float32 scores `[batch, seq, 256]` for the byte after each of `tokens` (`[batch, seq]`)."""
     # Casting here keeps the parameters, and so Adam's small updates, in float32.
     weights = jax.tree.map(lambda leaf: leaf.astype(model.dtype), params)
     x = weights["embedding"][tokens] * model.width**0.5
     for block in weights["blocks"]:
-        x = x + _attention(model, block, rms_norm(x, block["attention_norm"]))
-        x = x + jax.nn.gelu(rms_norm(x, block["mlp_norm"]) @ block["up"]) @ block["down"]
-    x = rms_norm(x, weights["final_norm"])
+        x = x + _attention(model, block, operations.norm(x, block["attention_norm"]), documents, operations)
+        x = x + jax.nn.gelu(operations.norm(x, block["mlp_norm"]) @ block["up"]) @ block["down"]
+    x = operations.norm(x, weights["final_norm"])
     scores = jnp.einsum("bsd,vd->bsv", x, weights["embedding"], preferred_element_type=jnp.float32)
     return scores * model.width**-0.5  # else the shared embedding would begin by repeating every byte, for certain
 
 
-def _attention(model: Model, block: Params, x: jax.Array) -> jax.Array:
+def _attention(model: Model, block: Params, x: jax.Array, documents: jax.Array, operations: Operations) -> jax.Array:
     batch, seq, width = x.shape
     q, k, v = jnp.split((x @ block["qkv"]).reshape(batch, seq, 3 * model.heads, width // model.heads), 3, axis=2)
     half = width // model.heads // 2
-    return flash_attention(_rotate(q, half), _rotate(k, half), v, causal=True).reshape(batch, seq, width) @ block["out"]
+    out = operations.attention(_rotate(q, half), _rotate(k, half), v, documents)
+    return out.reshape(batch, seq, width) @ block["out"]
 
 
 def _rotate(x: jax.Array, half: int) -> jax.Array:
@@ -140,15 +193,19 @@ def _rotate(x: jax.Array, half: int) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-def loss_of(model: Model, params: Params, batch: jax.Array) -> jax.Array:
-    """Return the mean cross entropy, in nats a byte."""
-    scores = jax.nn.log_softmax(logits(model, params, batch[:, :-1]))
-    return -jnp.take_along_axis(scores, batch[:, 1:, None], axis=-1).mean()
+def loss_of(model: Model, params: Params, batch: Batch, operations: Operations) -> jax.Array:
+    """Return the mean cross entropy, in nats a byte; the first byte of a document is nobody's to predict."""
+    scores = jax.nn.log_softmax(logits(model, params, batch.tokens[:, :-1], batch.documents[:, :-1], operations))
+    losses = -jnp.take_along_axis(scores, batch.tokens[:, 1:, None], axis=-1)[..., 0]
+    within = batch.documents[:, :-1] == batch.documents[:, 1:]
+    return jnp.sum(losses * within) / jnp.sum(within)
 
 
-def step(model: Model, state: State, batch: jax.Array, *, rate: float = 1e-3) -> tuple[State, jax.Array]:
+def step(
+    model: Model, state: State, batch: Batch, *, rate: float = 1e-3, operations: Operations = EJKERNEL
+) -> tuple[State, jax.Array]:
     """Return the state after one step of Adam, and the loss before it."""
-    loss, gradient = jax.value_and_grad(functools.partial(loss_of, model))(state.params, batch)
+    loss, gradient = jax.value_and_grad(lambda params: loss_of(model, params, batch, operations))(state.params)
     count = state.count + 1
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.mean, gradient)
     square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, state.square, gradient)
@@ -157,7 +214,7 @@ def step(model: Model, state: State, batch: jax.Array, *, rate: float = 1e-3) ->
     return State(params=params, mean=mean, square=square, count=count), loss
 
 
-def training_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def training_step(operations: Operations = EJKERNEL) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the step and arguments for it: what `ejkernel tune` asks for."""
     model = default_model()
-    return jax.jit(functools.partial(step, model)), (initial_state(model), batch_of(model, 0))
+    return jax.jit(functools.partial(step, model, operations=operations)), (initial_state(model), batch_of(model, 0))

@@ -4,13 +4,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _STAMPS = ("hash", "json", "none")
+_DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 _ON_MISS = ("heuristic", "tune", "error")
+_READ = (  # all that settings depend on; a home is what `~` stands for
+    "EJKERNEL_AUTOTUNE",
+    "EJKERNEL_CACHE_DIR",
+    "EJKERNEL_NOTE_MISSES",
+    "EJKERNEL_ON_MISS",
+    "EJKERNEL_OPS_RECORD",
+    "EJKERNEL_OPS_STAMP",
+    "HOME",
+    "USERPROFILE",
+    "XDG_CACHE_HOME",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +62,22 @@ class Settings:
 
 def current() -> Settings:
     """Return the settings of the environment as it is now."""
-    return Settings.from_env(os.environ)
+    return _parsed(tuple((name, os.environ[name]) for name in _READ if name in os.environ))
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(variables: tuple[tuple[str, str], ...]) -> Settings:
+    return Settings.from_env(dict(variables))
+
+
+def deterministic_ops(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether XLA was told, in `XLA_FLAGS`, to run nothing whose results do not repeat bit by bit."""
+    said = False
+    for flag in environ.get("XLA_FLAGS", "").split():
+        name, _, value = flag.lstrip("-").partition("=")
+        if name in _DETERMINISTIC:
+            said = said or value.lower() in ("", "1", "true")
+    return said
 
 
 def share_device(environ: Mapping[str, str]) -> None:

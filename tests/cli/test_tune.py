@@ -8,11 +8,14 @@ import subprocess
 import sys
 
 import pytest
-from tests.ops.execution.made_up_times import interleaved_with
+from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
-from ejkernel.ops.execution import bench, here
-from ejkernel.ops.execution.run import TuningRun
+from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.autotuner.tasks import in_process
+from ejkernel.ops.autotuner.tasks.run import TuningRun
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = '''
 import dataclasses
@@ -84,7 +87,7 @@ def program(tmp_path, monkeypatch):
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
     yield tmp_path
     sys.modules.pop("program", None)
 
@@ -236,7 +239,7 @@ def test_what_was_found_before_an_interrupt_is_shown_and_saved(program, capsys, 
             raise KeyboardInterrupt
         return TuningRun(*args, **kwargs)
 
-    monkeypatch.setattr(here, "TuningRun", interrupt_the_second)
+    monkeypatch.setattr(in_process, "TuningRun", interrupt_the_second)
     status, _, err = run(capsys, "tune", "--in-process", "program:step", "--cache", "saved")
     assert status == 130
     assert re.search(r"product .* 8.00x", err)

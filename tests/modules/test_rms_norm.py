@@ -15,12 +15,15 @@ from jax.test_util import check_grads
 
 from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rms_norm.reference import normalize
+from ejkernel.kernels.rms_norm.xla import XlaParams
 from ejkernel.modules import RmsNorm, RmsNormConfig, rms_norm
 from ejkernel.ops import ArgumentError, ConfigError, Invocation, recording
 
+pytestmark = pytest.mark.slow
+
 KERNEL = RmsNorm()
-ONE_PASS = RmsNormConfig()
-BLOCKS = RmsNormConfig(fwd_block_rows=4, bwd_block_rows=5)
+ONE_PASS = RmsNormConfig(fwd=XlaParams(), bwd=XlaParams())
+BLOCKS = RmsNormConfig(fwd=XlaParams(block_rows=4), bwd=XlaParams(block_rows=5))
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
 
@@ -122,10 +125,9 @@ def test_a_wrong_argument_is_named(changes, words):
         rms_norm(**{"x": x, "weight": weight} | changes)
 
 
-@pytest.mark.parametrize("field", ["fwd_block_rows", "bwd_block_rows"])
-def test_block_rows_are_positive(field):
-    with pytest.raises(ConfigError, match=f"{field} must be a positive integer or None, got 0"):
-        RmsNormConfig(**{field: 0})
+def test_block_rows_are_positive():
+    with pytest.raises(ConfigError, match="block_rows must be a positive integer or None, got 0"):
+        XlaParams(block_rows=0)
 
 
 def invocation(rows, dim, device, dtype="float32"):
@@ -134,11 +136,15 @@ def invocation(rows, dim, device, dtype="float32"):
     return Invocation(kernel=KERNEL, args=args, kwargs=options, device=device)
 
 
+def forward_in(block_rows):
+    return RmsNormConfig(fwd=XlaParams(block_rows=block_rows))
+
+
 def test_blocks_are_for_large_narrow_rows_on_a_cpu():
-    assert KERNEL.heuristic_cfg(invocation(512, 1024, "cpu:x", "bfloat16")) == ONE_PASS
-    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "gpu:x", "bfloat16")) == ONE_PASS
-    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "cpu:x")) == ONE_PASS
-    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "cpu:x", "bfloat16")).fwd_block_rows == 128
+    assert KERNEL.heuristic_cfg(invocation(512, 1024, "cpu:x", "bfloat16")) == forward_in(None)
+    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "gpu:x", "bfloat16")) == forward_in(None)
+    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "cpu:x")) == forward_in(None)
+    assert KERNEL.heuristic_cfg(invocation(65536, 4096, "cpu:x", "bfloat16")) == forward_in(128)
 
 
 def test_a_large_gradient_on_a_cpu_runs_in_blocks():
@@ -151,14 +157,14 @@ def test_a_large_gradient_on_a_cpu_runs_in_blocks():
 
     spy, struct = Spy(), jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     jax.jit(jax.grad(lambda x: spy(x, x[0]).sum())).trace(struct).lower(lowering_platforms=("cpu",))
-    assert ("bwd", RmsNormConfig(bwd_block_rows=128)) in seen
+    assert ("bwd", RmsNormConfig(bwd=XlaParams(block_rows=128))) in seen
 
 
 def test_candidates_are_distinct_and_smaller_than_the_rows():
     candidates = KERNEL.config_space(invocation(1000, 4096, "cpu:x"))
-    assert candidates[0] == ONE_PASS
+    assert candidates[0] == forward_in(None)
     assert 4 <= len(candidates) == len(set(candidates))
-    assert all(1 <= c.fwd_block_rows < 1000 for c in candidates[1:])
+    assert all(1 <= c.fwd.block_rows < 1000 for c in candidates[1:])
 
 
 # --- cost ---

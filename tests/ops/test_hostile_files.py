@@ -34,17 +34,20 @@ from ejkernel.ops import (
     Kernel,
     PersistentCache,
 )
+from ejkernel.ops.autotuner.compile.bundles import read_bundle
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.search.strategies import default_strategy
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import location
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.execution.bundles import read_bundle
-from ejkernel.ops.execution.measuring import Measurement
 from ejkernel.ops.execution.nearest import why_no_entry
-from ejkernel.ops.execution.outcome import FAILED, MEASURED, AutotuneData, Outcome
-from ejkernel.ops.execution.searching import default_strategy
-from ejkernel.ops.execution.store import MeasurementStore
-from ejkernel.ops.utils.sealed import sealed_json
+from ejkernel.ops.utils.storage.sealed import sealed_json
 from ejkernel.ops.utils.tables import arguments, compact
+
+pytestmark = pytest.mark.slow
 
 MARKED = "[bold red]marked[/bold red]"
 NASTY = [
@@ -89,10 +92,10 @@ SPACE = ConfigSpace({"rows": range(1, 40), "order": ["row", "column"]}, build=Ti
 
 def searched(inv):
     outcomes = tuple(
-        Outcome(config=Tile(n), status=MEASURED, measurement=Measurement(samples=(n * 1e-6, n * 2e-6)))
+        Outcome(config=Tile(n), status=Status.MEASURED, measurement=Measurement(samples=(n * 1e-6, n * 2e-6)))
         for n in range(1, 5)
     )
-    failed = Outcome(config=Tile(9), status=FAILED, reason="it does not fit")
+    failed = Outcome(config=Tile(9), status=Status.FAILED, reason="it does not fit")
     return AutotuneData(inv=inv, config=outcomes[1].config, outcomes=(*outcomes, failed), seconds=2.0)
 
 
@@ -312,7 +315,7 @@ def test_no_text_of_an_entry_a_log_or_a_note_drives_a_terminal(nasty):
     data = searched(INV)
     outcomes = (
         dataclasses.replace(data.outcomes[0], config={"rows": nasty, nasty: nasty}),
-        Outcome(config={"rows": 2, nasty: [nasty]}, status=f"{FAILED}{nasty}", reason=nasty),
+        Outcome(config={"rows": 2, nasty: [nasty]}, status=f"{Status.FAILED}{nasty}", reason=nasty),
     )
     search = dataclasses.replace(data, config=outcomes[0].config, outcomes=outcomes)
     call = {"op": nasty, "args": [{"array": [nasty, [nasty]]}], "kwargs": {nasty: nasty}, "steps": [["vmap", nasty, 0]]}

@@ -20,6 +20,7 @@ from ejkernel.ops import (
     Invocation,
     Kernel,
 )
+from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.errors import (
     ArgumentError,
     ConfigError,
@@ -28,7 +29,6 @@ from ejkernel.ops.errors import (
     TuningError,
     UnstableKeyError,
 )
-from ejkernel.ops.execution.tuning import Autotuner
 from ejkernel.ops.utils.telling import value_text
 
 X = np.ones(8, np.float32)

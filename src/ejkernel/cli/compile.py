@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from ejkernel.cli import report
-from ejkernel.cli.finding import Source, find
+from ejkernel.cli.sources import Source, find
 from ejkernel.cli.tune import bars, messages
+from ejkernel.ops.autotuner.compile.bundles import compile_bundle
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.threads import default_width
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.execution.bundles import compile_bundle
-from ejkernel.ops.execution.compiling import default_width
-from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.utils.tables import counted
 
 

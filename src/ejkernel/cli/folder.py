@@ -18,11 +18,11 @@ import jax
 
 from ejkernel.cli import report
 from ejkernel.cli.show import opened
+from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache, read_entry
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.execution.store import LOG, read_search
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.tables import counted
 

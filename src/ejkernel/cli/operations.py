@@ -5,30 +5,25 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import click
 
 from ejkernel.cli import report
 from ejkernel.cli.programs import import_users, look_here, module_named
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, run_forms
+from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-
-_OPERATIONS: Final = ("flash_attention", "rms_norm")  # modules of `ejkernel.modules` that say their `implementations`
 
 
 def run_list(imports: Sequence[str], *, as_json: bool) -> None:
     """Run `ejkernel list`."""
     look_here()
-    rows = [
-        (name, implementation, reason)
-        for name in _OPERATIONS
-        for implementation, reason in importlib.import_module(f"ejkernel.modules.{name}").implementations().items()
-    ]
+    importlib.import_module("ejkernel.modules")
+    rows = [row for op, kernel in _kernels(ours=True) for row in _rows(kernel.op_id, kernel)]
     for module in map(module_named, imports):
         import_users(module)
-    for op, kernel in _kernels() if imports else []:
-        rows += [(op, form, "") for form in ["run"] * overrides(kernel, "run") + run_forms(kernel)]
+    rows += [row for op, kernel in _kernels(ours=False) if imports for row in _rows(op, kernel)]
     device = device_fingerprint()
     if as_json:
         found = [
@@ -42,10 +37,17 @@ def run_list(imports: Sequence[str], *, as_json: bool) -> None:
     click.echo(report.table(("operation", "implementation", "runs here", "why not"), cells))
 
 
-def _kernels() -> list[tuple[str, Kernel[Any, Any]]]:
-    """Return the kernels that are not of this package, by versioned name; of each name the latest."""
-    return [
+def _rows(name: str, kernel: Kernel[Any, Any]) -> list[tuple[str, str, str]]:
+    """Return an operation's implementations, each with why it does not run here; of another kernel, what it has."""
+    if isinstance(kernel, Operation):
+        return [(name, implementation, reason) for implementation, reason in kernel.reasons_here().items()]
+    return [(name, form, "") for form in ["run"] * overrides(kernel, "run") + run_forms(kernel)]
+
+
+def _kernels(*, ours: bool) -> list[tuple[str, Kernel[Any, Any]]]:
+    """Return the kernels that are of this package, or are not, by versioned name; of each name the latest."""
+    return sorted(
         (op, kernels[0])
         for op, kernels in living_kernels().items()
-        if not f"{kernels[0].__module__}.".startswith("ejkernel.")
-    ]
+        if f"{kernels[0].__module__}.".startswith("ejkernel.") is ours
+    )

@@ -20,7 +20,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.finding import Source, find, find_sendable
+from ejkernel.cli.sources import Source, find, find_sendable
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -28,11 +32,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
-from ejkernel.ops.execution.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.execution.offline import tune_invocations
-from ejkernel.ops.execution.outcome import AutotuneData
-from ejkernel.ops.execution.result import AutotuningResult
-from ejkernel.ops.execution.targets import Target
 from ejkernel.ops.utils.tables import counted
 
 _MORE = 2.0  # times what a search took before it ran out of time, from which on another one is worth it
@@ -67,7 +67,7 @@ def run_tune(options: TuneOptions) -> None:
     if options.in_process:
         _run(options)
         return
-    from ejkernel.ops.execution.workers import worker_session
+    from ejkernel.ops.autotuner.process.worker import worker_session
 
     with worker_session():
         _run(options)
@@ -147,18 +147,21 @@ def _find(options: TuneOptions, store: PersistentCache) -> Found:
     source = Source.of(options.target, options.imports, missed=missed, bundle=options.bundle)
     if options.in_process:
         return find(source)
-    from ejkernel.ops.execution.workers import Doing, shared_worker
+    from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
 
+    # The device is the worker's: what this process held, it could not give back when the worker has broken it.
     with shared_worker() as worker:
         # a program may take any time to lower, and Ctrl-C ends that
-        found: Found = worker.call(find_sendable, source, doing=Doing(what="finding the calls", allowed=math.inf))
+        found: Found = worker.call(
+            find_sendable, source, doing=WorkerStatus(what="finding the calls", allowed=math.inf)
+        )
     return found
 
 
 def _processes(options: TuneOptions, device: str) -> int:
     if options.compile_processes is not None:
         return options.compile_processes
-    from ejkernel.ops.execution.compilers import usual_processes  # imports multiprocessing
+    from ejkernel.ops.autotuner.compile.processes import usual_processes  # imports multiprocessing
 
     return -(-usual_processes(Target.of(device)) // options.devices)
 

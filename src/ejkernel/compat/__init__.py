@@ -9,6 +9,7 @@ from ejkernel.compat.arrays import finfo as finfo
 from ejkernel.compat.arrays import key_implementation as key_implementation
 from ejkernel.compat.arrays import pytree_node as pytree_node
 from ejkernel.compat.arrays import weakly_typed as weakly_typed
+from ejkernel.compat.cudnn import CudnnLengths as CudnnLengths
 from ejkernel.compat.cudnn import cudnn_attention_backward as cudnn_attention_backward
 from ejkernel.compat.cudnn import cudnn_attention_forward as cudnn_attention_forward
 from ejkernel.compat.differentiation import ad as ad
@@ -26,6 +27,7 @@ from ejkernel.compat.executables import load_mosaic_gpu_runtime as load_mosaic_g
 from ejkernel.compat.executables import loaded as loaded
 from ejkernel.compat.executables import serialized as serialized
 from ejkernel.compat.pallas import mosaic_gpu_reason as mosaic_gpu_reason
+from ejkernel.compat.pallas import simulated_races as simulated_races
 from ejkernel.compat.profiling import cupti_seconds as cupti_seconds
 from ejkernel.compat.profiling import detach_cupti as detach_cupti
 from ejkernel.compat.profiling import profiled_planes as profiled_planes
@@ -58,7 +60,6 @@ from ejkernel.compat.settings import x64_enabled as x64_enabled
 from ejkernel.compat.tracing import Primitive as Primitive
 from ejkernel.compat.tracing import batching as batching
 from ejkernel.compat.tracing import cache_weakly as cache_weakly
-from ejkernel.compat.tracing import function_of as function_of
 from ejkernel.compat.tracing import has_references as has_references
 from ejkernel.compat.tracing import is_named as is_named
 from ejkernel.compat.tracing import is_reference as is_reference

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ _partial_eval: Any = partial_eval
 _config: Any = jax_config
 _effects: Any = effects
 _state_types: Any = state_types
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 make_user_context: Any = jax.make_user_context
 # `jax.extend.core` names this class, but it imports Pallas: a third of the time that `import ejkernel.ops` took.
 Primitive: Any = type(jax.lax.add_p)
@@ -30,16 +32,21 @@ def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
     Its constants are tracers where the function uses what another trace, which is still open, computes.
     """
-    described = _api_util.debug_info("ejkernel_call", function, tuple(avals), {})
     known = [
         _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
         if isinstance(aval, jax.ShapeDtypeStruct)
         else aval
         for aval in avals
     ]
-    wrapped = _linear_util.wrap_init(function, debug_info=described)
+    wrapped = _linear_util.wrap_init(function, debug_info=_described(len(avals)))
     jaxpr, _, consts = _partial_eval.trace_to_jaxpr_dynamic(wrapped, known)
     return jaxpr.with_consts(consts) if _has_consts(jaxpr) else _core.ClosedJaxpr(jaxpr, consts)
+
+
+@functools.lru_cache(maxsize=64)
+def _described(count: int) -> Any:
+    """Return what errors say of a function of flat arrays; to look at each function would take as long as to trace."""
+    return _api_util.debug_info("ejkernel_call", lambda *arrays: arrays, (None,) * count, {})
 
 
 def _has_consts(jaxpr: Any) -> bool:
@@ -52,14 +59,11 @@ def opened(jaxpr: Any) -> Any:
     return jaxpr if _has_consts(jaxpr) else jaxpr.jaxpr
 
 
-def function_of(jaxpr: Any) -> Callable[..., Any]:
-    """Return the function that a closed jaxpr is."""
-    return lambda *arrays: tuple(_core.eval_jaxpr(opened(jaxpr), jaxpr.consts, *arrays))
-
-
 def trace_context() -> Any:
     """Return a hashable value of all in force that a trace depends on."""
-    return _config.trace_context()
+    context = _config.trace_context()
+    # Before JAX 0.11 "no mesh" is sometimes `None` and sometimes an empty mesh.
+    return (context[0], None, *context[2:]) if context[1] == _NO_MESH else context
 
 
 def outer_effects(jaxpr: Any) -> Any:

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from ejkernel.ops.utils.identity import by_is, identity, identity_of_node, token_of
 from ejkernel.ops.utils.perobject import Bounded, IdentitySet, PerObject
+from ejkernel.ops.utils.values.identity import by_is, identity, identity_of_node, token_of
 
 NAN, OTHER_NAN = (struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in (0x7FF8 << 48, (0x7FF8 << 48) + 1))
 
@@ -299,6 +299,7 @@ def test_by_is_does_not_ask_the_object():
     assert by_is(1000) != by_is(int("1000"))
 
 
+@pytest.mark.slow
 def test_a_reference_to_what_is_gone_equals_itself_alone():
     one = Plain()
     first, second = by_is(one), by_is(one)
@@ -309,6 +310,31 @@ def test_a_reference_to_what_is_gone_equals_itself_alone():
     assert first != second
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    value: object
+
+
+def test_the_token_of_an_object_that_cannot_be_referred_to_is_remembered():
+    one = Slotted(1)
+    assert token_of(one) is token_of(one)
+    assert token_of(one) == token_of(Slotted(1))
+
+
+def test_tokens_of_many_such_objects_differ_where_one_follows_another_at_its_address():
+    assert len({token_of(Slotted(number)) for number in range(500)}) == 500
+
+
+def test_such_an_object_does_not_keep_what_it_holds_alive():
+    one = Plain()
+    reference, token = weakref.ref(one), token_of(Slotted(one))
+    del one
+    gc.collect()
+    assert reference() is None
+    assert token != token_of(Slotted(Plain()))
+
+
+@pytest.mark.slow
 def test_neither_identity_nor_token_keeps_an_object_alive():
     one = Plain()
     held = functools.partial(function, one)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops import CandidateError, EjkernelError, NoConfigError, TuningWarning, WorkerRestarted, to_json
+from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.execution.outcome import FAILED, Outcome
 from ejkernel.ops.utils.printable import printable, printable_json, printable_lines
 from ejkernel.ops.utils.tables import arguments, compact, text_table
 
@@ -68,7 +69,7 @@ def test_errors_warnings_outcomes_and_events_are_harmless(text):
         CandidateError(f"{ValueError.__name__}: {text}"),
         NoConfigError(text, (text,), text),
         TuningWarning(text),
-        Outcome(config=1, status=FAILED, reason=text).reason,
+        Outcome(config=1, status=Status.FAILED, reason=text).reason,
         WorkerRestarted(key, text).reason,
         text_table((text,), [(text,)]),
         compact({text: text}) if text.isascii() else "",

@@ -7,6 +7,7 @@ only once; where there are enough rows, that outweighs the loop.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,70 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._varying import unify_varying
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.values.signature import is_known
+
+from .operation import RmsNormCall
+
+# On a CPU, measured: elements of one block, and how many elements a call must have for blocks to pay. They pay most
+# where XLA would keep a wide copy of narrow rows, and never in a float32 forward.
+_BLOCK = 1 << 19
+_WORTHWHILE = {"fwd": 1 << 24, "bwd": 1 << 22}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class XlaParams:
+    """How rows are gone through, forward or backward.
+
+    Attributes:
+        block_rows: Rows per block; `None`: one pass over all rows.
+    """
+
+    block_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_rows is not None and (type(self.block_rows) is not int or self.block_rows < 1):
+            raise ConfigError(f"block_rows must be a positive integer or None, got {self.block_rows!r}.")
+
+
+class Xla(Implementation[RmsNormCall]):
+    """The implementation that runs every call, everywhere."""
+
+    name = "xla"
+    params = XlaParams
+    residuals = "1 / rms of every row, in float32"
+    differentiable = True
+
+    def heuristic(self, call: RmsNormCall) -> XlaParams:
+        """Return one pass over all rows; on a CPU blocks, where they were seen to pay."""
+        rows, dim = call.all_rows, call.dim
+        worthwhile = _WORTHWHILE["bwd" if call.backward else "fwd"]
+        if not is_known(rows, dim) or call.platform != "cpu" or rows * dim < worthwhile:
+            return XlaParams()
+        if not call.backward and jnp.dtype(call.dtype).itemsize >= 4:
+            return XlaParams()
+        return XlaParams(block_rows=_even(rows, max(1, _BLOCK // dim)))
+
+    def space(self, call: RmsNormCall) -> list[XlaParams]:
+        """Return one pass, and blocks of several sizes."""
+        rows, dim = call.all_rows, call.dim
+        if not is_known(rows, dim):
+            return [XlaParams()]
+        sizes = dict.fromkeys(_even(rows, max(1, elements // dim)) for elements in (1 << 15, 1 << 17, _BLOCK, 1 << 21))
+        return [XlaParams(), *(XlaParams(block_rows=size) for size in sizes if size < rows)]
+
+    def forward(self, call: RmsNormCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, jax.Array]:
+        """Return the output, and `1 / rms` of every row."""
+        x, weight = args
+        return forward(x, weight, call.eps, params.block_rows)
+
+    def backward(
+        self, call: RmsNormCall, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: XlaParams
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the gradients of `x` and the weight."""
+        x, weight = args
+        return backward(x, weight, residuals, cotangents[0], params.block_rows)
 
 
 def forward(x: jax.Array, weight: jax.Array, eps: float, block_rows: int | None) -> tuple[jax.Array, jax.Array]:
@@ -66,6 +131,11 @@ def backward(
     else:
         dx, dweight = _summed_in_blocks(block, block_rows, arrays)
     return dx.reshape(x.shape), dweight.astype(weight.dtype)
+
+
+def _even(rows: int, most: int) -> int:
+    """Return the block size, at most `most`, that cuts `rows` with the least padding."""
+    return -(-rows // -(-rows // most)) if rows else 1
 
 
 def _in_blocks(block: Callable[..., Any], size: int, rows: jax.Array) -> tuple[jax.Array, jax.Array]:

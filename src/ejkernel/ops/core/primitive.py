@@ -13,20 +13,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel import compat
 from ejkernel.compat import ad
-from ejkernel.ops.core.batched import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.context import Settings, settings_in_force
-from ejkernel.ops.core.derived import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
-from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact, zero_tangent
+from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
+from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
 from ejkernel.ops.errors import ArgumentError, GradientError, NoConfigError
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
-from ejkernel.ops.utils.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.perobject import Bounded, PerObject
-from ejkernel.ops.utils.signature import abstract_tree
+from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
+from ejkernel.ops.utils.values.signature import abstract_tree
 
 
 class Body(Protocol):
@@ -189,7 +190,10 @@ class _Traces:
             found.config = _config_for_types(self.call, self.platform, args, kwargs)
             return found.config
 
-        choice = Choice(platform=self.platform, config_for_types=pick, trees=found.trees)
+        def as_call(node: Node) -> Callable[..., Any]:
+            return functools.partial(call_p.bind, call=dataclasses.replace(self.call, node=node, linear=0))
+
+        choice = Choice(platform=self.platform, config_for_types=pick, as_call=as_call, trees=found.trees)
         with compat.noting_answers(found.answers):
             return self.call.node.flat(choice)(*arrays)
 
@@ -278,11 +282,8 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     with call.settings.entered(), compat.lowering(ctx):
         if len(platforms) > 1:
             return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
-        # Equal calls of a program are resolved once; JAX's own cache would make a function of each distinct one.
-        bodies, key = ctx.module_context.cached_primitive_lowerings, (call_p, call, tuple(ctx.avals_in))
-        if key not in bodies:
-            bodies[key] = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
-        body = bodies[key]
+        # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
+        body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
         if body.jaxpr is None:
             return _lower_computed(ctx, body, call, *values)
         out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
@@ -304,7 +305,7 @@ def _lower_computed(ctx: Any, body: Body, call: Call, *values: Any) -> Any:
 
 call_p.def_effectful_abstract_eval(_abstract_eval)
 call_p.def_impl(_impl)
-compat.mlir.register_lowering(call_p, _lower, cacheable=False)
+compat.mlir.register_lowering(call_p, _lower)
 
 
 def _batch(axis_data: Any, arrays: Sequence[Any], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
@@ -363,10 +364,18 @@ def _differentiate(
     outs = tuple(is_inexact(aval) for aval in plain_types.avals)
     forward, linear = differentiate(call.node, wrt, outs, trees)
     results = call_p.bind(*primals, call=dataclasses.replace(call, node=forward))
+    if trees is not None:
+        results = _named(results, len(outs), call.node.spec.kernel.op_id)
     out, saved = results[: len(outs)], results if trees is not None else ()
     derived = dataclasses.replace(call, node=linear, linear=len(tangents))
     found = iter(call_p.bind(*saved, *primals, *tangents, call=derived) if any(outs) else ())
     return out, [next(found) if has else compat.zero_for(value) for value, has in zip(out, outs, strict=True)]
+
+
+def _named(results: Sequence[Any], count: int, op_id: str) -> list[Any]:
+    """Return outputs and residuals with the names by which a policy of `jax.checkpoint` may save them."""
+    names = (f"{op_id}.out" if index < count else f"{op_id}.residuals" for index in range(len(results)))
+    return [checkpoint_name(value, name) for value, name in zip(results, names, strict=True)]
 
 
 def _through(primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, ...], call: Call) -> tuple[Any, Any]:

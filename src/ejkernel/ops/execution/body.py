@@ -15,21 +15,18 @@ import jax
 from ejkernel import compat, settings
 from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.selection import Resolution
+from ejkernel.ops.config.tiers import HEURISTIC
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import hook
-from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.core.primitive import Call, Types, known_types, types_of
+from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CacheWarning, KernelError, NoConfigError, SerializationError
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.meta import label, stamp
-from ejkernel.ops.utils.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 logger = logging.getLogger(__name__)
-
-# Where an answer comes from that was given for this very call, rather than for all calls of its bucket.
-_FOR_THE_CALL_ITSELF = ("override", "heuristic", "chooser")
-_SAVED = ("persistent", "forward")  # found by another process, maybe for another version of the kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,23 +87,22 @@ class ResolvedCall:
     def _say_unlabelled(self) -> None:
         logger.debug("%s carries no label: each of its results is one of its inputs", self.inv.op_id_v)
 
-    def _traced(self, node: Node, arrays: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return a part of the call that was traced for its own types, such as the forward that a gradient repeats."""
+    def _out_tree(self, node: Node, arrays: Sequence[Any]) -> Any:
+        """Return the structure of the output of a part of the call, if that was traced for its own types."""
         part = dataclasses.replace(self.call, node=node, linear=0)
         types = known_types(part, [jax.typeof(array) for array in arrays])
-        jaxpr = None if types is None else _if_same(types, self.resolution.config, self.inv.platform)
-        return None if jaxpr is None else compat.function_of(jaxpr)
+        return None if types is None else types.trees[0]
 
     def _computed(self, arrays: Sequence[Any]) -> tuple[Resolution[Any], Sequence[Any]]:
         """Compute the call; where a configuration that was saved does not run, with the heuristic's, and a warning."""
         inv, node, resolution = self.inv, self.call.node, self.resolution
         try:
-            choice = Choice(config=resolution.config, platform=inv.platform, traced=self._traced)
+            choice = Choice(config=resolution.config, platform=inv.platform, out_tree=self._out_tree)
             return resolution, node.flat(choice)(*arrays)
         except Exception as error:
-            if inv.representative is not inv and resolution.source not in _FOR_THE_CALL_ITSELF:
+            if inv.representative is not inv and not resolution.tier.is_for_one_call:
                 raise _does_not_fit(inv, resolution) from error
-            if resolution.source not in _SAVED:
+            if not resolution.tier.is_saved:
                 raise
             try:
                 config = hook(node.spec.kernel, "heuristic_cfg", inv.platform)(inv)
@@ -118,7 +114,7 @@ class ResolvedCall:
             )
             warnings.warn(text, CacheWarning, stacklevel=2)
         out = node.flat(Choice(config=config, platform=inv.platform))(*arrays)
-        return Resolution(config, "heuristic", resolution.key), out
+        return Resolution(config, HEURISTIC.name, resolution.key), out
 
 
 def resolved(

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.trials.events import Counter, on_event
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
+from ejkernel.ops.autotuner.tuner import Autotuner, process_session
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
@@ -16,17 +21,13 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.outcome import AutotuneData
-from ejkernel.ops.execution.result import AutotuningResult, Entry
-from ejkernel.ops.execution.store import MeasurementStore as MeasurementStore  # which every chain asks for
 from ejkernel.ops.execution.texts import calls_in_text
-from ejkernel.ops.execution.tuning import Autotuner, process_session
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.checks import check_argument, is_count
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 if TYPE_CHECKING:
-    from ejkernel.ops.execution.bundles import BundledCall
+    from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
 
 def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: Any) -> AutotuningResult:
@@ -122,9 +123,9 @@ def tune_invocations(
     policy = effective_policy(selector.policy, selector)
 
     def search(inv: Invocation[Any, Any]) -> AutotuneData:
-        return _tune_one(selector, inv, progress, (compiled or {}).get(inv.key))
+        return _tune_one(selector, inv, (compiled or {}).get(inv.key))
 
-    with process_session(policy):
+    with process_session(policy), _counted(calls, progress):
         for inv, data in zip(calls, _searches(search, calls, policy), strict=True):
             if isinstance(data, TuningError):
                 warnings.warn(str(data), TuningWarning, stacklevel=3)
@@ -137,6 +138,24 @@ def tune_invocations(
     return AutotuningResult(device, tuple(entries), tuple(searches))
 
 
+@contextlib.contextmanager
+def _counted(
+    calls: Sequence[Invocation[Any, Any]], progress: Callable[[Invocation[Any, Any], int, int], None] | None
+) -> Iterator[None]:
+    """Tell of each call how many of its candidates are done, inside the `with` block."""
+    if progress is None:
+        yield
+        return
+    by_key = {inv.key: inv for inv in calls}
+
+    def tell(key: ConfigKey, done: int, total: int) -> None:
+        if key in by_key:  # else it is of a search that a candidate has begun
+            progress(by_key[key], done, total)
+
+    with on_event(Counter(tell)):
+        yield
+
+
 def _searches(
     search: Callable[[Invocation[Any, Any]], AutotuneData],
     calls: Sequence[Invocation[Any, Any]],
@@ -144,7 +163,7 @@ def _searches(
 ) -> Iterator[AutotuneData | BaseException]:
     """Yield what comes out for each call, in order: one after the other, or of several devices side by side."""
     if policy.isolate and policy.devices > 1 and len(calls) > 1:
-        from ejkernel.ops.execution.spreading import spread  # imports multiprocessing
+        from ejkernel.ops.autotuner.process.devices import spread  # imports multiprocessing
 
         yield from spread(search, calls, devices=policy.devices, fingerprint=calls[0].device_fingerprint)
         return
@@ -158,14 +177,12 @@ def _searches(
 def _tune_one(
     selector: ConfigSelectorChain[Any, Any],
     inv: Invocation[Any, Any],
-    progress: Callable[[Invocation[Any, Any], int, int], None] | None,
     compiled: BundledCall | None,
 ) -> AutotuneData:
-    step = None if progress is None else (lambda done, total: progress(inv, done, total))
     policy = effective_policy(selector.policy, selector)
     more: dict[str, Any] = {} if compiled is None else {"compiled": compiled}
     with compat.numerics(inv.numerics):  # the call's, which may not be the ones in force here
-        data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, progress=step, **more)
+        data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, **more)
     return data
 
 

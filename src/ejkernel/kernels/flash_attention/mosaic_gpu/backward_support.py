@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import AttentionCall
-from ejkernel.ops.utils.signature import is_known
+from ejkernel.ops.utils.values.signature import is_known
 
 from .backward_buffers import SHARED_MEMORY, dquery_columns, key_block_buffers, query_block_buffers, shared_bytes
 from .backward_params import BackwardParams

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding the calls that a command is asked about."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import warnings
+from pathlib import Path
+
+from ejkernel.cli import files
+from ejkernel.cli.files import Found
+from ejkernel.cli.programs import (
+    Program,
+    import_users,
+    load_program,
+    located,
+    look_here,
+    module_named,
+    user_code,
+)
+from ejkernel.ops.errors import OfflineWarning, TuningError
+from ejkernel.ops.execution.discovery import discover_for
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the calls are; one of the first four is given.
+
+    Attributes:
+        program: The function that returns the program.
+        text: A file with the program's text.
+        missed: The cache's folder, if the calls are those that were noted as missed beside it.
+        bundle: The folder of a bundle, if the calls are those of it.
+        imports: Modules that make kernels.
+        platform: The platform to lower the program for; this process's by default.
+    """
+
+    program: Program | None = None
+    text: Path | None = None
+    missed: Path | None = None
+    bundle: Path | None = None
+    imports: tuple[str, ...] = ()
+    platform: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        target: str,
+        imports: tuple[str, ...],
+        *,
+        missed: Path | None = None,
+        bundle: Path | None = None,
+        platform: str | None = None,
+    ) -> Source:
+        """Return what a target names, if there is one; its modules can be found then, in this process and its own.
+
+        Raises:
+            ArgumentError: it names nothing.
+        """
+        is_text = bool(target) and Path(target).is_file() and Path(target).suffix != ".py"
+        source = cls(
+            program=located(target) if target and not is_text else None,
+            text=Path(target) if is_text else None,
+            missed=missed,
+            bundle=bundle,
+            imports=tuple(map(module_named, imports)),
+            platform=platform,
+        )
+        if source.names_modules:  # what a worker sends back must be found in this process too
+            look_here()
+        return source
+
+    @property
+    def names_modules(self) -> bool:
+        """Whether the user named modules, which the working directory may have; files are read without those."""
+        return bool(self.imports) or self.program is not None
+
+
+def find(source: Source) -> Found:
+    """Return the calls that are there."""
+    if source.names_modules:
+        look_here()
+    for name in source.imports:
+        import_users(name)
+    if source.program is not None:
+        program, args, kwargs = load_program(source.program)
+        with user_code(f"lowering the program of {source.program.target}"):
+            calls = discover_for(program, args, kwargs, platform=source.platform)
+        target = source.program.target
+        found = Found(name=target, calls=tuple(calls), empty=f"the program of {target} calls no kernel of ejkernel.")
+    else:
+        found = _in_files(source)
+    return found if source.platform else dataclasses.replace(found, device=device_fingerprint())
+
+
+def _in_files(source: Source) -> Found:
+    importlib.import_module("ejkernel.modules")  # the kernels that a file may name without the user's naming a module
+    if source.bundle is not None:
+        return files.calls_in_bundle(source.bundle)
+    if source.missed is not None:
+        return files.missed_calls(source.missed)
+    assert source.text is not None
+    return files.calls_in_file(source.text)
+
+
+def find_sendable(source: Source) -> Found:
+    """Return the calls that other processes can be told of; of others warn."""
+    from ejkernel.ops.autotuner.process.worker import pickled  # imports multiprocessing
+
+    found = find(source)
+    calls = []
+    for inv in found.calls:
+        try:
+            pickled(inv)
+        except TuningError as error:
+            text = (
+                f"{inv.op_id}: not tuned, because its kernel cannot be sent to a worker process ({error.__cause__}); "
+                "define it at the top of a module, or tune with --in-process."
+            )
+            warnings.warn(text, OfflineWarning, stacklevel=2)
+        else:
+            calls.append(inv)
+    empty = found.empty or f"no call of {found.name} can be tuned in a worker process."
+    return dataclasses.replace(
+        found, calls=tuple(calls), empty=found.empty if len(calls) == len(found.calls) else empty
+    )

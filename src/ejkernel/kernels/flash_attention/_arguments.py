@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of attention: checked, and brought into the one form that implementations take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import compat, settings
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.values.signature import is_array
+
+SlidingWindow = int | tuple[int | None, int | None]
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_main(query: Any, key: Any, value: Any) -> None:
+    """Check query, key and value against each other.
+
+    Raises:
+        ArgumentError: they are no arrays, or their axes, shapes or dtypes do not go together.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not is_array(x):
+            raise ArgumentError(f"{name} must be an array, got {type(x).__name__}; convert it with jnp.asarray.")
+        if len(x.shape) != 4 or 0 in x.shape:
+            raise ArgumentError(
+                f"{name} must have four axes, [batch, length, heads, head_dim], none of them empty; got shape "
+                f"{tuple(x.shape)}."
+            )
+        if str(x.dtype) not in _DTYPES:
+            raise ArgumentError(f"{name} must be {', '.join(_DTYPES)}; got {x.dtype}. Cast it with .astype.")
+        if x.dtype != query.dtype:
+            raise ArgumentError(f"{name} must have query's dtype, {query.dtype}; got {x.dtype}. Cast it with .astype.")
+    batch, _, heads, head_dim = query.shape
+    groups = key.shape[2]
+    if key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ArgumentError(
+            f"key must have query's batch and head_dim, {batch} and {head_dim}; got shape {tuple(key.shape)}."
+        )
+    if tuple(value.shape[:3]) != tuple(key.shape[:3]):
+        raise ArgumentError(
+            f"value must have key's batch, length and heads, {tuple(key.shape[:3])}; got shape {tuple(value.shape)}."
+        )
+    if heads % groups:
+        raise ArgumentError(
+            f"query must have a multiple of key's heads, got {heads} and {groups}; head i reads key head "
+            "i // (heads of query // heads of key)."
+        )
+
+
+def full_shape(query: Any, key: Any) -> tuple[int, int, int, int]:
+    """Return `[batch, heads, queries, keys]`."""
+    return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
+
+
+def canonical_bias(bias: Any, full: tuple[int, ...]) -> Any:
+    """Return `bias` with four axes."""
+    if bias is None:
+        return None
+    if not is_array(bias) or not jnp.issubdtype(bias.dtype, jnp.floating):
+        got = f"dtype {bias.dtype}" if is_array(bias) else type(bias).__name__
+        raise ArgumentError(f"bias must be a floating-point array, got {got}; pass booleans as attention_mask.")
+    if len(bias.shape) > 4 or not _broadcasts(bias.shape, full):
+        raise ArgumentError(
+            f"bias must be broadcastable to [batch, heads, queries, keys] = {full}, got shape {tuple(bias.shape)}."
+        )
+    return _reshaped(bias, (1,) * (4 - len(bias.shape)) + tuple(bias.shape))
+
+
+def canonical_mask(mask: Any, full: tuple[int, ...]) -> Any:
+    """Return `mask` with four axes; with two it is over batch and keys."""
+    if mask is None:
+        return None
+    if not is_array(mask) or mask.dtype != bool:
+        got = f"dtype {mask.dtype}" if is_array(mask) else type(mask).__name__
+        raise ArgumentError(
+            f"attention_mask must be a boolean array, got {got}; pass mask != 0, or additive masks as bias."
+        )
+    if len(mask.shape) == 2:
+        mask = _reshaped(mask, (mask.shape[0], 1, 1, mask.shape[1]))
+    if len(mask.shape) != 4 or not _broadcasts(mask.shape, full):
+        raise ArgumentError(
+            f"attention_mask must be [batch, keys] = {(full[0], full[3])}, or have four axes and be broadcastable to "
+            f"[batch, heads, queries, keys] = {full}; got shape {tuple(mask.shape)}. Pass [queries, keys] as "
+            "mask[None, None]."
+        )
+    return mask
+
+
+def canonical_segments(segments: Any, full: tuple[int, ...]) -> tuple[Any, Any] | None:
+    """Return segment ids as a pair, of queries and of keys."""
+    if segments is None:
+        return None
+    pair = segments if isinstance(segments, tuple | list) else (segments, segments)
+    wanted = ((full[0], full[2]), (full[0], full[3]))
+    if len(pair) != 2 or not all(is_array(x) and jnp.issubdtype(x.dtype, jnp.integer) for x in pair):
+        raise ArgumentError(
+            "segment_ids must be an integer array [batch, length], or a pair of them, of queries and of keys; got "
+            f"{_shown(pair)}."
+        )
+    if any(tuple(x.shape) != want for x, want in zip(pair, wanted, strict=True)):
+        raise ArgumentError(
+            f"segment_ids must have shape {wanted[0]} for queries and {wanted[1]} for keys, got {_shown(pair)}; where "
+            "the lengths differ, pass a pair."
+        )
+    return pair[0], pair[1]
+
+
+def canonical_lengths(pair: tuple[Any, Any], batch: int) -> tuple[Any, Any] | None:
+    """Return lengths of queries and keys in int32; `None`: neither is given."""
+    query_lengths, key_lengths = pair
+    for name, lengths in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
+        if lengths is None:
+            continue
+        if not is_array(lengths) or not jnp.issubdtype(lengths.dtype, jnp.integer) or tuple(lengths.shape) != (batch,):
+            raise ArgumentError(f"{name} must be an integer array [batch] = {(batch,)}; got {_shown((lengths,))}.")
+    if query_lengths is None and key_lengths is None:
+        return None
+    return _cast(query_lengths, jnp.int32), _cast(key_lengths, jnp.int32)
+
+
+def canonical_sinks(sinks: Any, heads: int) -> Any:
+    """Return the logits of attention sinks, one for each head."""
+    if sinks is None:
+        return None
+    if not is_array(sinks) or not jnp.issubdtype(sinks.dtype, jnp.floating) or tuple(sinks.shape) != (heads,):
+        raise ArgumentError(f"sinks must be a floating-point array [heads] = {(heads,)}; got {_shown((sinks,))}.")
+    return sinks
+
+
+def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
+    """Return the rate of dropout, and its key as two words; without dropout there is no key."""
+    if not _is_number(rate) or not 0 <= rate < 1:
+        raise ArgumentError(
+            f"dropout_rate must be a number from 0 to 1, 1 excluded, got {rate!r}; it is static under jit."
+        )
+    if not rate:
+        return 0.0, None
+    if key is None:
+        raise ArgumentError(
+            "dropout_key must be given with dropout_rate, got None; pass a key of jax.random, another one each step."
+        )
+    if not is_array(key):
+        raise ArgumentError(f"dropout_key must be a key of jax.random, got {type(key).__name__}.")
+    is_typed = compat.dtypes.issubdtype(key.dtype, compat.dtypes.prng_key)
+    if tuple(key.shape) != (() if is_typed else (2,)) or not (is_typed or key.dtype == np.uint32):
+        raise ArgumentError(f"dropout_key must be one key, as of jax.random.key(seed); got {_shown((key,))}.")
+    return float(rate), _two_words(key) if is_typed else key
+
+
+def _two_words(key: Any) -> Any:
+    if isinstance(key, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((2,), jnp.uint32)
+    words = jax.random.key_data(key).reshape(-1, 2)
+    return words[0] if words.shape[0] == 1 else words[0] ^ words[1]  # keys of `rbg` are four words
+
+
+def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, int | None] | None]:
+    """Return whether attention is causal, and the window as `(left, right)`; equal rules give equal answers."""
+    causal = flag("causal", causal)
+    sides = window if isinstance(window, tuple | list) else (window, window)
+    if len(sides) != 2 or not all(side is None or (_is_integer(side) and side >= 0) for side in sides):
+        raise ArgumentError(
+            f"sliding_window must be an int >= 0, or a pair (left, right) of such with None for no limit; got "
+            f"{window!r}."
+        )
+    left, right = (None if side is None else int(side) for side in sides)
+    if causal or right == 0:
+        return True, None if left is None else (left, 0)
+    return False, None if left is None and right is None else (left, right)
+
+
+def positive(name: str, value: Any, default: float | None) -> float | None:
+    """Return a positive finite number as a float; `None` gives `default`."""
+    if value is None:
+        return default
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise ArgumentError(f"{name} must be a positive number or None, got {value!r}; it is static under jit.")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return what is True or False, NumPy's too, as a bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}; it is static under jit.")
+    return bool(value)
+
+
+def canonical_more(
+    *,
+    soft_cap_after_bias: Any = False,
+    precision: Any = None,
+    return_lse: Any = False,
+    deterministic: Any = False,
+) -> dict[str, Any]:
+    """Return the options that say something."""
+    found = {
+        "soft_cap_after_bias": flag("soft_cap_after_bias", soft_cap_after_bias),
+        "precision": canonical_precision(precision),
+        "return_lse": flag("return_lse", return_lse),
+        "deterministic": flag("deterministic", deterministic) or settings.deterministic_ops(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def canonical_precision(value: Any) -> str | None:
+    """Return the name of a precision in lower case; `None` is JAX's default."""
+    if value is None:
+        return None
+    name = value.name if isinstance(value, jax.lax.Precision) else value
+    if not isinstance(name, str) or name.upper() not in jax.lax.Precision.__members__:
+        raise ArgumentError(
+            f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}."
+        )
+    return name.lower()
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    if x is None or x.dtype == dtype:
+        return x
+    return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+
+
+def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
+
+
+def _broadcasts(shape: Sequence[int], full: tuple[int, ...]) -> bool:
+    return all(n in (1, m) for n, m in zip(reversed(tuple(shape)), reversed(full), strict=False))
+
+
+def _shown(values: Sequence[Any]) -> str:
+    return ", ".join(f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__ for x in values)

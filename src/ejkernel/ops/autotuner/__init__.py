@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tuner: it proposes, compiles, checks, times and remembers candidates."""

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices that programs are compiled for where there is no such device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import jax
+
+from ejkernel import compat, settings
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.fingerprint import device_fingerprint, fingerprint_of
+
+_FOLDER = resources.files("ejkernel") / "data" / "targets"
+_SUFFIX = ".txtpb"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """A device to compile for.
+
+    Attributes:
+        name: How the command calls it; `here` is this process's default device.
+        fingerprint: How keys call it.
+        description: What XLA must know of it, a `GpuTargetConfigProto` as text; empty for `here`.
+    """
+
+    name: str
+    fingerprint: str
+    description: str = ""
+
+    @property
+    def platform(self) -> str:
+        """Kind of device: `gpu`, `tpu` or `cpu`."""
+        return self.fingerprint.partition(":")[0]
+
+    @classmethod
+    def named(cls, name: str) -> Target:
+        """Return the target of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if name == "here":
+            return cls(name, device_fingerprint())
+        if name not in target_names():
+            raise ConfigError(f"target must be one of here, {', '.join(target_names())}; got {name!r}.")
+        description = (_FOLDER / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
+        return cls(name, fingerprint_of("gpu", _field(description, "device_description_str")), description)
+
+    @classmethod
+    def of(cls, fingerprint: str) -> Target | None:
+        """Return the target that other processes can compile for, given how keys call the device; `None` if none."""
+        if fingerprint.startswith("cpu:"):
+            return cls("here", fingerprint)
+        described = (cls.named(name) for name in target_names())
+        return next((target for target in described if target.fingerprint == fingerprint), None)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let what is traced inside the `with` block see this target as its device."""
+        if not self.description:
+            yield
+            return
+        cores = int(_field(self.description, "core_count"))
+        # Kernels choose by the device that they are traced for: its name, and how many processors it has.
+        with compat.abstract_gpu(_field(self.description, "device_description_str"), cores):
+            yield
+
+    def placed(self, like: Any) -> jax.ShapeDtypeStruct:
+        """Return the type of an array that is on this target."""
+        if not self.description:
+            return jax.ShapeDtypeStruct(like.shape, like.dtype)
+        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=_sharding(self.description))
+
+
+def target_names() -> list[str]:
+    """Return the names of the targets that are described, `here` apart."""
+    return sorted(file.name.removesuffix(_SUFFIX) for file in _FOLDER.iterdir() if file.name.endswith(_SUFFIX))
+
+
+def _field(description: str, name: str) -> str:
+    match = re.search(rf'\b{name}:\s*"?([^"\n]+)"?', description)
+    assert match is not None  # the descriptions come with the package
+    return match.group(1).strip()
+
+
+@functools.cache
+def _sharding(description: str) -> Any:
+    settings.compile_without_gpu()
+    try:
+        return compat.gpu_topology_sharding(description)
+    except Exception as error:
+        raise ConfigError(
+            "compiling for a GPU without one needs JAX's CUDA plugin and NVIDIA's compiler, best in an environment of "
+            "their own: pip install --no-deps "
+            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}; pip install nvidia-cuda-nvcc "
+            "nvidia-nvvm. A process that has used JAX before needs JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 from its start "
+            f"({type(error).__name__}: {error})"
+        ) from error

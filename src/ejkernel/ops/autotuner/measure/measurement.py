@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of functions, as the device spends them, measured apart from whatever trace is open."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from ejkernel.ops.autotuner.measure.memory import num_bytes, output_bytes, peak_bytes
+from ejkernel.ops.autotuner.measure.race import PROCESSOR, Race, RacePlan
+from ejkernel.ops.autotuner.measure.timers import (
+    WALL,
+    Timer,
+    TimerError,
+    calls_per_sample,
+    choose_timer,
+    wall_sample,
+    work_between,
+)
+from ejkernel.ops.autotuner.process.threads import on_measuring_thread
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.checks import check_argument, is_count
+from ejkernel.ops.utils.values.signature import is_array
+
+logger = logging.getLogger(__name__)
+
+N = TypeVar("N", int, float)
+
+WARM, COLD = "warm", "cold"
+_CACHE_BYTES = 128 << 20
+_TIMES_CACHE = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """How long one call takes, and what it takes up.
+
+    Attributes:
+        samples: Seconds a call, one figure a round; each is the mean of calls that run back to back.
+        method: How the time was taken: `cupti`, the GPU's own time of its kernels; `profiler`, the device's own time
+            of its programs; `wall`; or `processor`, the processor time of the host's busiest thread, where the work is
+            the host's and other processes disturbed the clock.
+        cache: `warm`: every call had the same arguments. `cold`: so many sets of arguments took turns that none was
+            left in the device's last-level cache.
+        compile_seconds: How long lowering and compiling took.
+        peak_bytes: Temporaries, arguments and results together, as the compiler says.
+        output_bytes: The results, as the compiler says.
+    """
+
+    samples: tuple[float, ...]
+    method: str = "wall"
+    cache: str = WARM
+    compile_seconds: float | None = None
+    peak_bytes: int | None = None
+    output_bytes: int | None = None
+
+    @property
+    def median(self) -> float:
+        """The median of the samples, seconds."""
+        return float(np.median(self.samples))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range of the samples over their median; 0 for fewer than four samples."""
+        if len(self.samples) < 4:
+            return 0.0
+        low, high = np.quantile(self.samples, (0.25, 0.75), method="weibull")
+        return float(high - low) / self.median
+
+
+class Runner:
+    """A compiled function and its arguments: what is measured.
+
+    Each call takes the next set of arguments, and after the last the first again. With one set its data stay in the
+    device's caches; with as many as `sets_for_cold` says, no call finds its own there.
+
+    Args:
+        function: What is called; if it is a `jax.stages.Compiled`, its figures of memory are kept.
+        argument_sets: Positional arguments of one call after another, of equal shapes; one set at least.
+        compile_seconds: How long compiling `function` took.
+        cache_bytes: Size of the device's last-level cache; a guess on the safe side, if left out.
+
+    Raises:
+        ConfigError: there is no set of arguments.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        argument_sets: Sequence[Sequence[Any]] = ((),),
+        *,
+        compile_seconds: float | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
+        if not argument_sets:
+            raise ConfigError("argument_sets must hold the arguments of one call at least, got none.")
+        self.function = function
+        self.argument_sets = tuple(tuple(arguments) for arguments in argument_sets)
+        self.compile_seconds = compile_seconds
+        self._cache_bytes = cache_bytes
+        self._next = 0
+
+    def __call__(self) -> Any:
+        """Call the function with the next set of arguments."""
+        arguments = self.argument_sets[self._next]
+        self._next = (self._next + 1) % len(self.argument_sets)
+        return self.function(*arguments)
+
+    @property
+    def cache(self) -> str:
+        """`cold` if there are enough sets of arguments for that, else `warm`."""
+        enough = sets_for_cold(_bytes_of(self.argument_sets[0]), cache_bytes=self._cache_bytes)
+        return COLD if 1 < enough <= len(self.argument_sets) else WARM
+
+    def measurement(self, samples: Sequence[float], method: str) -> Measurement:
+        """Return samples of this runner with what else is known of it."""
+        tells = hasattr(self.function, "memory_analysis")
+        return Measurement(
+            samples=tuple(samples),
+            method=method,
+            cache=self.cache,
+            compile_seconds=self.compile_seconds,
+            peak_bytes=peak_bytes(self.function) if tells else None,
+            output_bytes=output_bytes(self.function) if tells else None,
+        )
+
+
+def sets_for_cold(bytes_of_one: int, *, cache_bytes: int | None = None) -> int:
+    """Return how many sets of arguments must take turns, so that none is left in the last-level cache.
+
+    They are three times as large as the cache together, so that one that replaces lines at random is flushed too. For
+    small arguments that is a great many sets; 1 if there are no arguments, which no cache can hold.
+
+    Args:
+        bytes_of_one: Size of one set.
+        cache_bytes: Size of the cache; 128 MiB if left out, which no GPU of today exceeds by much.
+    """
+    size = _CACHE_BYTES if cache_bytes is None else cache_bytes
+    return 1 if bytes_of_one <= 0 else max(2, -(-_TIMES_CACHE * size // bytes_of_one))
+
+
+def _bytes_of(arguments: Sequence[Any]) -> int:
+    return sum(num_bytes(leaf) for leaf in jax.tree.leaves(arguments) if is_array(leaf))
+
+
+def interleaved(
+    functions: Sequence[Callable[[], Any]],
+    *,
+    rounds: int | None = None,
+    race: Race | None = None,
+    warmup: int = 2,
+    stop: Callable[[], bool] = lambda: False,
+    on_error: Callable[[int, BaseException], None] | None = None,
+) -> list[Measurement]:
+    """Measure functions in turn, round by round, so that drift of the machine hits all of them alike.
+
+    All are timed in one way. Should the device stop telling times on the way, all are measured again by the wall
+    clock, which is logged as a warning. The first sample of each does not count. Where the host does the work, and
+    other processes disturb the clock, the samples are of processor time.
+
+    Args:
+        functions: What to measure; a `Runner`'s measurement says more.
+        rounds: Samples of each; or
+        race: who is sampled how often, and at the end who is the best.
+        warmup: Calls of each before its first sample.
+        stop: Asked between samples whether to end now; who was not sampled by then has no samples.
+        on_error: Called with the index of a function that raises, and the error; it leaves the race, and what it had
+            of samples is its measurement. If left out, the error is raised.
+
+    Raises:
+        ConfigError: not exactly one of `rounds` and `race` is given, or the race is of another number of functions.
+    """
+    if (rounds is None) == (race is None):
+        raise ConfigError(f"one of rounds and race must be given, got rounds={rounds!r} and race={race!r}.")
+    if race is None:
+        race = Race(len(functions), plan=RacePlan.fixed(rounds or 0), incumbents=())
+    if race.count != len(functions):
+        raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
+    sampler = _Sampler(functions, race, stop, on_error)
+    calls = sampler.warmed_up(warmup)
+    # One way for all: times that were taken in two ways cannot be compared.
+    timer = choose_timer([functions[index] for index in race.running])
+    try:
+        try:
+            sampler.run(timer, calls)
+        finally:
+            timer.end()
+    except TimerError as error:
+        logger.warning("measuring anew, all by the wall clock: %s", error)
+        timer = WALL
+        race.restart()
+        sampler.run(timer, calls)
+    witness, samples = race.judged
+    method = PROCESSOR if witness == PROCESSOR else timer.method
+    return [_measurement(function, values, method) for function, values in zip(functions, samples, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sampler:
+    """Functions under a race's rules."""
+
+    functions: Sequence[Callable[[], Any]]
+    race: Race
+    stop: Callable[[], bool]
+    on_error: Callable[[int, BaseException], None] | None
+
+    def warmed_up(self, warmup: int) -> dict[int, int]:
+        """Return how many calls make a sample of each function; after `stop`, others than the first leave the race."""
+        calls: dict[int, int] = {}
+        # As many calls a sample as a candidate's work says: the clock would say too few on a busy machine.
+        count_calls = functools.partial(calls_per_sample, threads=choose_timer([]).threads)
+        for index in list(self.race.running):
+            if calls and self.stop():
+                self.race.drop(index)
+            elif (count := self.tried(index, count_calls, warmup)) is not None:
+                calls[index] = count
+        return calls
+
+    def run(self, timer: Timer, calls: Mapping[int, int]) -> None:
+        """Sample whom the race asks for, until it is decided or `stop` ends it."""
+        while indices := self.race.next_round():
+            for index in indices:
+                # Somebody has a sample by then, so that an interrupted search has an answer.
+                if any(self.race.samples) and self.stop():
+                    return
+                before = timer.threads()
+                seconds = self.tried(index, timer.sample, calls[index])
+                if seconds is not None:
+                    self.race.note(index, seconds, work_between(before, timer.threads(), calls[index]))
+
+    def tried(self, index: int, time: Callable[[Callable[[], Any], int], N], count: int) -> N | None:
+        """Time a function; `None` if it raised, and has left the race."""
+        try:
+            return time(self.functions[index], count)
+        except TimerError:
+            raise
+        except BaseException as error:  # on a measuring thread no Ctrl-C comes: what is raised is the function's own
+            if self.on_error is None:
+                raise
+            self.race.fail(index)
+            self.on_error(index, error)
+            return None
+
+
+def _measurement(function: Callable[[], Any], samples: Sequence[float], method: str) -> Measurement:
+    if isinstance(function, Runner):
+        return function.measurement(samples, method)
+    return Measurement(samples=tuple(samples), method=method)
+
+
+def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warmup: int = 3, **kwargs: Any) -> float:
+    """Return the milliseconds that a call `fn(*args, **kwargs)` takes: the median over `num_iters` calls.
+
+    The first `num_warmup` calls, which compile, do not count. Results are waited for.
+
+    Raises:
+        ConfigError: `num_iters` is not positive, or `num_warmup` is negative.
+    """
+    check_argument(callable(fn), "fn", "a function", fn)
+    if not (is_count(num_iters, 1) and is_count(num_warmup, 0)):
+        raise ConfigError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
+
+    def work() -> float:
+        for _ in range(num_warmup):
+            jax.block_until_ready(fn(*args, **kwargs))
+        # Each call by itself: what the user would see.
+        times = [wall_sample(lambda: fn(*args, **kwargs), 1) for _ in range(num_iters)]
+        return float(np.median(times)) * 1e3
+
+    return on_measuring_thread(work)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a call takes, and how much the device has."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from ejkernel import compat
+from ejkernel.ops.errors import TuningError
+from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.tables import size
+
+
+def num_bytes(like: Any) -> int:
+    """Return the bytes of an array of this shape and dtype; keys of random numbers count as eight bytes."""
+    is_key = compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key)
+    each: int = 8 if is_key else like.dtype.itemsize
+    return int(math.prod(like.shape)) * each
+
+
+def peak_bytes(compiled: Any) -> int | None:
+    """Return the bytes that a call of a compiled program takes, inputs and results included, if the compiler tells."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return None
+    parts = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
+    argument, output, temp, alias = (int(getattr(analysis, part)) for part in parts)
+    return argument + output + temp - alias
+
+
+def output_bytes(compiled: Any) -> int | None:
+    """Return the bytes of a compiled program's results, if the compiler tells."""
+    analysis = compiled.memory_analysis()
+    return None if analysis is None else int(analysis.output_size_in_bytes)
+
+
+def device_bytes() -> int | None:
+    """Return the memory of the default device, or `None` if nobody knows."""
+    device = default_device()
+    stats = device.memory_stats()
+    if stats and stats.get("bytes_limit"):
+        return int(stats["bytes_limit"])
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def check_room(needed: int, what: str) -> None:
+    """Raise unless the default device has `needed` bytes at all.
+
+    Raises:
+        TuningError: it has not.
+    """
+    available = device_bytes()
+    if available is not None and needed > available:
+        raise TuningError(f"{what} would take {size(needed)}; the device has {size(available)}.")

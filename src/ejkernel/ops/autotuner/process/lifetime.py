@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that end with the one that started them, whatever they are at."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from typing import Any
+
+_LOOK = 1.0  # seconds between two looks at whether the parent is there
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Have this process end when its parent does.
+
+    Linux sees to it. Elsewhere a thread does, which cannot where another one keeps the interpreter's lock.
+
+    Args:
+        parent: Who started this process, which may be gone by now.
+    """
+    # A thread of ours cannot run while a kernel keeps the interpreter's lock.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=_look_after, args=(parent,), daemon=True).start()
+
+
+def _look_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    os._exit(1)
+
+
+class _Starter:
+    """A thread that starts processes, and lasts as long as this process: Linux ends them with the *thread*.
+
+    What it starts has Ctrl-C blocked, so that none comes before the process can see to it.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="ejkernel-starter", daemon=True).start()
+
+    def __call__(self, start: Callable[[], Any]) -> None:
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._asked.put((start, future))
+        future.result()
+
+    def _serve(self) -> None:
+        while True:
+            start, future = self._asked.get()
+            try:
+                resource_tracker.ensure_running()  # some versions of Python unblock Ctrl-C when they start it
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+                start()
+            except BaseException as error:  # noqa: BLE001 - whoever asked decides
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del start, future  # or they would live until somebody asks again
+
+
+_starters: dict[int, _Starter] = {}
+_guard = threading.Lock()
+
+
+def start_process(start: Callable[[], Any]) -> None:
+    """Start a process that may call `end_with`, by calling `start`, whichever thread asks."""
+    with _guard:
+        starter = _starters.get(os.getpid())  # after a fork it is another one
+        if starter is None:
+            starter = _starters[os.getpid()] = _Starter()
+    starter(start)
+
+
+def ignore_interrupts() -> None:
+    """Leave Ctrl-C to the parent, for good."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

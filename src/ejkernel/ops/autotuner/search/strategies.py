@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Search strategies: which configuration to measure next. They ask, are told, and never measure anything themselves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from ejkernel.ops.autotuner.search.gaussian_process import Hyper
+from ejkernel.ops.autotuner.search.model import LEAST, Candidates, Model, Prior, Scatter, is_time
+from ejkernel.ops.autotuner.search.model import Record as Record
+from ejkernel.ops.autotuner.search.model import SearchOptions as SearchOptions
+from ejkernel.ops.config.spaces.space import ConfigSpace, Point
+from ejkernel.ops.errors import ConfigError
+
+_EXHAUSTIVE = 24  # configurations up to which all are measured anyway, so that their order does not matter
+_SAMPLED = 4096  # configurations of a large space that are ranked, beside the neighbours of the best
+_REFINED = 8  # of the best: their neighbours are ranked too
+_NEIGHBOURS = 512  # of each of them, the nearest
+_MODELLED = 256  # axes up to which a model says more than it costs
+
+
+class Strategy(Protocol):
+    """A search through configurations."""
+
+    def ask(self, n: int = 1) -> list[Any]:
+        """Return up to `n` configurations to measure, none of which was returned before; none at the end."""
+
+    def tell(self, config: Any, seconds: float | None) -> None:
+        """Take note of a configuration's time; `None` if it failed."""
+
+
+def seeds_of(records: Iterable[Record], seeds: Iterable[Any] = (), *, count: int = 1) -> list[Any]:
+    """Return the fastest `count` configurations of each record, in turns, and then `seeds`."""
+    columns = [record.best(count) for record in records]
+    turns = [column[i] for i in range(count) for column in columns if i < len(column)]
+    return [*turns, *seeds]
+
+
+class _Told:
+    """What every strategy keeps: the seeds that are left, what was proposed, what was told."""
+
+    def __init__(self, space: ConfigSpace[Any], seeds: Iterable[Any]) -> None:
+        self.space = space
+        self.times: dict[Point, float | None] = {}
+        self._seeds = [config for config in seeds if config in space]
+        self._best = math.inf
+        self._proposed: dict[Point, None] = {}  # in this order
+
+    def ask(self, n: int = 1) -> list[Any]:
+        """Return up to `n` configurations to measure: the seeds in their order, and then what the strategy says."""
+        chosen: list[Point] = []
+        while len(chosen) < n and self._seeds:
+            point = self.space.point(self._seeds.pop(0))
+            if point not in self._proposed:
+                self._proposed.setdefault(point)
+                chosen.append(point)
+        while len(chosen) < n:
+            points = self._choose(n - len(chosen))
+            if not points:
+                break
+            self._proposed.update(dict.fromkeys(points))
+            chosen.extend(points)
+        return [self.space.config(point) for point in chosen]
+
+    def tell(self, config: Any, seconds: float | None) -> None:
+        """Take note of a configuration's time; `None`, or what is not a positive finite number, is a failure.
+
+        A configuration that is not in the space counts for nothing but the time to beat.
+        """
+        time = seconds if is_time(seconds) else None
+        try:
+            point = self.space.point(config)
+        except ConfigError:
+            point = None
+        self._best = self._best if time is None else min(self._best, time)
+        if point is None:
+            return
+        again = point in self.times
+        self._proposed.setdefault(point)
+        self.times[point] = time
+        if not again:
+            self._learn(point, time)
+
+    def _choose(self, n: int) -> list[Point]:
+        """Return up to `n` points that were not proposed, and at least one if there is any."""
+        raise NotImplementedError
+
+    def _learn(self, point: Point, seconds: float | None) -> None:
+        """Take note of a configuration's first time."""
+
+    def _unseen(self, points: Iterable[Point], n: int) -> list[Point]:
+        """Return the first `n` points that were not proposed; of an iterator, the rest stays for the next time."""
+        return list(itertools.islice((point for point in points if point not in self._proposed), n))
+
+
+class Exhaustive(_Told):
+    """Every configuration, in the space's order.
+
+    Args:
+        space: The configurations.
+        seeds: What comes first.
+    """
+
+    def __init__(self, space: ConfigSpace[Any], *, seeds: Iterable[Any] = ()) -> None:
+        super().__init__(space, seeds)
+        self._walk = space.walk()
+
+    def _choose(self, n: int) -> list[Point]:
+        return self._unseen(self._walk, n)
+
+
+class Random(_Told):
+    """Configurations at random, none twice.
+
+    Args:
+        space: The configurations.
+        seeds: What comes first.
+        seed: Of the random numbers.
+    """
+
+    def __init__(self, space: ConfigSpace[Any], *, seeds: Iterable[Any] = (), seed: int = 0) -> None:
+        super().__init__(space, seeds)
+        self._rng = np.random.default_rng(seed)
+        self._order: Iterator[Point] | None = None
+
+    def _choose(self, n: int) -> list[Point]:
+        if self.space.points() is None:
+            return self._unseen(self.space.sample_points(self._rng, 4 * n + 16, near=self._proposed), n)
+        self._order = self._order or iter(self.space.sample_points(self._rng, self.space.size))
+        return self._unseen(self._order, n)
+
+
+class ModelSearch(_Told):
+    """Bayesian optimisation: what is expected to improve most on the best so far, given all that is known.
+
+    First come the fastest of each record, in the order of the records; then the seeds; then, where there are no
+    records, configurations far from each other; then those that a Gaussian process over the logarithm of the time
+    recommends. A record is believed as far as it agrees with what is measured here, and less the longer nothing better
+    is found. A failure lowers the chance of
+    what is near it. Of a space that is too large to be ranked, a sample is ranked, and what is near the best.
+
+    Args:
+        space: The configurations.
+        seeds: Configurations to try early, such as the heuristic's. Those that are not in the space are left out.
+        records: What is known from other devices or shapes, the nearest first.
+        seed: Of the random numbers; with the same times, the same seed makes the same search.
+        options: Parameters of the search.
+    """
+
+    def __init__(
+        self,
+        space: ConfigSpace[Any],
+        *,
+        seeds: Iterable[Any] = (),
+        records: Iterable[Record] = (),
+        seed: int = 0,
+        options: SearchOptions | None = None,
+    ) -> None:
+        self.options = options or SearchOptions()
+        records = tuple(records)
+        super().__init__(space, seeds_of(records, seeds, count=self.options.recorded))
+        self._rng = np.random.default_rng(seed)
+        priors = (Prior(space, record, self.options) for record in records)
+        self._priors = tuple(prior for prior in priors if len(prior) >= LEAST)
+        self._measured = self._failures = 0
+        self._scatter: Scatter | None = None
+        self._candidates: Candidates | None = None
+        self._model: Model | None = None
+        self._hypers: tuple[Hyper, ...] = ()
+        self._failing: Hyper | None = None
+        self._stale_at = 0
+
+    def _learn(self, point: Point, seconds: float | None) -> None:
+        self._measured += seconds is not None
+        self._failures += seconds is None
+        if seconds == self._best and self.space.points() is None:
+            self._stale_at = 0  # the new best's neighbours are to be ranked
+        row = None if self._candidates is None else self._candidates.rows.get(point)
+        if row is None or self._candidates is None:
+            return
+        self._candidates.note(row, failed=seconds is None)
+        if self._model is not None:
+            self._model.add(row, seconds)
+        if seconds is None and self._failures == 1:
+            self._stale_at = 0  # a model that has seen no failure expects none
+
+    def _choose(self, n: int) -> list[Point]:
+        if not self._priors and (len(self._proposed) < self.options.scattered or self._measured < LEAST):
+            self._scatter = self._scatter or Scatter(self.space, self._rng, self.options, near=self._proposed)
+            point = self._scatter.farthest(self._proposed)
+            if point is not None:
+                return [point]
+        if self._model is None or self._measured >= self._stale_at:
+            self._refit()
+        points = self._recommended(n)
+        if not points and self.space.points() is None:
+            self._refit()  # all of the sample was measured; draw another
+            points = self._recommended(n)
+        return points
+
+    def _recommended(self, n: int) -> list[Point]:
+        assert self._model is not None
+        pending = [point for point in self._proposed if point not in self.times]
+        return self._model.best(n, self._best, self._proposed, pending)
+
+    def _refit(self) -> None:
+        """Choose the model's parameters anew; from time to time, since it takes long."""
+        if self._candidates is None or self.space.points() is None:
+            self._candidates = Candidates(self.space, self._ranked(), self._priors, self.options)
+            for point, seconds in self.times.items():
+                if point in self._candidates.rows:
+                    self._candidates.note(self._candidates.rows[point], failed=seconds is None)
+        columns = self._candidates.pool.columns.shape[1]
+        self._hypers = self._hypers or tuple(
+            Hyper.start(columns, records=records, additive=share)
+            for records, shares in self._kinds()
+            for share in shares
+        )
+        self._model = Model(self._candidates, self._hypers, self.times, self._failing)
+        self._hypers, self._failing = self._model.hypers, self._model.failing.hyper
+        self._stale_at = self._measured + max(2, self._measured // 5)
+
+    def _kinds(self) -> list[tuple[bool, tuple[float, ...]]]:
+        """Return which processes there are: whether they know the records, and their additive shares.
+
+        With records, one of each kind is enough, and keeps an evaluation cheap.
+        """
+        shares = self.options.additive
+        return [(True, shares[-1:]), (False, shares[-1:])] if self._priors else [(False, shares)]
+
+    def _ranked(self) -> list[Point]:
+        """Return the points to rank: all, or those that were measured, a sample, and what is near the best."""
+        everything = self.space.points()
+        if everything is not None:
+            return list(everything)
+        measured = sorted((seconds, point) for point, seconds in self.times.items() if seconds is not None)
+        points = dict.fromkeys(self.times)
+        for _, point in measured[:_REFINED]:
+            points.update(dict.fromkeys(self.space.neighbour_points(point, _NEIGHBOURS)))
+        points.update(dict.fromkeys(self.space.sample_points(self._rng, _SAMPLED, near=self._proposed)))
+        return list(points)
+
+
+def default_strategy(
+    space: ConfigSpace[Any], *, seeds: Iterable[Any] = (), records: Iterable[Record] = (), seed: int = 0
+) -> Strategy:
+    """Return the strategy for a space: all of a tiny one in its order; chance for hundreds of axes; else a model."""
+    seeds = (*seeds, *space.seeds)
+    if space.has_at_most(_EXHAUSTIVE):
+        return Exhaustive(space, seeds=seeds_of(records, seeds))
+    if len(space.axes) > _MODELLED:
+        return Random(space, seeds=seeds_of(records, seeds), seed=seed)
+    return ModelSearch(space, seeds=seeds, records=records, seed=seed)

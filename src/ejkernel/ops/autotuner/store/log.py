@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A search as text: a line of JSON about the search, and then one short line for each outcome.
+
+The first line is an object (`_Header`); every further one an array, of the columns that the first names; the last has
+the digest of all that is before it. Fields and columns that have a default may be added: what lacks them is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ejkernel.ops.autotuner.measure.duels import Verdict
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.search.model import Record
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
+from ejkernel.ops.autotuner.trials.status import CameOut, Status
+from ejkernel.ops.config._files import UnusableError, restored_key
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.utils.printable import printable, printable_json
+from ejkernel.ops.utils.storage.sealed import check_schema, read_lines, sealed_lines
+from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, to_data
+from ejkernel.ops.utils.tables import arguments
+from ejkernel.ops.utils.values.typenames import PLAIN, decode_config, type_name
+
+logger = logging.getLogger(__name__)
+
+SCHEMA: Final = 2  # raise when the layout changes; a search of another schema is a warned skip
+_WHAT: Final = "the log of a search"
+_MOST: Final = 100_000  # outcomes of a search
+_TIMES_US: Final = (1e-6, 1e15)  # what a call may take: a picosecond, thirty years
+# What says nothing about a configuration that was not measured.
+_UNTOLD: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSearch(Findings):
+    """A search as it is in its file; of an earlier version it may lack why it came out so.
+
+    Attributes:
+        key: The key of the call.
+        call: The abstract call as plain data.
+        config_type: `module.Qualname` of the configurations' class, or `json` for plain data; in the outcomes they are
+            plain data.
+        winner: The position of the winner among the outcomes.
+        provenance: Device, versions and time of writing.
+        path: The file; `None` for a search that could not be written and lives in memory.
+    """
+
+    key: ConfigKey
+    call: Any
+    config_type: str
+    winner: int
+    provenance: Mapping[str, Any]
+    path: Path | None = None
+
+    def record(self, label: str = "", cfg_type: Any = None) -> Record:
+        """Return the times, for a search to start from.
+
+        What was never tried, and what is the program of another candidate, is left out, and so is, with a line in the
+        log, what cannot be decoded.
+
+        Args:
+            label: Where the times are from; device and key by default.
+            cfg_type: The configurations' type; `None` takes the type that the log names, if files may name it.
+        """
+        times: list[tuple[Any, float | None]] = []
+        refused: list[ConfigError] = []
+        for outcome in self.outcomes:
+            if outcome.measurement is None and outcome.status in _UNTOLD:
+                continue
+            try:
+                config = self._decoded(outcome.config, cfg_type)
+            except ConfigError as error:
+                refused.append(error)
+            else:
+                times.append((config, outcome.seconds))
+        if refused:
+            text = "%d of %d configurations in the log of %s cannot be decoded, such as one: %s"
+            logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
+        return Record(label or f"{self.key.device} {self.key.call}", tuple(times))
+
+    def _decoded(self, config: Any, cfg_type: Any) -> Any:
+        return decode_config(config, self.config_type) if cfg_type is None else from_data(config, cfg_type)
+
+    def summary(self, *, width: int | None = None) -> str:
+        """Return the fate of every candidate as a table, the fastest first, of at most `width` columns."""
+        time = str(self.provenance.get("time", "at an unknown time"))[:19].replace("T", " ")
+        title = f"{self.key.op}  {arguments(self.call)}", f"{self.key.device}, call {self.key.call}, measured {time}"
+        return summary_of(title, self, self.outcomes[self.winner], width=width)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Standing:
+    """What `Standing.data` returns."""
+
+    rival: Any
+    verdict: str
+    rival_us: float
+    heuristic_us: float
+    speedup: float | None
+    rounds: int
+    rival_faster: int
+    heuristic_faster: int
+    confidence: float
+    judged_by: str
+    alone: bool
+
+    def restored(self) -> Standing:
+        """Return what it was.
+
+        Raises:
+            UnusableError: its figures are none.
+        """
+        figures = (self.rival_us, self.heuristic_us, self.confidence, 1.0 if self.speedup is None else self.speedup)
+        won = (self.rival_faster, self.heuristic_faster)
+        possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
+        if self.verdict not in list(CameOut) or not possible:
+            raise UnusableError(f"line 1: its standing makes no sense: {self}")
+        verdict = Verdict(
+            wins=self.verdict == CameOut.WINS,
+            settled=self.verdict != CameOut.UNDECIDED,
+            speedup=math.inf if self.speedup is None else self.speedup,
+            confidence=self.confidence,
+            pairs=self.rounds,
+            ahead=self.rival_faster,
+            behind=self.heuristic_faster,
+            challenger=self.rival_us / 1e6,
+            incumbent=self.heuristic_us / 1e6,
+            judged_by=self.judged_by,
+        )
+        return Standing(self.rival, verdict, alone=self.alone)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """The first line.
+
+    Attributes:
+        schema: Of this layout.
+        key, call, config_type, provenance: As in `StoredSearch`.
+        fields: Names of the configurations' fields, whose values follow in this order; `None`: they follow whole.
+        winner: The number of the winner's line, counted from 0.
+        seconds: How long the search took.
+        outcomes: How many lines follow.
+        columns: What they hold.
+        twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
+        why, standing, undecided, interrupted, rule_fault: As in `AutotuneData`.
+    """
+
+    schema: int
+    key: Any
+    call: Any
+    config_type: str
+    fields: list[str] | None
+    winner: int
+    seconds: float
+    outcomes: int
+    columns: list[str]
+    provenance: dict[str, Any]
+    twins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    why: str = ""
+    standing: _Standing | None = None
+    undecided: bool = False
+    interrupted: bool = False
+    rule_fault: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A further line; times of a call in microseconds."""
+
+    config: Any
+    status: str
+    samples_us: list  # type: ignore[type-arg]  # of numbers, which `_outcome` checks: there may be any number of them
+    method: str | None
+    compile_s: float | None
+    peak_bytes: int | None
+    reason: str
+    spilled: int | None = None
+
+
+_COLUMNS: Final = [field.name for field in dataclasses.fields(_Row)]
+_NEEDED: Final = [field.name for field in dataclasses.fields(_Row) if field.default is dataclasses.MISSING]
+
+
+def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
+    """Return a search as text.
+
+    Raises:
+        SerializationError: a configuration has no JSON form.
+    """
+    configs = [to_data(outcome.config) for outcome in data.outcomes]
+    # Names of fields are written once, and not with each of hundreds of outcomes.
+    fields = list(configs[0]) if isinstance(configs[0], dict) else None
+    if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
+        fields = None
+    types = {type_name(outcome.config) for outcome in data.outcomes}
+    header = _Header(
+        schema=SCHEMA,
+        key=data.key,
+        call=data.inv.description,
+        config_type=types.pop() if len(types) == 1 else PLAIN,
+        fields=fields,
+        winner=next(i for i, outcome in enumerate(data.outcomes) if outcome is data.winner),
+        seconds=round(data.seconds, 3),
+        outcomes=len(configs),
+        columns=_COLUMNS,
+        provenance=dict(provenance),
+        twins=[(i, configs.index(to_data(o.twin))) for i, o in enumerate(data.outcomes) if o.twin is not None],
+        why=shortened(data.why),
+        standing=None if data.standing is None else _Standing(**data.standing.data()),
+        undecided=data.undecided,
+        interrupted=data.interrupted,
+        rule_fault=shortened(data.rule_fault),
+    )
+    rows = (
+        _row(config if fields is None else [config[name] for name in fields], outcome)
+        for config, outcome in zip(configs, data.outcomes, strict=True)
+    )
+    lines = [to_data(header), *([getattr(row, name) for name in _COLUMNS] for row in rows)]
+    text = "".join(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
+    return sealed_lines(printable_json(text))
+
+
+def _row(config: Any, outcome: Outcome) -> _Row:
+    measured, compiled = outcome.measurement, outcome.compile_seconds
+    return _Row(
+        config=config,
+        status=str(outcome.status),
+        samples_us=[] if measured is None else [float(f"{sample * 1e6:.5g}") for sample in measured.samples],
+        method=None if measured is None else measured.method,
+        compile_s=None if compiled is None else round(compiled, 3),
+        peak_bytes=outcome.peak_bytes,
+        reason=shortened(outcome.reason),
+        spilled=outcome.spilled,
+    )
+
+
+def lines_of(raw: bytes) -> list[str]:
+    """Return the lines of a search as it is in its file.
+
+    Raises:
+        UnusableError: they are not what `dump` wrote, or not what this version can read.
+    """
+    try:
+        return read_lines(raw, SCHEMA, _WHAT)
+    except SerializationError as error:
+        raise UnusableError(str(error)) from error
+
+
+def load_header(lines: Sequence[str]) -> tuple[ConfigKey, Any]:
+    """Return the key and the abstract call of a search, without reading its outcomes.
+
+    Raises:
+        UnusableError: the lines are no search that this version can read.
+    """
+    header = _header(lines[0])
+    return header.key, header.call
+
+
+def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
+    """Return the search of which these are the lines.
+
+    Raises:
+        UnusableError: they are no search that this version can read.
+    """
+    header = _header(lines[0])
+    if len(lines) != header.outcomes + 1:
+        raise UnusableError(f"it has {len(lines)} lines, and should have {header.outcomes + 1}")
+    if header.outcomes > _MOST:
+        raise UnusableError(f"it has {header.outcomes} outcomes, of {_MOST} at most")
+    for number in (header.winner, *itertools.chain.from_iterable(header.twins)):
+        if not 0 <= number < header.outcomes:
+            raise UnusableError(f"its winner, or the twin of one, is outcome {number} of {header.outcomes}")
+    outcomes = [_outcome(line, number, header) for number, line in enumerate(lines[1:], 2)]
+    for twin, owner in header.twins:
+        outcomes[twin] = dataclasses.replace(outcomes[twin], twin=outcomes[owner].config)
+    return StoredSearch(
+        key=header.key,
+        call=header.call,
+        config_type=header.config_type,
+        outcomes=tuple(outcomes),
+        winner=header.winner,
+        seconds=header.seconds,
+        provenance=header.provenance,
+        path=path,
+        why=header.why,
+        standing=None if header.standing is None else header.standing.restored(),
+        undecided=header.undecided,
+        interrupted=header.interrupted,
+        rule_fault=header.rule_fault,
+    )
+
+
+def _header(line: str) -> _Header:
+    try:
+        data = parse_json(line)
+        check_schema(data, SCHEMA, _WHAT)
+        header = from_plain(data, _Header)
+    except SerializationError as error:
+        raise UnusableError(f"line 1: {error}") from error
+    key, columns, fields = restored_key(header.key), header.columns, header.fields or []
+    if not isinstance(key, ConfigKey):
+        raise UnusableError(f"line 1: its key is none of a call: {describe(header.key)}")
+    if not set(columns) <= set(_COLUMNS) or not set(_NEEDED) <= set(columns) or len(set(columns)) != len(columns):
+        raise UnusableError(f"line 1: its columns are {describe(columns)}; these are known: {_COLUMNS}")
+    if len(set(fields)) != len(fields):
+        raise UnusableError(f"line 1: its configurations have a field twice: {describe(fields)}")
+    return dataclasses.replace(header, key=key)
+
+
+def _outcome(line: str, number: int, header: _Header) -> Outcome:
+    fields = header.fields
+    try:
+        row = from_plain(dict(zip(header.columns, from_plain(parse_json(line), list[Any]), strict=True)), _Row)
+        config = row.config if fields is None else dict(zip(fields, from_plain(row.config, list[Any]), strict=True))
+    except (ValueError, TypeError) as error:  # of JSON or types, of columns too many or too few, of no list at all
+        raise UnusableError(f"line {number}: {error}") from error
+    least, most = _TIMES_US
+    if not all(type(sample) in (int, float) and least <= sample <= most for sample in row.samples_us):
+        text = f"samples must be between {least} and {most}, got {describe(row.samples_us)}"
+        raise UnusableError(f"line {number}: {text}")
+    samples = tuple(sample / 1e6 for sample in row.samples_us)
+    return Outcome(
+        config=config,
+        status=row.status,
+        reason=row.reason,
+        measurement=Measurement(samples=samples, method=row.method or "") if samples else None,
+        compile_seconds=row.compile_s,
+        peak_bytes=row.peak_bytes,
+        spilled=row.spilled,
+    )

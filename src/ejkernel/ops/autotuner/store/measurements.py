@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MeasurementStore`: every search's measurements, beside the configurations that they led to; and their replay."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import logging
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ejkernel.ops.autotuner.search.model import Record
+from ejkernel.ops.autotuner.search.strategies import Strategy
+from ejkernel.ops.autotuner.store.log import StoredSearch as StoredSearch
+from ejkernel.ops.autotuner.store.log import dump, lines_of, load, load_header
+from ejkernel.ops.autotuner.store.similarity import dimensions_of, distance
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.config._files import (
+    ENTRY,
+    UnusableError,
+    listed,
+    location,
+    places,
+    provenance,
+    read_file,
+    slug,
+    warn_of,
+)
+from ejkernel.ops.config._writing import write_file
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.declared import note_config_types
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import CacheWarning, ConfigError
+from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
+
+logger = logging.getLogger(__name__)
+
+LOG: Final = ".jsonl"  # how the name of a search's file ends: no entry of the cache
+KEPT: Final = 8  # searches of one call that are kept, the newest: more would tell of drivers that nobody has any more
+_LARGEST: Final = 64 << 20  # bytes of a search; an outcome has hundreds
+_STAMP: Final = "%Y%m%dT%H%M%SZ"
+_NAME: Final = re.compile(rf"(.+)\.\d{{8}}T\d{{6}}Z-[0-9a-f]{{12}}{re.escape(LOG)}")
+RECORDS: Final = 4  # calls that a search starts from; each costs a measurement, and time to fit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Log:
+    """A log of which the first line was understood: its key, its call, its name, all its lines, and where it is."""
+
+    key: ConfigKey
+    call: Any
+    name: str
+    lines: list[str]
+    path: Path | None
+
+
+class MeasurementStore:
+    """The searches of a persistent cache: one file each, beside the entry that it led to.
+
+    It holds measurements rather than winners: a record is where a search starts, and never an answer. Its best are
+    measured first, and its times are a prior that the model may drop.
+
+    A file is never changed, so two processes cannot lose each other's searches; of each call the newest eight stay, and
+    the one that was written last is the newest, whatever the clock says. A file that cannot be used is skipped with one
+    `CacheWarning`. Where the cache's folder cannot be written, searches stay in this object.
+
+    Args:
+        cache: Its folders are read, and its first one is written; a path stands for a cache in that folder alone.
+    """
+
+    def __init__(self, cache: PersistentCache | str | Path) -> None:
+        self.cache = cache if isinstance(cache, PersistentCache) else PersistentCache(cache, shipped=False)
+        self._memory: dict[str, str] = {}  # name of the file that could not be written: its text
+
+    def __repr__(self) -> str:
+        return f"MeasurementStore({self.cache!r})"
+
+    def save(self, data: AutotuneData | object) -> None:
+        """Store a search; of what is no `AutotuneData`, as a tuner of the user's own may return, nothing is kept.
+
+        Raises:
+            SerializationError: a configuration has no JSON form.
+        """
+        if not isinstance(data, AutotuneData):
+            return
+        now = self.cache.clock()
+        text = dump(data, provenance(data.key, now))
+        if len(text.encode()) > _LARGEST:
+            message = f"the search of {data.key.op} is not stored: it takes more than {_LARGEST} bytes"
+            warnings.warn(message, CacheWarning, stacklevel=2)
+            return
+        folder = self.cache.path
+        try:
+            if folder is None:
+                raise OSError("no home folder is known")
+            beside = folder.joinpath(*location(data.key)[:2])
+            known = _known(data.key, (place.name for place in listed(beside)))
+            name = _name(data.key, now, text, known)
+            write_file(beside / name, text)
+        except OSError as error:
+            known = _known(data.key, self._memory)
+            name = _name(data.key, now, text, known)
+            self._memory[name] = text
+            for old in known[: 1 - KEPT]:
+                del self._memory[old]
+            self.cache.warn_not_writable(error)
+        else:
+            _remove(beside, known[: 1 - KEPT])
+
+    def searches(self, op: str | None = None) -> Iterator[StoredSearch]:
+        """Yield all searches, or those of one versioned operation; of a call the newest first."""
+        for log in self._logs(op):
+            search = _loaded(log)
+            if search is not None:
+                yield search
+
+    def records(self, inv: Invocation[Any, Any], *, count: int = RECORDS) -> list[Record]:
+        """Return what was measured for the call and for others like it, as a search starts from it.
+
+        First come earlier searches of the call on its device, then of the same call on other devices, then of calls
+        with other shapes on this device, the nearest first, and then of those on others. Calls are alike if they are
+        of the same operation and version and differ in the dimensions of their arrays alone; the distance is the sum
+        of the dimensions' ratios, as powers of two.
+
+        Args:
+            inv: The call.
+            count: How many at most; all searches of one call on one device make one record.
+
+        Raises:
+            UnstableKeyError: the call has no key.
+        """
+        by_key: dict[ConfigKey, tuple[tuple[int, float, str], list[_Log]]] = {}
+        common, dimensions = dimensions_of(inv.description)
+        # To find one call's, those of its operation are read, and no others.
+        for log in self._logs(inv.key.op):
+            theirs = dimensions_of(log.call)
+            if theirs[0] == common:
+                elsewhere, apart = log.key.device != inv.key.device, distance(dimensions, theirs[1])
+                other = log.key.call != inv.key.call
+                rank = (2 * other + elsewhere, apart, f"{log.key.device} {log.key.call}")
+                by_key.setdefault(log.key, (rank, []))[1].append(log)
+        if inv.kernel is not None:
+            note_config_types(inv, inv.kernel)
+        cfg_type = None if inv.kernel is None else inv.kernel.config_type
+        found: list[Record] = []
+        for (*_, label), logs in sorted(by_key.values(), key=lambda item: item[0]):
+            searches = [search for log in logs if (search := _loaded(log)) is not None]
+            record = _merged(label, [search.record(label, cfg_type) for search in searches])
+            if record.times:
+                found.append(record)
+            # Logs of calls that are farther away are not decoded at all.
+            if len(found) >= count:
+                break
+        return found
+
+    def _logs(self, op: str | None) -> Iterator[_Log]:
+        """Yield the logs, those of a key newest first; what cannot be used is warned of and left out."""
+        seen = set()
+        for name, place, read in self._places(op):
+            if name in seen:
+                continue
+            seen.add(name)
+            try:
+                raw = read()
+                if raw is None:
+                    continue
+                log = _log(name, raw, Path(place) if isinstance(place, str) else None)
+            except UnusableError as error:
+                warn_of(f"{name} (in memory)" if place is None else str(place), error)
+            else:
+                if op is None or log.key.op == op:
+                    yield log
+
+    def _places(self, op: str | None) -> Iterator[tuple[str, Any, Callable[[], bytes | None]]]:
+        """Yield what may be logs, by their names; those of another operation are not read, if `op` is given."""
+        for name in sorted(self._memory, reverse=True):
+            yield name, None, self._memory[name].encode
+        wanted = None if op is None else slug(op)
+        for folder in self.cache.folders():
+            found = places(folder, LOG, lambda name: wanted is None or name == wanted)
+            for name, place in sorted(found, key=lambda place: place.name, reverse=True):
+                yield name, place, functools.partial(read_file, place, _LARGEST)
+
+
+def read_search(file: Path) -> StoredSearch | None:
+    """Return the search of a file that was found in a cache's folder, or `None` if it is gone.
+
+    Raises:
+        UnusableError: it cannot be used.
+    """
+    raw = read_file(file, _LARGEST)
+    return None if raw is None else load(_log(file.name, raw, file).lines, file)
+
+
+def _log(name: str, raw: bytes, path: Path | None) -> _Log:
+    """Return the log of that name, of which this is the content."""
+    lines = lines_of(raw)
+    key, call = load_header(lines)
+    if not _is_of(key, name):
+        raise UnusableError(f"it holds another key: {describe(key)}")
+    return _Log(key, call, name, lines, path)
+
+
+def replay(
+    search: StoredSearch, strategy_of: Callable[[ConfigSpace[Any]], Strategy], evaluations: int | None = None
+) -> Record:
+    """Run a strategy on a stored search, without a device: the log answers what the device did.
+
+    >>> replay(search, lambda space: default_strategy(space, seed=1)).best(1)  # doctest: +SKIP
+
+    Args:
+        search: The search. Its configurations, as plain data, are the space; where they are no dictionaries, that of
+            `{"config": configuration}`. What was never tried is not among them.
+        strategy_of: Makes the strategy for that space.
+        evaluations: How many configurations it may ask for; all by default.
+
+    Returns:
+        What was asked for, in that order, with the times.
+
+    Raises:
+        ConfigError: the log has nothing to answer with.
+    """
+    times = {stable_json(config): (config, seconds) for config, seconds in search.record(cfg_type=Any).times}
+    if not times:
+        raise ConfigError(f"search must have outcomes that a strategy can be told, got none of {search.key}.")
+    wrapped = not all(isinstance(config, dict) for config, _ in times.values())
+    space: ConfigSpace[Any] = ConfigSpace.listed(
+        [{"config": config} if wrapped else config for config, _ in times.values()]
+    )
+    strategy = strategy_of(space)
+    asked: list[tuple[Any, float | None]] = []
+    while evaluations is None or len(asked) < evaluations:
+        configs = strategy.ask(1)
+        if not configs:
+            break
+        answer = times[stable_json(configs[0]["config"] if wrapped else configs[0])]
+        strategy.tell(configs[0], answer[1])
+        asked.append(answer)
+    return Record(f"replay of {search.key.device} {search.key.call}", tuple(asked))
+
+
+def _merged(label: str, records: Sequence[Record]) -> Record:
+    """Return one record of several, the newest first: where two know a configuration, the newer is believed.
+
+    Clocks and temperatures differ between days, so the older times are brought to the newer by what both measured.
+    """
+    merged: dict[str, tuple[Any, float | None]] = {}
+    for record in records:
+        own = {stable_json(to_data(config)): (config, seconds) for config, seconds in record.times}
+        factor = _ratio(
+            (now, before)
+            for token, (_, before) in own.items()
+            if token in merged and (now := merged[token][1]) is not None and before is not None
+        )
+        for token, (config, seconds) in own.items():
+            merged.setdefault(token, (config, None if seconds is None else seconds * factor))
+    return Record(label, tuple(merged.values()))
+
+
+def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return the median ratio; 1 if there are no pairs."""
+    ratios = sorted(math.log(now / before) for now, before in pairs)
+    return math.exp(ratios[len(ratios) // 2]) if ratios else 1.0
+
+
+def _loaded(log: _Log) -> StoredSearch | None:
+    try:
+        return load(log.lines, log.path)
+    except UnusableError as error:
+        warn_of(str(log.path or log.name), error)
+        return None
+
+
+def _name(key: ConfigKey, time: datetime.datetime, text: str, known: Sequence[str]) -> str:
+    """Return the name of a search's file: the entry's, the time (names sort by age), and the content's digest.
+
+    It sorts behind the `known` ones, which are older, whatever the clock said when they were written.
+    """
+    stem = _stem(key)
+    stamp = time.astimezone(datetime.UTC).strftime(_STAMP)
+    newest = known[-1][len(stem) + 1 :].partition("-")[0] if known else ""
+    if newest >= stamp:
+        stamp = _after(newest)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{stem}.{stamp}-{digest}{LOG}"
+
+
+def _after(stamp: str) -> str:
+    """Return the time a second later; the same, where a file's name holds what is no time, or the last of all."""
+    try:
+        return (datetime.datetime.strptime(stamp, _STAMP) + datetime.timedelta(seconds=1)).strftime(_STAMP)
+    except (ValueError, OverflowError):
+        return stamp
+
+
+def _stem(key: ConfigKey) -> str:
+    return location(key)[2].removesuffix(ENTRY)
+
+
+def _is_of(key: ConfigKey, name: str) -> bool:
+    """Return whether a file of that name is one of a key's searches."""
+    match = _NAME.fullmatch(name)
+    return match is not None and match[1] == _stem(key)
+
+
+def _known(key: ConfigKey, names: Iterable[str]) -> list[str]:
+    """Return which of the names are those of a key's searches, the oldest first."""
+    begin = f"{_stem(key)}."
+    return sorted(name for name in names if name.startswith(begin) and _NAME.fullmatch(name))
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            (folder / name).unlink(missing_ok=True)  # another process may do the same
+        except OSError as error:
+            logger.info("an old search stays: %s", printable(error))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far apart two calls of one operation are, by the shapes of their arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ejkernel.ops.utils.storage.serialize import stable_json
+
+_NO_PART = ("wiring",)  # says how a call came about, not what it is; see `Invocation.call_key`
+
+
+def dimensions_of(call: Any) -> tuple[str, tuple[int, ...]]:
+    """Return what two calls must have in common to be compared, and the dimensions in which they may differ.
+
+    Args:
+        call: An invocation's `description`.
+
+    In common are the structure of the arguments, the arrays' dtypes and ranks, all static arguments and the
+    transformations; dimensions are those of the arrays and the sizes of enclosing `vmap`s.
+    """
+    dimensions: list[int] = []
+    parts = {name: part for name, part in call.items() if name not in _NO_PART} if isinstance(call, dict) else call
+    common = _without_dimensions(parts, dimensions)
+    return stable_json(common), tuple(dimensions)
+
+
+def distance(mine: tuple[int, ...], theirs: tuple[int, ...]) -> float:
+    """Return the sum of the dimensions' absolute log2 ratios: 1 for twice, or half, of one of them."""
+    return sum(abs(_log2(one) - _log2(other)) for one, other in zip(mine, theirs, strict=True))
+
+
+def _log2(dimension: int) -> float:
+    return math.log2(max(dimension, 0.5))  # nothing is as far from 1 as 2 is
+
+
+def _without_dimensions(data: Any, dimensions: list[int]) -> Any:
+    """Return a copy with the array's dimensions left out, and put them into `dimensions`."""
+    if isinstance(data, list):
+        if len(data) == 3 and data[0] == "vmap" and type(data[1]) is int:
+            dimensions.append(data[1])
+            return [data[0], 0, data[2]]
+        return [_without_dimensions(item, dimensions) for item in data]
+    if not isinstance(data, dict):
+        return data
+    array = data.get("array")
+    if isinstance(array, list) and len(array) == 2 and isinstance(array[1], list):
+        kept = [dim if type(dim) is not int else 0 for dim in array[1]]  # a symbolic dimension is a name
+        dimensions.extend(dim for dim in array[1] if type(dim) is int)
+        return data | {"array": [array[0], kept]}
+    return {name: _without_dimensions(item, dimensions) for name, item in sorted(data.items())}

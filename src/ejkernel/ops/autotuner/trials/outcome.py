@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search found out: the fate of every candidate, and the winner."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ejkernel.ops.autotuner.measure.duels import Verdict
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.race import PROCESSOR
+from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.printable import printable, printable_lines
+from ejkernel.ops.utils.storage.serialize import stable_json, to_data
+from ejkernel.ops.utils.tables import arguments, compact, counted, duration, ratio, text_table
+
+_REASON = 100  # characters of a reason that a table shows
+_KEPT_REASON = 400  # characters of one that a file keeps: a compiler's message may have thousands
+_FAILURES = 100  # candidates whose failure the entry tells of; the search's log has all of them
+_TWINS = 2  # configurations that a table names beside the first of a program
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one candidate.
+
+    Attributes:
+        config: The candidate.
+        status: What became of it; a log of a later version may have a word for it that is none of `Status`.
+        reason: Why it was not measured.
+        twin: Of one that is `same`, the candidate whose program it is.
+        measurement: Its times.
+        compile_seconds: How long lowering and compiling took.
+        peak_bytes: Memory that a call takes, inputs and results included, where the compiler tells.
+        spilled: Bytes of registers that a thread spills to memory, where the compiler tells: on GPUs, of programs that
+            were compiled in a process of their own.
+    """
+
+    config: Any
+    status: Status | str
+    reason: str = ""
+    twin: Any = None
+    measurement: Measurement | None = None
+    compile_seconds: float | None = None
+    peak_bytes: int | None = None
+    spilled: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.status in list(Status):  # as a file, or a tuner of the user's, says it
+            object.__setattr__(self, "status", Status(self.status))
+        object.__setattr__(self, "reason", printable_lines(self.reason))  # a file's, or a candidate's exception's
+
+    @property
+    def seconds(self) -> float | None:
+        """How long a call takes; `None` if it was not measured."""
+        return None if self.measurement is None else self.measurement.median
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """How the best of the others stands against the heuristic, by the last race of them that counted.
+
+    Attributes:
+        rival: Its configuration.
+        verdict: Its figures; `wins` says whether it replaces the heuristic, and `settled` whether that is certain.
+        alone: Whether the race was of the two alone, and not one of all.
+    """
+
+    rival: Any
+    verdict: Verdict
+    alone: bool = False
+
+    @property
+    def came_out(self) -> CameOut:
+        """What came out."""
+        if not self.verdict.settled:
+            return CameOut.UNDECIDED
+        return CameOut.WINS if self.verdict.wins else CameOut.STAYS
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data, times in microseconds; the verdict is what `came_out`."""
+        verdict = self.verdict
+        return {
+            "rival": to_data(self.rival),
+            "verdict": self.came_out.value,
+            "rival_us": round(verdict.challenger * 1e6, 4),
+            "heuristic_us": round(verdict.incumbent * 1e6, 4),
+            "speedup": round(verdict.speedup, 4) if math.isfinite(verdict.speedup) else None,
+            "rounds": verdict.pairs,
+            "rival_faster": verdict.ahead,
+            "heuristic_faster": verdict.behind,
+            "confidence": round(verdict.confidence, 6),
+            "judged_by": verdict.judged_by,
+            "alone": self.alone,
+        }
+
+    def line(self) -> str:
+        """Return it as a line for people."""
+        verdict = self.verdict
+        where = "in a race of the two alone" if self.alone else "in the race of all"
+        by = " of processor time, for other processes disturbed the clock" if verdict.judged_by == PROCESSOR else ""
+        return (
+            f"{compact(self.rival)} {where}: {duration(verdict.challenger)}, the heuristic "
+            f"{duration(verdict.incumbent)}{by}; faster in {verdict.ahead} of {verdict.pairs} rounds, slower in "
+            f"{verdict.behind}; {self.came_out.in_words}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What came out of a search, of this process or from a file.
+
+    Attributes:
+        outcomes: What became of each candidate; the heuristic is the first.
+        seconds: How long the search took.
+        why: Why the heuristic stays, if it does.
+        interrupted: Whether it was stopped before its end, and this is the best so far.
+        standing: How the best of the others stands against the heuristic; `None` if there is none, or if the heuristic
+            could not be measured.
+        undecided: Whether the evidence was too little to tell who is the fastest, for all the rounds there was time
+            for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
+        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
+            empty if they do not, or if that could not be known.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+    why: str = ""
+    interrupted: bool = False
+    standing: Standing | None = None
+    undecided: bool = False
+    rule_fault: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutotuneData(Findings):
+    """A search that found a configuration.
+
+    Attributes:
+        inv: The call.
+        config: The winner.
+        checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
+    """
+
+    inv: Invocation[Any, Any]
+    config: Any
+    checked: tuple[str, ...] = ()
+
+    @property
+    def confidence(self) -> float | None:
+        """Probability that the winner is not ahead of the heuristic by accident, of their race of the two alone.
+
+        `None` if the heuristic stays, or could not be measured.
+        """
+        return None if self.standing is None or self.winner is self.heuristic else self.standing.verdict.confidence
+
+    @property
+    def key(self) -> ConfigKey:
+        """The key of the call."""
+        return self.inv.key
+
+    @property
+    def winner(self) -> Outcome:
+        """The winner's outcome."""
+        return next(outcome for outcome in self.outcomes if outcome.config is self.config)
+
+    @property
+    def heuristic(self) -> Outcome:
+        """The heuristic's outcome."""
+        return self.outcomes[0]
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the heuristic the winner is; `None` if the heuristic was not measured."""
+        before, after = self.heuristic.seconds, self.winner.seconds
+        return None if before is None or after is None else before / after
+
+    @property
+    def in_a_word(self) -> str:
+        """What the search brought: how many times faster the winner is, or that the heuristic was kept."""
+        if self.winner is self.heuristic:
+            return "undecided" if self.undecided else "kept"
+        return ratio(self.speedup)
+
+    def summary(self, *, width: int | None = None) -> str:
+        """Return the fate of every candidate as a table for people, the fastest first, of at most `width` columns."""
+        title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}", f"{self.key.device}, call {self.key.call}"
+        return summary_of(title, self, self.winner, width=width)
+
+    def summary_data(self) -> dict[str, Any]:
+        """Return what a cache entry keeps of the search, as plain data."""
+        failures = [
+            {"config": to_data(outcome.config), "status": str(outcome.status), "reason": shortened(outcome.reason)}
+            for outcome in self.outcomes
+            if outcome.status in FAULTY
+        ][:_FAILURES]
+        return {
+            "winner": _times(self.winner),
+            "heuristic": _times(self.heuristic),
+            "speedup": self.speedup,
+            "candidates": len(self.outcomes),
+            "seconds": round(self.seconds, 3),
+            "checked": list(self.checked),
+            "confidence": None if self.confidence is None else round(self.confidence, 4),
+            "interrupted": self.interrupted,
+            "undecided": self.undecided,
+            "standing": None if self.standing is None else self.standing.data(),
+            "skipped": sum(outcome.status == Status.SKIPPED for outcome in self.outcomes),
+            "failures": failures,
+            "rule_fault": self.rule_fault,
+        }
+
+
+def shortened(reason: str) -> str:
+    """Return a reason as files keep it."""
+    return reason if len(reason) <= _KEPT_REASON else reason[: _KEPT_REASON - 3] + "..."
+
+
+def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width: int | None = None) -> str:
+    """Return a search as text: `title`, what came out, and a table of its programs, the fastest first.
+
+    Args:
+        title: What was searched for, line by line.
+        search: What came out.
+        winner: One of its outcomes.
+        width: How wide the table may be; `None`: as wide as it is.
+    """
+    outcomes = search.outcomes
+    heuristic = outcomes[0].seconds
+    if winner is outcomes[0]:
+        found = f"the heuristic stays{': ' if search.why else ''}{search.why}"
+    elif heuristic is None or winner.seconds is None:
+        found = "the heuristic could not be measured"
+    else:
+        found = f"{ratio(heuristic / winner.seconds)} the heuristic's speed"
+    tried = f"{counted(len(outcomes), 'candidate')} in {search.seconds:.1f} s; {found}"
+    rows = [_cells(program, program[0] is outcomes[0], program[0] is winner, heuristic) for program in ranked(outcomes)]
+    header = ("", "configuration", "status", "median", "spread", "of heuristic", "reason")
+    table = text_table(header, rows, width=width, optional=("of heuristic", "spread"))
+    return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table))
+
+
+def remarks(search: Findings) -> list[str]:
+    """Return what else is to be said of a search: the figures that decided, what cut it short, a rule's fault."""
+    lines = [] if search.standing is None else [search.standing.line()]
+    if search.undecided:
+        lines.append("undecided: the evidence was too little to tell which is the fastest")
+    if search.interrupted:
+        lines.append("interrupted: this is the best so far")
+    return [*lines, search.rule_fault] if search.rule_fault else lines
+
+
+def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
+    """Return the programs of a search, in order: the outcome of each, and those of the candidates that are the same."""
+    # A configuration need not be hashable, and one from a file is plain data.
+    tokens = [stable_json(to_data(outcome.config)) for outcome in outcomes]
+    twins: dict[str, list[Outcome]] = {token: [] for token in tokens}
+    owners = []
+    for outcome, token in zip(outcomes, tokens, strict=True):
+        of = stable_json(to_data(outcome.twin)) if outcome.status == Status.SAME and outcome.twin is not None else ""
+        if of in twins:
+            twins[of].append(outcome)
+        else:
+            owners.append((outcome, token))
+    return [(outcome, tuple(twins[token])) for outcome, token in owners]
+
+
+def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
+    """Return the programs of a search, the fastest first."""
+    return sorted(programs(outcomes), key=lambda p: math.inf if p[0].seconds is None else p[0].seconds)
+
+
+def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:
+    """Return the configuration of a program, with the others that make the same one, in short."""
+    first, others = program
+    if not others:
+        return compact(first.config)
+    shown = ", ".join(compact(outcome.config) for outcome in others[:_TWINS])
+    more = f" and {len(others) - _TWINS} more" if len(others) > _TWINS else ""
+    return f"{compact(first.config)} (also {shown}{more})"
+
+
+def _cells(
+    program: tuple[Outcome, tuple[Outcome, ...]], first: bool, won: bool, heuristic: float | None
+) -> tuple[str, ...]:
+    outcome, _ = program
+    measured, text = outcome.measurement, " ".join(outcome.reason.split())
+    reason = text if len(text) <= _REASON else text[: _REASON - 3] + "..."
+    times = ("-", "-", "-")
+    if measured is not None:
+        share = "-" if heuristic is None else f"{measured.median / heuristic:.0%}"
+        times = (duration(measured.median), f"{measured.spread:.0%}" if len(measured.samples) > 3 else "-", share)
+    return "*" if won else "h" if first else "", program_name(program), str(outcome.status), *times, reason
+
+
+def _times(outcome: Outcome) -> dict[str, Any] | None:
+    measurement = outcome.measurement
+    if measurement is None:
+        return None
+    return {
+        "median_us": round(measurement.median * 1e6, 3),
+        "spread": round(measurement.spread, 4),
+        "samples": len(measurement.samples),
+        "method": measurement.method,
+    }

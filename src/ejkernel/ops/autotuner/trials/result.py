@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AutotuningResult`: configurations that were found, to apply, store, send and merge."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from typing import Any
+
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.config.cache import ConfigCache, Overlay, same_config
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.utils.checks import check_argument
+from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
+from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
+from ejkernel.ops.utils.values.typenames import decode_config, type_name
+
+_SCHEMA = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One configuration.
+
+    Attributes:
+        op_id_v: The operation with its version.
+        call_key: The call's key.
+        cfg: The configuration.
+    """
+
+    op_id_v: str
+    call_key: str
+    cfg: Any
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Entry)
+            and (self.op_id_v, self.call_key) == (other.op_id_v, other.call_key)
+            and same_config(self.cfg, other.cfg)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.op_id_v, self.call_key))  # a configuration need not have one
+
+
+class _Entered(threading.local):
+    """The contexts that this thread has entered; a result may be entered again inside itself."""
+
+    def __init__(self) -> None:
+        self.stack: list[contextlib.AbstractContextManager[None]] = []
+
+
+_entered = _Entered()
+
+
+@dataclasses.dataclass(frozen=True)
+class AutotuningResult:
+    """Configurations that were found on one device.
+
+    `with result:` puts them in force in this thread, also in functions that `jit` has already compiled; leaving the
+    block brings the old executables back. Executables compiled ahead of time never change.
+
+    Attributes:
+        device: Fingerprint of the device.
+        entries: The configurations.
+        searches: How they were found; not part of the result's value, and not serialised.
+    """
+
+    device: str
+    entries: tuple[Entry, ...]
+    searches: tuple[AutotuneData, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entries", tuple(self.entries))
+        for entry in self.entries:
+            check_argument(isinstance(entry, Entry), "each of entries", "an Entry", entry)
+
+    def __str__(self) -> str:
+        """Return a table: of each call its configuration and, of those that were tuned here, what that brought."""
+        tuned = {(search.key.op, search.key.call): search for search in self.searches}
+        rows = [_cells(entry, tuned.get((entry.op_id_v, entry.call_key))) for entry in self.entries]
+        title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
+        header = ("operation", "call", "configuration", "arguments", "before", "after", "speed-up")
+        return f"{title}\n{text_table(header, rows)}" if rows else title
+
+    def __enter__(self) -> AutotuningResult:
+        overlay = Overlay({ConfigKey(self.device, e.op_id_v, e.call_key): e.cfg for e in self.entries})
+        scope = current_scope()
+        context = entered(dataclasses.replace(scope, layers=(*scope.layers, overlay)))
+        context.__enter__()
+        _entered.stack.append(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _entered.stack.pop().__exit__(*error)
+
+    def __or__(self, other: AutotuningResult) -> AutotuningResult:
+        """Return both results' entries; where they name the same call, those of `other`.
+
+        Raises:
+            ConfigError: the results are of different devices.
+        """
+        if not isinstance(other, AutotuningResult):
+            return NotImplemented
+        if other.device != self.device:
+            raise ConfigError(f"results of different devices cannot be merged: {self.device!r} and {other.device!r}.")
+        merged = {(e.op_id_v, e.call_key): e for e in (*self.entries, *other.entries)}
+        return AutotuningResult(self.device, tuple(merged.values()), (*self.searches, *other.searches))
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def save(self, cache: ConfigCache | PersistentCache) -> None:
+        """Put every entry into `cache`."""
+        check_argument(hasattr(cache, "put"), "cache", "a ConfigCache or a PersistentCache", cache)
+        for entry in self.entries:
+            cache.put(ConfigKey(self.device, entry.op_id_v, entry.call_key), entry.cfg)
+
+    def dumps(self) -> str:
+        """Return the result as JSON that ends with its digest."""
+        entries = [
+            {"op": e.op_id_v, "call": e.call_key, "config_type": type_name(e.cfg), "config": to_data(e.cfg)}
+            for e in self.entries
+        ]
+        return sealed_json({"schema": _SCHEMA, "device": self.device, "entries": entries}).rstrip()
+
+    @classmethod
+    def loads(cls, text: str) -> AutotuningResult:
+        """Return the result that `dumps` wrote.
+
+        The configurations' types must be there: kernel classes name them, `nameable` marks them, or this process has
+        stored configurations of them.
+
+        Raises:
+            SerializationError: the text is not such a result, is of another version, or was changed.
+            ConfigError: a configuration's type may not be named in this process.
+        """
+        if not isinstance(text, str):
+            raise SerializationError(f"text must be what AutotuningResult.dumps() returned, got {describe(text)}.")
+        # The digest is of what ends with a line's end, which `dumps` and many an editor leave out.
+        raw = (text.rstrip() + "\n").encode("utf-8", "surrogatepass")  # what is no Unicode is no UTF-8 either
+        try:
+            stored = from_plain(read_object(raw, _SCHEMA, "the text of an AutotuningResult"), _StoredResult)
+        except SerializationError as error:
+            raise SerializationError(f"text must be what AutotuningResult.dumps() returned: {error}") from error
+        return cls(
+            stored.device, tuple(Entry(e.op, e.call, decode_config(e.config, e.config_type)) for e in stored.entries)
+        )
+
+
+def _cells(entry: Entry, search: AutotuneData | None) -> tuple[str, ...]:
+    cells = (entry.op_id_v, entry.call_key, compact(entry.cfg))
+    if search is None:
+        return *cells, "-", "-", "-", "-"
+    times = duration(search.heuristic.seconds), duration(search.winner.seconds)
+    return *cells, arguments(search.inv.description), *times, search.in_a_word
+
+
+@dataclasses.dataclass(frozen=True)
+class _StoredEntry:
+    op: str
+    call: str
+    config_type: str
+    config: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _StoredResult:
+    schema: int
+    device: str
+    entries: tuple[_StoredEntry, ...]

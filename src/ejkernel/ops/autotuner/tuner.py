@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Autotuner`: measures candidates and names a winner, or keeps the heuristic."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import time
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
+from ejkernel.ops.autotuner.process.threads import on_device_of
+from ejkernel.ops.autotuner.search.strategies import Record
+from ejkernel.ops.autotuner.tasks.in_process import tune_here
+from ejkernel.ops.autotuner.tasks.task import TuningTask
+from ejkernel.ops.autotuner.trials.events import Counter, SearchFinished, emit, on_event
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.status import FAULTY, Status
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
+from ejkernel.ops.utils.checks import check_argument, is_count
+from ejkernel.ops.utils.tables import ratio
+
+if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.compile.bundles import BundledCall
+
+logger = logging.getLogger(__name__)
+
+
+class Autotuner:
+    """Measures the candidates of a call, on inputs made from its signature, and names the fastest right one.
+
+    Candidates are compiled ahead of time, side by side, checked against the kernel's reference, and timed in
+    interleaved rounds on a thread of their own, where no trace of the caller is open. A candidate that fails, or is
+    wrong, is an outcome with its reason; it never ends the search. The heuristic stays unless it is beaten in the
+    same rounds.
+
+    Args:
+        rounds: Samples of each candidate that stays in the race.
+        warmup: Calls of each candidate before its first sample.
+        seed: Of the random inputs.
+        width: How many candidates are compiled at a time; one a core by default.
+        limits: How long the parts of a search may take.
+        clock: Source of seconds, for budgets.
+    """
+
+    def __init__(
+        self,
+        *,
+        rounds: int = 15,
+        warmup: int = 2,
+        seed: int = 0,
+        width: int | None = None,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        check_argument(is_count(rounds, 1), "rounds", "a positive int", rounds)
+        check_argument(is_count(warmup, 0), "warmup", "an int >= 0", warmup)
+        self.rounds = rounds
+        self.warmup = warmup
+        self.seed = seed
+        self.width = width
+        self.limits = limits or Limits()
+        self._clock = clock
+
+    def tune(
+        self,
+        inv: Invocation[Any, Any],
+        kernel: Kernel[Any, Any],
+        *,
+        candidates: Collection[Any] | None = None,
+        policy: AutotunePolicy | None = None,
+        records: Sequence[Record] = (),
+        compiled: BundledCall | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> AutotuneData:
+        """Return the search for the best configuration of `inv`.
+
+        Ctrl-C ends the search with the best so far, and `interrupted` set; a second one is raised.
+
+        Args:
+            inv: The call; it may be derived (a backward) or batched.
+            kernel: Its kernel.
+            candidates: What to measure beside the heuristic, the kernel's `config_space` by default. A list is
+                measured whole; of a larger `ConfigSpace`, what a search asks for.
+            policy: All is heeded but what concerns the tiers, and `devices`.
+            records: What was measured elsewhere for the same operation, the nearest first.
+            compiled: The candidates, compiled before; they replace `candidates`.
+            progress: Called with how many candidates are compiled and checked, and how many there are. Events tell more
+                (`on_event`).
+
+        Raises:
+            TuningError: no candidate could be measured, or the reference itself failed.
+            KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
+        """
+        check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
+        check_argument(isinstance(kernel, Kernel), "kernel", "a Kernel", kernel)
+        inv = dataclasses.replace(inv.abstract(), kernel=kernel)
+        task = TuningTask(
+            inv=inv,
+            candidates=candidates if compiled is None else compiled.configs,
+            rejected=() if compiled is None else compiled.rejected,
+            programs=() if compiled is None else compiled.programs,
+            reference=None if compiled is None else compiled.reference,
+            policy=policy or AutotunePolicy(),
+            records=tuple(records),
+            rounds=self.rounds,
+            warmup=self.warmup,
+            seed=self.seed,
+            width=self.width,
+            limits=copy.deepcopy(self.limits),  # what one call's candidates teach does not hold for another's
+        )
+        with contextlib.nullcontext() if progress is None else on_event(_counter_of(inv.key, progress)):
+            data = self._in_worker(task) if task.policy.isolate else self._here(task)
+            _report(data)
+            emit(SearchFinished(inv.key, data))
+        return data
+
+    def _here(self, task: TuningTask) -> AutotuneData:
+        cancellation = Cancellation()
+        try:
+            with process_session(task.policy), on_device_of(task.inv):
+                data = tune_here(task, cancellation=cancellation, clock=self._clock)
+        except TuningError:
+            if cancellation.is_requested:  # the reason why nothing was measured
+                raise KeyboardInterrupt from None
+            raise
+        return dataclasses.replace(data, interrupted=data.interrupted or cancellation.is_requested)
+
+    def _in_worker(self, task: TuningTask) -> AutotuneData:
+        from ejkernel.ops.autotuner.tasks.isolated import tune_isolated  # imports multiprocessing
+
+        return tune_isolated(task)
+
+
+def _counter_of(key: ConfigKey, progress: Callable[[int, int], object]) -> Counter:
+    """Return what counts the candidates of one search, and not of those that its candidates begin."""
+    return Counter(lambda of, done, total: progress(done, total) if of == key else None)
+
+
+def process_session(policy: AutotunePolicy) -> contextlib.AbstractContextManager[None]:
+    """Return a context that keeps the processes that the policy wants for all searches inside."""
+    if not policy.isolate and policy.compile_processes == 0:
+        return contextlib.nullcontext()
+    from ejkernel.ops.autotuner.process.worker import worker_session  # imports multiprocessing
+
+    return worker_session()
+
+
+def _report(data: AutotuneData) -> None:
+    others = [outcome for outcome in data.outcomes[1:] if outcome.status != Status.SAME]
+    rejected = [outcome for outcome in others if outcome.status in FAULTY]
+    if others and len(rejected) == len(others):
+        all_of_them = "the only candidate" if len(others) == 1 else f"all {len(others)} candidates"
+        verb, which = ("was", "it is") if len(others) == 1 else ("were", "the first,")
+        text = (
+            f"{data.inv.op_id}: {all_of_them} beside the heuristic {verb} rejected; {which} "
+            f"{rejected[0].config!r}, {rejected[0].status}: {rejected[0].reason}"
+        )
+        warnings.warn(text, TuningWarning, stacklevel=3)
+    if data.rule_fault:
+        warnings.warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning, stacklevel=3)
+    speedup = data.speedup
+    logger.info(
+        "tuned %s in %.1f s: %d candidates, %s, %s",
+        data.inv.op_id_v,
+        data.seconds,
+        len(data.outcomes),
+        data.config,
+        "the heuristic could not be measured" if speedup is None else f"{ratio(speedup)} the heuristic's speed",
+    )

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call becomes under JAX's transformations: a tree of small, hashable nodes over the kernel's forward.
+
+Every node is a function of flat arrays that is still to be given its configuration. Equal nodes share traces and
+compiled programs. Linear nodes take `(*residuals, *primals, *linear)` and know their transpose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import compat
+from ejkernel.ops.core.callspec import CallSpec
+from ejkernel.ops.core.kernel import has_residual_form, hook, overrides
+from ejkernel.ops.errors import GradientError
+
+Flat = Callable[..., tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Choice:
+    """How a node is to compute.
+
+    Attributes:
+        config: The configuration.
+        platform: The platform whose hooks run.
+        reference: Use the kernel's `reference` and plain differentiation instead of its hooks.
+        config_for_types: Only types are wanted: a function from `(args, kwargs)` to any valid configuration.
+        as_call: Gives the function that makes a call of its own of a node, where only types are wanted.
+        out_tree: Gives the structure of a node's output on such arrays, where it was traced before.
+        trees: Where the forward leaves the structure of its output (and residuals), if somebody asks.
+    """
+
+    config: Any = None
+    platform: str = "cpu"
+    reference: bool = False
+    config_for_types: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+    as_call: Callable[[Any], Flat] | None = None
+    out_tree: Callable[[Any, Sequence[Any]], Any] | None = None
+    trees: list[Any] | None = None
+
+    @property
+    def types_only(self) -> bool:
+        """Whether nothing but shapes and dtypes of the result will be used."""
+        return self.config_for_types is not None
+
+
+class Node(Protocol):
+    """A call under transformations."""
+
+    @property
+    def spec(self) -> CallSpec:
+        """The call without its arrays."""
+
+    @property
+    def forward(self) -> Node:
+        """The forward call that this one belongs to, under the same `vmap`s."""
+
+    @property
+    def suffix(self) -> str:
+        """What differentiation added to the operation's name: `""`, `".bwd"`, `".jvp"`, ..."""
+
+    @property
+    def lead(self) -> int:
+        """How many residuals come before the call's own arrays."""
+
+    @property
+    def types_are_whole(self) -> bool:
+        """Whether the trace that gives the call's types is all of its computation."""
+
+    @property
+    def transpose(self) -> Node:
+        """The transpose of a linear node."""
+
+    def steps(self) -> list[list[Any]]:
+        """The transformations, innermost first, as plain data: a part of the call's key."""
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Types of all arguments, from those of the kernel's own arrays without any batch axis."""
+
+    def flat(self, choice: Choice) -> Flat:
+        """The function."""
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """The function from `count` arguments and all cotangents to `count` gradients; `None` for integers."""
+
+
+class Around:
+    """What a node that is not linear has of the one that it is made of.
+
+    Attributes:
+        of: That node.
+    """
+
+    of: Node
+
+    @property
+    def spec(self) -> CallSpec:
+        """See `Node`."""
+        return self.of.spec
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix
+
+    @property
+    def lead(self) -> int:
+        """See `Node`."""
+        return self.of.lead
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
+
+
+def is_inexact(value: Any) -> bool:
+    """Return whether `value` has a gradient."""
+    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def autodiff_vjp(function: Flat, count: int) -> Flat:
+    """Return the reverse-mode derivative that JAX finds for `function`."""
+
+    def gradients(*arrays: Any) -> tuple[Any, ...]:
+        found = jax.vjp(function, *arrays[:count])[1](tuple(arrays[count:]))
+        return tuple(None if g.dtype == jax.dtypes.float0 else g for g in found)
+
+    return gradients
+
+
+def zero_tangent(value: Any) -> Any:
+    """Return the zero of `value`'s tangent space."""
+    return compat.zeros_of_tangent(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """The kernel's forward; with `residuals`, its outputs are followed by what the backward needs of it."""
+
+    spec: CallSpec
+    residuals: bool = False
+
+    suffix = ""
+    lead = 0
+    types_are_whole = True
+
+    @property
+    def forward(self) -> Node:
+        """The plain forward."""
+        return Forward(self.spec)
+
+    @property
+    def transpose(self) -> Node:
+        """A forward is not linear."""
+        raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
+
+    def steps(self) -> list[list[Any]]:
+        """No transformation."""
+        return []
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """The kernel's own."""
+        del choice
+        return list(own)
+
+    def flat(self, choice: Choice) -> Flat:
+        """The kernel's hook on flat arrays."""
+
+        def call(*arrays: Any) -> tuple[Any, ...]:
+            args, kwargs = self.spec.join(arrays)
+            out = self._compute(choice, args, kwargs)
+            if choice.trees is not None:
+                parts = out if self.residuals else (out,)
+                choice.trees[:] = [jax.tree.structure(part) for part in parts]
+            return tuple(jnp.asarray(leaf) for leaf in jax.tree.leaves(out))
+
+        return call
+
+    def _compute(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kernel = self.spec.kernel
+        if choice.reference:
+            return kernel.reference(*args, **kwargs)
+        config = choice.config_for_types(args, kwargs) if choice.config_for_types else choice.config
+        name = "fwd_with_residuals" if self.residuals else "run"
+        out = hook(kernel, name, choice.platform, config)(*args, cfg=config, **kwargs)
+        if self.residuals and not (isinstance(out, tuple) and len(out) == 2):
+            raise GradientError(f"{kernel.op_id}: fwd_with_residuals must return (out, residuals), got {type(out)}.")
+        return out
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """The kernel's gradient rule, or what JAX finds by differentiating `run`."""
+        kernel = self.spec.kernel
+        if self.residuals or choice.reference:
+            return autodiff_vjp(self.flat(choice), count)
+        if overrides(kernel, "custom_vjp"):
+            return self._custom_vjp(choice)
+        if has_residual_form(kernel):
+            return self._vjp_through_residuals(choice)
+        return autodiff_vjp(self.flat(choice), count)
+
+    def _custom_vjp(self, choice: Choice) -> Flat:
+        def gradients(*arrays: Any) -> tuple[Any, ...]:
+            primals, cts = arrays[: self.spec.num_arrays], arrays[self.spec.num_arrays :]
+            args, kwargs = self.spec.join(primals)
+            cotangents = as_outputs(self._out_tree(choice, primals), cts)
+            rule = hook(self.spec.kernel, "custom_vjp", choice.platform, choice.config)
+            return flat_gradients(self.spec, primals, rule(args, choice.config, kwargs, cotangents))
+
+        return gradients
+
+    def _vjp_through_residuals(self, choice: Choice) -> Flat:
+        def gradients(*arrays: Any) -> tuple[Any, ...]:
+            primals, cts = arrays[: self.spec.num_arrays], arrays[self.spec.num_arrays :]
+            trees: list[Any] = []
+            saved = Forward(self.spec, residuals=True).flat(dataclasses.replace(choice, trees=trees))(*primals)
+            return run_vjp(self.spec, choice, (trees[0], trees[1]), saved, primals, cts)
+
+        return gradients
+
+    def _out_tree(self, choice: Choice, primals: Sequence[Any]) -> Any:
+        known = None if choice.out_tree is None else choice.out_tree(self, primals)
+        if known is not None:
+            return known
+        trees: list[Any] = []
+        jax.eval_shape(self.flat(dataclasses.replace(choice, trees=trees)), *primals)
+        return trees[0]
+
+
+def run_vjp(
+    spec: CallSpec,
+    choice: Choice,
+    trees: tuple[Any, Any],
+    saved: Sequence[Any],
+    primals: Sequence[Any],
+    cts: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Call the kernel's `vjp` hook on flat arrays; `saved` are the outputs and then the residuals."""
+    out_tree, residual_tree = trees
+    out = jax.tree.unflatten(out_tree, saved[: out_tree.num_leaves])
+    residuals = jax.tree.unflatten(residual_tree, saved[out_tree.num_leaves :])
+    args, kwargs = spec.join(primals)
+    rule = hook(spec.kernel, "vjp", choice.platform, choice.config)
+    found = rule(residuals, out, as_outputs(out_tree, cts), *args, cfg=choice.config, **kwargs)
+    return flat_gradients(spec, primals, found)
+
+
+def as_outputs(tree: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the cotangents as a tuple with one entry for each output."""
+    cotangents = jax.tree.unflatten(tree, leaves)
+    return tuple(cotangents) if isinstance(cotangents, tuple | list) else (cotangents,)
+
+
+def flat_gradients(spec: CallSpec, primals: Sequence[Any], found: Any) -> tuple[Any, ...]:
+    """Return one gradient for each array of the call, in its dtype, from what a gradient rule returned.
+
+    Raises:
+        GradientError: number, structure or shapes do not fit the positional arguments.
+    """
+    op = spec.kernel.op_id
+    arguments = spec.flags_by_argument()
+    if not isinstance(found, tuple | list) or len(found) != len(arguments):
+        got = f"{len(found)} gradients" if isinstance(found, tuple | list) else type(found).__name__
+        raise GradientError(
+            f"{op}: the gradient rule must return a tuple of {len(arguments)} gradients, one for each positional "
+            f"argument of run (None where there is none); got {got}."
+        )
+    flat: list[Any] = []
+    for position, ((tree, is_array), gradient) in enumerate(zip(arguments, found, strict=True)):
+        leaves = _match_structure(op, position, tree, gradient)
+        flat += [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+    fitted = [_fit(op, index, *pair) for index, pair in enumerate(zip(primals, flat, strict=False))]
+    return (*fitted, *[None] * (len(primals) - len(fitted)))  # arrays passed by keyword have no place in the answer
+
+
+def _match_structure(op: str, position: int, tree: Any, gradient: Any) -> list[Any]:
+    """Return one gradient a leaf of `tree`; `None` may stand for a leaf or for a whole branch."""
+    leaves: list[Any] = []
+
+    def visit(given: Any, branch: Any) -> None:
+        if given is not None and not jax.tree_util.treedef_is_leaf(jax.tree.structure(branch)):
+            raise ValueError("an array where the argument has a container")
+        leaves.extend([given] * len(jax.tree.leaves(branch)))
+
+    try:
+        jax.tree.map(visit, gradient, jax.tree.unflatten(tree, [0] * tree.num_leaves), is_leaf=lambda x: x is None)
+    except ValueError as error:
+        raise GradientError(
+            f"{op}: the gradient of positional argument {position} must have the argument's structure {tree}, "
+            f"got {jax.tree.structure(gradient)}."
+        ) from error
+    return leaves
+
+
+def _fit(op: str, index: int, primal: Any, gradient: Any) -> Any:
+    if not is_inexact(primal):
+        return None
+    if gradient is None:
+        return jnp.zeros_like(primal)
+    if jnp.shape(gradient) != primal.shape:
+        raise GradientError(
+            f"{op}: the gradient of array {index} must have the array's shape {primal.shape}, got "
+            f"{jnp.shape(gradient)}."
+        )
+    return compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When two static values of one process are the same: type and value, recursively through containers, else `is`.
+
+This is not what a key says. A description may be equal for values that compute differently, and two processes have
+only descriptions in common; within one process nothing but the values themselves decides who shares a trace.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import functools
+import hashlib
+import struct
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+Held = Callable[[], Any]
+
+_BY_VALUE = frozenset({bool, int, str, bytes, np.str_, np.bytes_, type(None), type(...)})
+_JAX_VALUES = (jax.sharding.PartitionSpec, jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh)
+_MUTABLE: dict[type, Callable[[Any], Any]] = {  # and what is based on them
+    list: list.__iter__,
+    set: lambda value: (frozenset(set.__iter__(value)),),
+    dict: dict.items,
+    bytearray: lambda value: (bytes(value),),
+    collections.deque: lambda value: (value.maxlen, *collections.deque.__iter__(value)),
+    np.ndarray: lambda value: (value.dtype, value.shape, hashlib.sha256(value.tobytes()).digest()),
+}
+_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    tuple: tuple,
+    slice: lambda value: (value.start, value.stop, value.step),
+    range: lambda value: (value.start, value.stop, value.step),
+    functools.partial: lambda value: (value.func, value.args, tuple(value.keywords.items()), *vars(value).items()),
+    types.BuiltinMethodType: lambda value: (value.__self__, value.__name__),
+}
+_MAY_CHANGE = "may change"  # stands in what identifies something whose content is not what it was for ever
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or an extension module did
+
+
+class Weak(weakref.ref[Any]):
+    """A reference that is equal to another of the same object, whatever the object says of equality."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)  # type: ignore[call-arg] # the stubs give it __new__ alone
+        self._address = id(value)
+
+    def __hash__(self) -> int:
+        return self._address
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Weak):
+            return self is other
+        mine = self()
+        return mine is not None and mine is other()
+
+    def __ne__(self, other: object) -> bool:  # the base class has one, which asks the object
+        return not self == other
+
+
+class Strong:
+    """The same for an object that cannot be referred to weakly."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self) -> Any:
+        """Return the object."""
+        return self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Strong) and other._value is self._value
+
+
+def held_weakly(value: Any) -> Held:
+    """Return a function that gives `value` as long as somebody else holds it, or for ever where that cannot be."""
+    if isinstance(value, types.MethodType):  # made anew each time it is asked for
+        return weakref.WeakMethod(value)
+    return by_is(value)
+
+
+def by_is(value: Any) -> Weak | Strong:
+    """Return what is equal for one and the same object alone."""
+    try:
+        return Weak(value)
+    except TypeError:
+        return Strong(value)
+
+
+def identity(value: Any) -> Hashable:
+    """Return a hashable stand-in for a static value, which is equal to another's only if the two compute the same.
+
+    Numbers are told apart by type and bits: `1`, `1.0` and `True`, `0.0` and `-0.0`. Containers, partial functions,
+    bound methods, frozen dataclasses and other hashable values are what they hold. What may change, such as a list in
+    a partial function, and all other objects are themselves.
+    """
+    return _identity(value, ())
+
+
+class Token:
+    """What identifies an object that does not change, hashed once."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: Hashable) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Token) and self._parts == other._parts)
+
+
+_tokens: dict[int, tuple[Any, Token]] = {}  # by address; the reference removes the entry with its object
+_kept: dict[int, tuple[Any, Token]] = {}  # the same for a few that cannot be referred to weakly, and are held
+_MOST_KEPT = 64
+
+
+def token_of(value: Any) -> Hashable:
+    """Return `identity(value)`, remembered for objects that do not change."""
+    address = id(value)
+    known = _tokens.get(address) or _kept.get(address)
+    if known is not None:
+        return known[1]
+    found = identity(value)
+    if _may_change(found):
+        return found
+    token = Token(found)
+    tokens = _tokens  # when the interpreter ends, the name is gone first
+    try:
+        tokens[address] = weakref.ref(value, lambda _: tokens.pop(address, None)), token
+    except TypeError:
+        if dataclasses.is_dataclass(value) and _is_plain(found):  # such as one with slots: a configuration
+            _keep(address, value, token)
+    return token
+
+
+def _keep(address: int, value: Any, token: Token) -> None:
+    while len(_kept) >= _MOST_KEPT:
+        with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread does the same
+            _kept.pop(next(iter(_kept)))
+    _kept[address] = value, token  # whose address is nobody else's as long as it stands here
+
+
+def _is_plain(parts: Any) -> bool:
+    """Return whether nothing that is identified is large, or somebody's: numbers and texts alone."""
+    if isinstance(parts, tuple | frozenset):
+        return all(map(_is_plain, parts))
+    return not isinstance(parts, Weak | Strong)
+
+
+def _may_change(parts: Any) -> bool:
+    if isinstance(parts, tuple | frozenset):
+        return any(part is _MAY_CHANGE or _may_change(part) for part in parts)
+    return False
+
+
+def _identity(value: Any, path: tuple[int, ...]) -> Hashable:
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return (kind, value)
+    if kind is float:
+        return (kind, struct.pack("<d", value))
+    if kind is complex:
+        return (kind, struct.pack("<dd", value.real, value.imag))
+    if isinstance(value, type | np.dtype | enum.Enum | types.FunctionType):
+        return (kind, value) if isinstance(value, np.dtype) else by_is(value)
+    if isinstance(value, _JAX_VALUES):
+        return (kind, value)
+    if id(value) in path:  # it holds itself
+        return by_is(value)
+    return _of_parts(value, kind, (*path, id(value)))
+
+
+def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
+    mutable = next((base for base in _MUTABLE if isinstance(value, base)), None)
+    if mutable is not None:
+        return (kind, _MAY_CHANGE, by_is(value), *[_identity(part, path) for part in _MUTABLE[mutable](value)])
+    if kind is types.MappingProxyType:  # there is a new one each time that a class is asked for its attributes
+        return (kind, _MAY_CHANGE, *[_identity(part, path) for part in value.items()])
+    if kind in _PARTS:
+        return (kind, *[_identity(part, path) for part in _PARTS[kind](value)])
+    if kind is types.MethodType:
+        return (kind, by_is(value.__func__), by_is(value.__self__))
+    if kind is frozenset:
+        return (kind, frozenset(_identity(part, path) for part in value))
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return (kind, *[_identity(part, path) for part in value])
+    state = [(name, _identity(part, path)) for name, part in state_of(value)] if _shows_content(value) else []
+    if not state:
+        return by_is(value)
+    if cast(Any, kind).__hash__ is None or _is_mutable_dataclass(value):
+        return (kind, _MAY_CHANGE, by_is(value), *state)
+    return (kind, *state) if dataclasses.is_dataclass(value) else (kind, _MAY_CHANGE, *state)
+
+
+def identity_of_node(value: Any, aux: Any) -> Hashable:
+    """Return the same for what JAX knows of a pytree's node beside its children, which JAX compares by `==`.
+
+    Such data is made anew whenever the node is taken apart, so objects in it are what they hold.
+    """
+    if aux is value and state_of(value):  # `jax.tree_util.register_static`
+        return (type(value), *[(name, identity(part)) for name, part in state_of(value)])
+    found = identity(aux)
+    if not isinstance(found, Weak | Strong) or isinstance(aux, type | enum.Enum | types.FunctionType):
+        return found
+    state = state_of(aux)
+    if state:
+        return (type(aux), *[(name, identity(part)) for name, part in state])
+    try:
+        hash(aux)
+    except TypeError:
+        return found
+    return (type(aux), cast(Hashable, aux))
+
+
+def _is_mutable_dataclass(value: Any) -> bool:
+    parameters = getattr(value, "__dataclass_params__", None)
+    return parameters is not None and not parameters.frozen
+
+
+def _shows_content(value: Any) -> bool:
+    """Return whether a value compares by content, all of which Python can see, or is a dataclass that may change."""
+    kind: Any = type(value)
+    if _is_mutable_dataclass(value) or kind is types.SimpleNamespace:
+        return True
+    by_value = kind.__eq__ is not object.__eq__ and kind.__hash__ is not object.__hash__
+    return by_value and all(cls.__flags__ & _HEAP_TYPE for cls in kind.__mro__[:-1])
+
+
+def state_of(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an instance, without those that are only remembered results."""
+    kind = type(value)
+    state = dict(getattr(value, "__dict__", {}))
+    for name in _slots_of(kind):
+        if hasattr(value, name):
+            state[name] = getattr(value, name)
+    own = vars(kind)
+    return [(name, part) for name, part in state.items() if not isinstance(own.get(name), functools.cached_property)]
+
+
+_slots: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the attributes that instances have no dictionary for."""
+    found = _slots.get(kind)
+    if found is None:
+        found = _slots[kind] = tuple(_mangled_slots(kind))
+    return found
+
+
+def _mangled_slots(kind: type) -> Iterator[str]:
+    for cls in kind.__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            if name not in {"__dict__", "__weakref__"}:
+                yield f"_{cls.__name__.lstrip('_')}{name}" if private else name

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles: what is compiled into them, what is read from them, and what is measured from them without compiling."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.ops import faulty_kernels
+from tests.ops.autotuner.made_up_times import interleaved_with
+from tests.ops.sample_kernels import told_apart
+from tests.ops.sealing import change_object
+
+from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.autotuner.compile.bundles import compile_bundle, read_bundle
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import ConfigError, TuningWarning
+
+pytestmark = pytest.mark.slow
+
+X = jax.ShapeDtypeStruct((8,), jnp.int32)  # no gradient, which would be compiled where it is checked
+HERE = Target.named("here")
+
+
+class Twice(Kernel[int, jax.Array]):
+    """`2 * x`; 3 and 30 are one program, 4 is wrong, 5 calls back, and negative ones fail."""
+
+    space = (1, 2, 3, 30, 4, 5, -1)
+
+    def __init__(self):
+        super().__init__("twice")
+        self.traced = []
+
+    def run(self, x, *, cfg):
+        self.traced.append(cfg)
+        if cfg < 0:
+            raise ValueError("it raises")
+        if cfg == 5:
+            return jax.pure_callback(lambda x: 2 * x, X, x)
+        return told_apart(x * 3 if cfg == 4 else x + x, min(cfg, 3))
+
+    def reference(self, x):
+        self.traced.append("reference")
+        return x * 2
+
+    def heuristic_cfg(self, inv):
+        return 2
+
+    def config_space(self, inv):
+        return list(self.space)
+
+
+@pytest.fixture
+def twice(monkeypatch):
+    """A kernel of which 3 is the fastest."""
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(lambda cfg: 1.0 if cfg == 3 else 2.0 + cfg))
+    return Twice()
+
+
+def bundle(kernel, folder, *args, **options):
+    inv = Invocation(kernel=kernel, args=args or (X,))
+    (call,) = compile_bundle([inv], HERE, folder / "bundle", **options)
+    return call
+
+
+def tune(kernel, call, *args, isolate=False):
+    inv = Invocation(kernel=kernel, args=args or (X,))
+    return Autotuner().tune(inv, kernel, compiled=call, policy=AutotunePolicy(isolate=isolate))
+
+
+def fates(outcomes):
+    return {outcome.config: outcome.status for outcome in outcomes}
+
+
+def outcomes_of(call):
+    return [compiled.outcome for compiled in call.candidates]
+
+
+# --- making one ---
+
+
+def test_the_heuristic_comes_first_and_every_candidate_has_its_fate(twice, tmp_path):
+    call = bundle(twice, tmp_path)
+    assert list(fates(outcomes_of(call)).items()) == [
+        (2, "ready"),
+        (1, "ready"),
+        (3, "ready"),
+        (30, "same"),
+        (4, "ready"),
+        (5, "left"),
+        (-1, "failed"),
+    ]
+    reasons = {outcome.config: outcome.reason for outcome in outcomes_of(call)}
+    assert reasons[30] == "the same program as 3"
+    assert reasons[-1] == "ValueError: it raises"
+    assert reasons[5].startswith("it calls back to the host")
+
+
+def test_each_program_is_a_file_and_so_is_the_reference(twice, tmp_path):
+    call = bundle(twice, tmp_path)
+    files = {program.code.path.name for _, program in call.programs} | {call.reference.code.path.name}
+    assert len(files) == 5
+    assert files | {"manifest.json"} == {file.name for file in (tmp_path / "bundle").iterdir()}
+    x = np.arange(8, dtype=np.int32)
+    assert call.reference.load()(x)[0].tolist() == (2 * x).tolist()
+
+
+def test_a_reference_that_is_a_candidate_s_program_is_there_too(tmp_path):
+    call = bundle(faulty_kernels.failing_on_device, tmp_path, jax.ShapeDtypeStruct((4, 4), jnp.float32))
+    assert fates(outcomes_of(call))[faulty_kernels.Fault("wrong gradient")] == "ready"  # the identity, as it is
+    assert call.reference is not None
+
+
+def test_a_folder_with_something_in_it_is_an_error(twice, tmp_path):
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match="folder must be empty"):
+        bundle(twice, tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(twice, tmp_path):
+    (tmp_path / "bundle").write_text("a file")
+    with pytest.raises(ConfigError, match=r"the bundle's folder .*bundle cannot be written"):
+        bundle(twice, tmp_path)
+
+
+def test_an_executor_compiles(twice, tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="cluster") as executor:
+        call = bundle(twice, tmp_path, executor=executor)
+    assert fates(outcomes_of(call)) == fates(outcomes_of(bundle(twice, tmp_path / "other")))
+
+
+def test_candidates_whose_executor_broke_are_left(twice, tmp_path):
+    class Broken(concurrent.futures.Executor):
+        def submit(self, *_, **__):
+            raise concurrent.futures.BrokenExecutor("some process ended")
+
+    call = bundle(twice, tmp_path, executor=Broken())
+    assert set(fates(outcomes_of(call)).values()) == {"left"}
+    assert tune(twice, call).config == 3
+
+
+def test_of_a_large_space_some_are_compiled_and_the_heuristic_is_among_them(tmp_path):
+    class Spacious(Twice):
+        def run(self, x, *, cfg):
+            return told_apart(x + x, cfg["a"])
+
+        def heuristic_cfg(self, inv):
+            return {"a": 999}
+
+        def config_space(self, inv):
+            return ConfigSpace({"a": list(range(1000))})
+
+    call = bundle(Spacious(), tmp_path, max_candidates=30)
+    assert call.configs[0] == {"a": 999}
+    assert len(call.configs) in (30, 31)
+
+
+def test_a_call_without_candidates_is_a_warning_and_the_next_is_compiled(twice, tmp_path):
+    class Empty(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return x
+
+        def reference(self, x):
+            return x
+
+        def config_space(self, inv):
+            return []
+
+    calls = [Invocation(kernel=kernel, args=(X,)) for kernel in (Empty("empty"), twice)]
+    with pytest.warns(TuningWarning, match="empty: there is nothing to compile"):
+        bundled = compile_bundle(calls, HERE, tmp_path / "bundle")
+    assert [call.description["op"] for call in bundled] == ["twice@v0"]
+    assert len(read_bundle(tmp_path / "bundle")) == 1
+
+
+def test_progress_counts_the_candidates_and_the_reference(twice, tmp_path):
+    counts = []
+    bundle(twice, tmp_path, progress=lambda inv, done, total: counts.append((inv.op_id, done, total)))
+    assert counts == [("twice", done, 8) for done in range(1, 9)]
+
+
+# --- reading one ---
+
+
+def test_what_was_written_is_what_is_read(twice, tmp_path):
+    call = bundle(twice, tmp_path)
+    assert read_bundle(tmp_path / "bundle") == [call]
+
+
+def edited(folder, change):
+    change_object(folder / "bundle" / "manifest.json", change)
+    return folder / "bundle"
+
+
+def first_row(**fields):
+    return lambda manifest: manifest["calls"][0]["candidates"][0].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(schema=3, colour="red"), "written by a newer ejkernel: schema 3, not 2; make it anew"),
+        (lambda m: m.update(schema=1), "written by an older ejkernel: schema 1, not 2; make it anew"),
+        (lambda m: m.pop("calls"), "is no bundle .*calls"),
+        (lambda m: m.update(colour="red"), "is no bundle .*colour"),
+        (lambda m: m.update(target="gpu:abacus"), "was made for gpu:abacus with JAX .*; this is cpu:.* with JAX"),
+        (lambda m: m.update(jax="0.1.2"), r"with JAX 0\.1\.2 and"),
+        (lambda m: m.update(jaxlib="0.1.3"), r"and jaxlib 0\.1\.3; this is"),
+        (first_row(file="../secret.bin"), r"names a file outside of it: '\.\./secret\.bin'"),
+        (first_row(file="/etc/passwd"), "names a file outside of it"),
+        (first_row(file=".."), "names a file outside of it"),
+        (first_row(file=""), "names a file outside of it"),
+        (first_row(file="manifest.json"), "names a file outside of it"),
+        (first_row(sha256=None), "without its file or its digest"),
+        (first_row(file=None), "without its file or its digest"),
+        (first_row(file=None, sha256=None), "without its file or its digest"),
+        (first_row(inputs=10**12), "takes int 1000000000000 arrays"),
+        (first_row(outputs=-1), "returns int -1"),
+        (lambda m: m["calls"][0].update(description=None), "is no bundle .*description"),
+    ],
+)
+def test_a_manifest_that_is_not_for_us_is_a_clear_error(twice, tmp_path, change, message):
+    bundle(twice, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        read_bundle(edited(tmp_path, change))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b'{"schema": 1}'])
+def test_what_is_no_manifest_is_no_bundle(tmp_path, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="is no bundle"):
+        read_bundle(tmp_path)
+
+
+def test_a_manifest_that_was_changed_is_no_bundle(twice, tmp_path):
+    bundle(twice, tmp_path)
+    path = tmp_path / "bundle" / "manifest.json"
+    path.write_text(path.read_text().replace("000-0001.bin", "000-0002.bin"))
+    with pytest.raises(ConfigError, match="it is not what was written: its digest is another's"):
+        read_bundle(tmp_path / "bundle")
+
+
+def test_a_folder_without_a_manifest_is_no_bundle(tmp_path):
+    with pytest.raises(ConfigError, match="is no bundle"):
+        read_bundle(tmp_path)
+
+
+def test_configurations_whose_type_is_not_there_say_what_to_import(tmp_path):
+    call = bundle(faulty_kernels.failing_on_device, tmp_path, jax.ShapeDtypeStruct((4, 4), jnp.float32))
+
+    assert call.configs[0] == faulty_kernels.HEURISTIC
+    with pytest.raises(
+        ConfigError, match=r"needs the module of 'my_kernels\.Tile'; import it first \(--import MODULE\)"
+    ):
+        read_bundle(edited(tmp_path, first_row(config_type="my_kernels.Tile")))
+
+
+def test_a_configuration_that_does_not_fit_its_type_is_a_clear_error(tmp_path):
+    bundle(faulty_kernels.failing_on_device, tmp_path, jax.ShapeDtypeStruct((4, 4), jnp.float32))
+    with pytest.raises(ConfigError, match=r"has a configuration that does not fit its type: .*colour"):
+        read_bundle(edited(tmp_path, first_row(config={"colour": "red"})))
+
+
+def swap(one, other):
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def flip(one, _):
+    raw = bytearray(one.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    one.write_bytes(raw)
+
+
+def to_pipe(one, _):
+    one.unlink()
+    os.mkfifo(one)
+
+
+# --- measuring one ---
+
+
+@pytest.mark.parametrize("damage", [swap, flip, to_pipe, lambda one, _: one.unlink()])
+def test_a_program_that_is_not_the_one_of_its_row_is_compiled_here(twice, tmp_path, damage):
+    programs = dict(bundle(twice, tmp_path).programs)
+    damage(programs[4].code.path, programs[1].code.path)
+    twice.traced.clear()
+    with pytest.warns(TuningWarning, match=r"a candidate is compiled here: its program .*\.bin"):
+        (call,) = read_bundle(tmp_path / "bundle")
+    data = tune(twice, call)
+    assert data.config == 3
+    assert fates(data.outcomes)[4] == "wrong"
+    assert set(twice.traced) == ({4, 5, 1} if damage is swap else {4, 5})
+
+
+def test_a_damaged_reference_is_compiled_here(twice, tmp_path):
+    flip(bundle(twice, tmp_path).reference.code.path, None)
+    twice.traced.clear()
+    with pytest.warns(TuningWarning, match="is not the one that was written for it"):
+        (call,) = read_bundle(tmp_path / "bundle")
+    assert tune(twice, call).config == 3
+    assert "reference" in twice.traced
+
+
+def test_nothing_is_traced_or_compiled_again_but_what_was_left(twice, tmp_path):
+    bundle(twice, tmp_path)
+    twice.traced.clear()
+    (call,) = read_bundle(tmp_path / "bundle")
+    data = tune(twice, call)
+    assert twice.traced == [5]
+    assert data.config == 3
+    assert fates(data.outcomes) == {
+        2: "measured", 1: "measured", 3: "measured", 30: "same", 4: "wrong", 5: "measured", -1: "failed",
+    }  # fmt: skip
+    assert {outcome.config: outcome.reason for outcome in data.outcomes}[-1] == "ValueError: it raises"
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
+def test_what_failed_there_is_not_tried_here(tmp_path, isolate):
+    kernel, x = faulty_kernels.failing_on_device, jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    call = bundle(kernel, tmp_path, x)
+    best = next(c for c in call.candidates if c.outcome.config == faulty_kernels.BEST)
+    failed = dataclasses.replace(best.outcome, status=Status.FAILED, reason="it failed there")
+    others = (c for c in call.candidates if c is not best)
+    call = dataclasses.replace(call, candidates=(*others, dataclasses.replace(best, outcome=failed, program=None)))
+    with pytest.warns(TuningWarning, match="all 6 candidates beside the heuristic were rejected"):
+        data = tune(kernel, call, x, isolate=isolate)
+    found = {outcome.config: (outcome.status, outcome.reason) for outcome in data.outcomes}
+    assert found[faulty_kernels.BEST] == ("failed", "it failed there")
+
+
+def test_a_program_whose_file_is_damaged_is_a_candidate_that_fails(twice, tmp_path):
+    call = bundle(twice, tmp_path)
+    programs = dict(call.programs)
+    programs[3].code.path.unlink()
+    programs[1].code.path.write_bytes(b"no machine code")
+    data = tune(twice, call)
+    assert data.config == 2
+    assert {config: status for config, status in fates(data.outcomes).items() if config in (1, 3)} == {
+        1: "failed",
+        3: "failed",
+    }

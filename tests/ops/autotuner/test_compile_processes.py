@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that compile."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.ops.faulty_kernels import BEST, SHAPE, Fault, Faulty, failing_on_device, plain, spill, spilling
+
+from ejkernel.ops.autotuner.compile.bundles import compile_bundle
+from ejkernel.ops.autotuner.compile.processes import CompileProcesses, compile_processes, compiler_for
+from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.process.worker import worker_session
+from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.transformations.nodes import Choice
+from ejkernel.ops.errors import CandidateError, TuningError
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+pytestmark = pytest.mark.slow
+
+X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+HERE = Target.named("here")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process():
+    """Keep the process that the tests of this module share."""
+    with worker_session():
+        yield
+
+
+def compiled(config, **options):
+    inv = Invocation(kernel=plain, args=(X,)).abstract()
+    return compile_processes(1).compile(inv, Choice(config=config, platform="cpu"), HERE, **options)
+
+
+def tune(candidates, kernel=plain):
+    policy = AutotunePolicy(compile_processes=1)
+    return Autotuner().tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy, candidates=candidates)
+
+
+def platforms_and_caching():
+    return jax.config.jax_platforms, jax.config.jax_enable_compilation_cache
+
+
+def fates(data):
+    return {outcome.config: outcome.status for outcome in data.outcomes}
+
+
+def test_what_was_compiled_runs_here():
+    x = jnp.ones(SHAPE)
+    program = compiled(BEST)
+    assert (program.why_left, program.inputs, program.outputs, program.spilled) == ("", 1, 1, 0)
+    assert (program.load()(x)[0] == x).all()
+
+
+def test_there_is_no_compiler_without_processes_or_for_a_device_that_nobody_described():
+    always = lambda: 60.0  # noqa: E731
+    assert compiler_for(device_fingerprint(), 0, always) is None
+    assert compiler_for("tpu:v9", 2, always) is None
+    with jax.default_device(jax.devices()[1]):
+        assert compiler_for(device_fingerprint(), 1, always) is None
+
+
+def test_what_processes_compile_is_what_threads_compile(monkeypatch):
+    traced, run = set(), Faulty.run
+
+    def watched(self, x, *, cfg):
+        traced.add(cfg.kind)
+        return run(self, x, cfg=cfg)
+
+    monkeypatch.setattr(Faulty, "run", watched)  # in this process alone
+    found = {}
+    for count in (1, 0):
+        traced.clear()
+        inv = Invocation(kernel=failing_on_device, args=(X,))
+        data = Autotuner().tune(inv, failing_on_device, policy=AutotunePolicy(compile_processes=count))
+        assert data.config == BEST
+        # which of the others leads, and is confirmed by its gradient, depends on their times
+        found[count] = {c: fate for c, fate in fates(data).items() if c.kind != "wrong gradient"}, set(traced)
+    assert found[0][0] == found[1][0]
+    assert {"raise", "nan", "wrong", "terabyte"} <= found[0][1]
+    assert not {"raise", "nan", "wrong", "terabyte"} & found[1][1]
+
+
+def test_a_candidate_that_ends_the_process_that_compiles_it_costs_itself_alone():
+    data = tune([Fault("abort while tracing"), Fault("wrong"), BEST])
+    assert list(fates(data).values()) == ["measured", "failed", "wrong", "measured"]
+    assert data.outcomes[1].reason == "the worker was ended by SIGABRT while compiling"
+    assert data.config == BEST
+
+
+def test_what_a_candidate_raises_or_closes_there_costs_itself_alone():
+    closing = [Fault(kind) for kind in ("close", "close streams", "replace streams")]
+    raising = [Fault(kind) for kind in ("interrupt", "quit", "unspeakable")]
+    data = tune([*closing, *raising, BEST])
+    assert [outcome.status for outcome in data.outcomes] == [
+        *["measured"] * 2,
+        *["same"] * 2,
+        *["failed"] * 3,
+        "measured",
+    ]
+    assert [outcome.reason.partition(":")[0] for outcome in data.outcomes[4:7]] == [
+        "KeyboardInterrupt",
+        "SystemExit",
+        "UnspeakableError",
+    ]
+
+
+def test_a_candidate_that_never_ends_compiling_is_ended():
+    with pytest.raises(CandidateError, match=r"no sign of life for .* s while compiling \(allowed: 0.3 s\)"):
+        compiled(Fault("never while tracing"), allowed=0.3)
+    assert compiled(BEST).code
+
+
+def test_what_cannot_be_sent_costs_itself_alone():
+    class Local(Faulty):
+        pass
+
+    inv = Invocation(kernel=Local("local"), args=(X,)).abstract()
+    with pytest.raises(TuningError, match="cannot be sent to a worker process"):
+        compile_processes(1).compile(inv, Choice(config=BEST, platform="cpu"), HERE)
+    assert compiled(BEST).code
+
+
+def test_its_processes_leave_the_devices_alone_and_end_with_it():
+    processes = CompileProcesses(1)
+    inv = Invocation(kernel=plain, args=(X,)).abstract()
+    processes.compile(inv, Choice(config=BEST, platform="cpu"), HERE)
+    (process,) = processes._started
+    assert process._worker.call(platforms_and_caching) == ("cpu", False)
+    pid = process._worker.pid
+    processes.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(TuningError, match="were closed"):
+        processes.compile(inv, Choice(config=BEST, platform="cpu"), HERE)
+
+
+def test_a_process_that_dies_while_it_is_idle_is_replaced():
+    processes = CompileProcesses(1)
+    inv = Invocation(kernel=plain, args=(X,)).abstract()
+    try:
+        for _ in range(2):
+            assert processes.compile(inv, Choice(config=BEST, platform="cpu"), HERE).code
+            (process,) = processes._started
+            process._worker.kill()
+    finally:
+        processes.close()
+
+
+def test_what_is_under_way_when_a_search_ends_is_ended_with_it():
+    compiler = compiler_for(device_fingerprint(), 1, lambda: 600.0)
+    inv = Invocation(kernel=plain, args=(X,)).abstract()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        future = threads.submit(compiler, inv, Choice(config=Fault("never while tracing"), platform="cpu"))
+        while not compiler._busy:
+            os.sched_yield()
+        compiler.close()
+        assert isinstance(future.exception(60), CandidateError)
+    assert compiled(BEST).code
+
+
+def test_the_time_that_is_allowed_may_change_meanwhile():
+    allowed = iter([600.0, 600.0])
+    with pytest.raises(CandidateError, match=r"\(allowed: 0.1 s\)"):
+        compiled(Fault("never while tracing"), allowed=lambda: next(allowed, 0.1))
+
+
+def test_what_calls_back_is_left_to_be_compiled_here():
+    compiler = compiler_for(device_fingerprint(), 1, lambda: 60.0)
+    inv = Invocation(kernel=plain, args=(X,)).abstract()
+    assert compiler(inv, Choice(config=Fault("memory"), platform="cpu")) is None
+
+
+UNGUARDED = """
+import jax
+import jax.numpy as jnp
+from ejkernel.ops import policy_override, tune, autotune
+
+@tune(space={"rows": [1, 2]})
+def total(x, *, rows=1):
+    return x.reshape(rows, -1).sum()
+
+with policy_override(POLICY):
+    try:
+        autotune(total, jnp.ones(8))
+    except Exception as error:
+        print("error", error)
+print("the program's work")
+"""
+
+
+@pytest.mark.parametrize("policy", ["compile_processes=1", "isolate=True"])
+def test_a_program_without_a_guard_is_not_run_by_its_workers(tmp_path, policy):
+    (tmp_path / "script.py").write_text(UNGUARDED.replace("POLICY", policy))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.count("the program's work") == 1
+    assert 'put what the program does below `if __name__ == "__main__":`' in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+# --- what compilers say ---
+
+
+def test_the_most_that_any_kernel_of_a_program_spills_counts(capfd):
+    assert compiled(Fault(says=spill(8) + spill(1892) + spill(0))).spilled == 1892
+    assert compiled(BEST).spilled == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_no_chatter_is_passed_on(capfd):
+    compiled(Fault(says="I0000 00:00:00.000000 1 compiler.cc:1] starting\nW0000 a warning\n\nof note"))
+    assert capfd.readouterr() == ("", "W0000 a warning\nof note\n")
+
+
+def test_what_was_said_is_the_reason_of_an_end(capfd):
+    fatal = Fault("abort while tracing", says="LLVM ERROR: no such register\nStack dump:\n")
+    with pytest.raises(CandidateError, match=r"ended by SIGABRT while compiling: LLVM ERROR: no such register$"):
+        compiled(fatal)
+    assert "Stack dump:" in capfd.readouterr().err
+
+
+def spills(count, repeats=1):
+    return Fault(repeats=repeats, says=spill(count))
+
+
+def test_what_spills_much_is_not_run_where_something_else_spills_little():
+    data = tune([spills(1892), spills(20, repeats=2), spills(512, repeats=3)])
+    assert list(fates(data).values()) == ["measured", "pruned", "measured", "pruned"]
+    assert data.outcomes[1].reason == "it spills 1892 bytes of registers a thread, much more than others"
+    assert [outcome.spilled for outcome in data.outcomes] == [0, 1892, 20, 512]
+    assert data.config == spills(20, repeats=2)
+
+
+def test_a_heuristic_that_spills_is_measured_all_the_same():
+    data = tune([spills(900, repeats=3), BEST], spilling)
+    assert list(fates(data).values()) == ["measured", "pruned", "measured"]
+    assert data.speedup > 1
+
+
+def test_where_everything_that_is_right_spills_it_is_measured():
+    data = tune([Fault("wrong", says=spill(0)), spills(900)], spilling)
+    assert list(fates(data).values()) == ["measured", "wrong", "measured"]
+    assert data.config == spills(900)
+
+
+def test_what_spills_is_pruned_when_it_comes_from_a_bundle_too(tmp_path):
+    inv = Invocation(kernel=plain, args=(X,))
+    (call,) = compile_bundle([inv], HERE, tmp_path / "bundle", processes=1)
+    assert [candidate.outcome.spilled for candidate in call.candidates] == [0, 0]
+    edited = dataclasses.replace(
+        call.candidates[1], program=dataclasses.replace(call.candidates[1].program, spilled=900)
+    )
+    call = dataclasses.replace(call, candidates=(call.candidates[0], edited))
+    data = Autotuner().tune(inv, plain, policy=AutotunePolicy(), compiled=call)
+    assert list(fates(data).values()) == ["measured", "pruned"]

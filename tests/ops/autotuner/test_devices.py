@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work spread over devices: on a processor every worker has the same, which is enough to see who does what."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.ops.faulty_kernels import BEST, SHAPE, plain
+
+from ejkernel.ops.autotuner.process import devices
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
+from ejkernel.ops.autotuner.process.devices import spread
+from ejkernel.ops.autotuner.process.worker import (
+    WorkerDiedError,
+    WorkerSlot,
+    in_slot,
+    reports,
+    shared_worker,
+    this_slot,
+)
+from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import TuningError, TuningWarning
+from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+pytestmark = pytest.mark.slow
+
+
+def ask(function, *args, **options):
+    """Have this thread's worker call a function."""
+    with shared_worker() as worker:
+        return worker.call(function, *args, **options)
+
+
+def pid_and_gpu():
+    return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def only_the_first():
+    """What a device is called of which there is one."""
+    return "rare" if os.environ["CUDA_VISIBLE_DEVICES"] == "0" else "common"
+
+
+def until_asked():
+    """Work until the parent asks for the end."""
+    while not reports().cancellation.is_requested:
+        os.sched_yield()
+    return "ended"
+
+
+def for_ever():
+    threading.Event().wait()
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """Have Ctrl-C come as soon as work has begun, `times` times."""
+    begun, look = threading.Event(), devices._look_at
+
+    def come(times):
+        left = [KeyboardInterrupt] * times
+
+        def look_at(members):
+            if left:
+                begun.wait(60)
+                raise left.pop()
+            look(members)
+
+        monkeypatch.setattr(devices, "_look_at", look_at)
+        return begun
+
+    return come
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [("", {"0", "1"}), ("5,GPU-7", {"5", "GPU-7"})])
+def test_each_device_has_a_worker_that_sees_it_alone(monkeypatch, visible, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    together = threading.Barrier(2)  # so that no worker does it all
+
+    def work(item):
+        found = ask(pid_and_gpu)
+        if item < 2:
+            together.wait(60)
+        return found
+
+    found = spread(work, range(4), devices=2, fingerprint=device_fingerprint())
+    assert len(found) == 4
+    assert len(set(found)) == 2
+    assert {gpu for _, gpu in found} == gpus
+
+
+def test_what_fails_is_a_result_and_the_rest_is_done():
+    done = spread(lambda item: 6 // item, [0, 1, 2], devices=1, fingerprint=device_fingerprint())
+    assert isinstance(done[0], ZeroDivisionError)
+    assert done[1:] == [6, 3]
+
+
+def test_devices_that_are_not_there_are_a_warning_and_the_others_do_the_work(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(devices, "device_fingerprint", only_the_first)
+    with pytest.warns(TuningWarning, match="1 of 2 devices could not be used: it is common, not rare"):
+        found = spread(lambda item: ask(pid_and_gpu), range(3), devices=2, fingerprint="rare")
+    assert {gpu for _, gpu in found} == {"0"}
+
+
+def test_without_any_device_nothing_is_done():
+    with pytest.raises(TuningError, match=r"there is no gpu:abacus to measure on: it is cpu:.*, not gpu:abacus"):
+        spread(ask, [os.getpid], devices=1, fingerprint="gpu:abacus")
+
+
+def test_ctrl_c_asks_for_the_end_and_begins_nothing_new(ctrl_c):
+    taken, results, begun = [], [], ctrl_c(1)
+
+    def work(item):
+        taken.append(item)
+        begun.set()
+        results.append(ask(until_asked, cancellation=Cancellation(within=this_slot().cancellation)))
+
+    with pytest.raises(KeyboardInterrupt):
+        spread(work, range(9), devices=1, fingerprint=device_fingerprint())
+    assert (taken, results) == ([0], ["ended"])
+
+
+def test_a_second_ctrl_c_ends_the_workers(ctrl_c):
+    errors, ended, begun = [], threading.Event(), ctrl_c(2)
+
+    def work(item):
+        begun.set()
+        try:
+            ask(for_ever, cancellation=Cancellation(within=this_slot().cancellation))
+        except BaseException as error:
+            errors.append(error)
+            raise
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        spread(work, [0], devices=1, fingerprint=device_fingerprint())
+    assert ended.wait(60)
+    assert isinstance(errors[0], (WorkerDiedError, KeyboardInterrupt))
+
+
+def test_a_slot_that_was_abandoned_gets_no_other_worker():
+    slot = WorkerSlot()
+    slot.abandon()
+    with in_slot(slot), pytest.raises(KeyboardInterrupt):
+        ask(os.getpid)
+
+
+def test_calls_are_tuned_side_by_side():
+    chain = ConfigSelectorChain(ConfigCache(), policy=AutotunePolicy(isolate=True, devices=2))
+    calls = [Invocation(kernel=plain, args=(jax.ShapeDtypeStruct((2 * SHAPE[0],) * 2, jnp.float32),)).abstract()]
+    calls.append(Invocation(kernel=plain, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),)).abstract())
+    shown = []
+    result = tune_invocations(chain, calls, lambda inv, done, total: shown.append((inv.key, done, total)))
+    assert [entry.cfg for entry in result.entries] == [BEST, BEST]
+    assert [data.inv.key for data in result.searches] == [inv.key for inv in calls]
+    assert {(inv.key, 2, 2) for inv in calls} <= set(shown)
+    assert len(chain.cache) == 2

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Duels: whether a challenger wins, by which witness, and how long that is looked for."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ejkernel.ops.autotuner.measure.duels import Duel, compare, judge
+from ejkernel.ops.autotuner.measure.race import Sample, Work
+
+SECONDS = st.floats(1e-6, 10.0)
+NOISE = (1.0, 9.0, 1.1, 5.0, 1.0, 7.0, 1.2, 6.0, 1.0, 8.0)  # times that a call takes longer for others' sake
+
+
+# --- comparison ---
+
+
+def test_a_challenger_that_is_faster_in_every_round_wins():
+    verdict = compare([1.0] * 8, [2.0] * 8)
+    assert (verdict.wins, verdict.speedup, verdict.confidence, verdict.pairs) == (True, 2.0, 1 - 1 / 256, 8)
+
+
+@pytest.mark.parametrize(("share", "wins"), [(0.97, True), (0.98, False), (1.0, False)])
+def test_two_per_cent_are_a_tie(share, wins):
+    assert compare([share] * 10, [1.0] * 10).wins is wins
+
+
+@pytest.mark.parametrize(("ahead", "wins"), [(7, True), (6, False), (4, False), (0, False)])
+def test_a_challenger_must_be_ahead_in_more_rounds_than_chance_gives(ahead, wins):
+    assert compare([0.5] * ahead + [1.5] * (8 - ahead), [1.0] * 8).wins is wins
+
+
+def test_drift_that_hits_both_does_not_matter():
+    drift = [1.0, 2.0, 4.0, 2.0, 1.0, 3.0]
+    assert compare([0.9 * t for t in drift], drift).speedup == pytest.approx(1 / 0.9)
+
+
+def test_a_few_rounds_are_never_enough():
+    assert [compare([0.1] * n, [1.0] * n).wins for n in range(7)] == [False] * 5 + [True] * 2
+
+
+def test_without_pairs_the_incumbent_stays():
+    verdict = compare([], [1.0])
+    assert (verdict.wins, verdict.speedup, verdict.confidence, verdict.pairs) == (False, 1.0, 0.0, 0)
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS)))
+def test_of_two_only_one_can_beat_the_other(pairs):
+    mine, theirs = [a for a, _ in pairs], [b for _, b in pairs]
+    assert not (compare(mine, theirs).wins and compare(theirs, mine).wins)
+
+
+@given(st.lists(SECONDS))
+def test_nobody_beats_itself(samples):
+    verdict = compare(samples, samples)
+    assert (verdict.wins, verdict.confidence) == (False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("shares", "settled"),
+    [
+        ([1.0] * 5, True),
+        ([1.0] * 4, False),  # too few to be sure of anything
+        ([0.99] * 8, True),  # a tie
+        ([2.0] * 8, True),
+        ([0.9, 1.1] * 4, False),
+        ([0.9, 1.1] * 4 + [1.0] * 8, True),
+    ],
+)
+def test_an_incumbent_that_stays_is_certain_to_lose_little(shares, settled):
+    verdict = compare(shares, [1.0] * len(shares))
+    assert (verdict.wins, verdict.settled) == (False, settled)
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1))
+def test_nothing_is_settled_that_the_medians_contradict(pairs):
+    verdict = compare([a for a, _ in pairs], [b for _, b in pairs])
+    if verdict.wins:
+        assert verdict.challenger < verdict.incumbent
+    elif verdict.settled:
+        assert verdict.challenger > 0.97 * verdict.incumbent
+
+
+# --- witnesses ---
+
+
+def calls(work, stretches, threads=1):
+    """Samples of a call whose busiest of so many threads works so long, held up by others."""
+    return [Sample(work * stretch, Work(work, threads * work)) for stretch in stretches]
+
+
+def test_on_a_quiet_machine_the_clock_decides_whatever_the_processors_spend():
+    parallel, serial = ([Sample(seconds, Work(work, total))] * 10 for seconds, work, total in ((1, 1, 4), (2, 2, 2)))
+    assert judge(parallel, serial).wins
+    waits, works = ([Sample(seconds, Work(work, work))] * 10 for seconds, work in ((3, 1), (2, 2)))
+    assert not judge(waits, works).wins
+    assert judge(works, waits).judged_by == "clock"
+
+
+def test_where_others_disturb_the_clock_the_work_decides():
+    fast, slow = calls(1.0, NOISE), calls(1.5, NOISE[::-1])
+    won, lost = judge(fast, slow), judge(slow, fast)
+    assert (won.wins, won.settled, won.judged_by) == (True, True, "processor")
+    assert (won.challenger, won.incumbent) == (1.0, 1.5)
+    assert (lost.wins, lost.settled, lost.judged_by) == (False, True, "processor")
+
+
+def test_without_the_work_a_disturbed_clock_settles_nothing():
+    fast, slow = ([Sample(s.seconds) for s in samples] for samples in (calls(1.0, NOISE), calls(1.5, NOISE[::-1])))
+    assert not judge(fast, slow).settled
+    assert not judge(slow, fast).settled
+
+
+def test_threads_that_share_the_work_otherwise_settle_nothing():
+    parallel, serial = calls(1.0, NOISE, threads=4), calls(1.5, NOISE[::-1])
+    assert not judge(parallel, serial).settled
+
+
+def test_a_clock_that_says_the_opposite_settles_nothing():
+    idle, busy = calls(1.0, [10 * stretch for stretch in NOISE]), calls(1.5, NOISE)
+    verdict = judge(idle, busy)
+    assert (verdict.wins, verdict.settled) == (False, False)
+
+
+def test_work_that_is_nearly_the_same_is_no_win():
+    verdict = judge(calls(0.95, NOISE), calls(1.0, NOISE[::-1]))
+    assert (verdict.wins, verdict.settled) == (False, False)
+    assert judge(calls(1.0, NOISE), calls(1.0, NOISE[::-1])).settled
+
+
+# --- duels ---
+
+
+def held(duel, incumbent, challenger):
+    """Carry out a duel with a function a side that makes its samples; return the rounds' orders."""
+    orders = []
+    while indices := duel.next_round():
+        orders.append(indices)
+        for index in indices:
+            sample = (incumbent, challenger)[index]()
+            duel.note(index, sample.seconds, sample.work)
+    return orders
+
+
+def now_one_and_now_the_other():
+    """Two functions that are in turns twice as slow as the other."""
+    one, other = itertools.cycle([1.0, 2.0]), itertools.cycle([2.0, 1.0])
+    return lambda: Sample(next(one)), lambda: Sample(next(other))
+
+
+def test_a_duel_that_is_settled_at_once_takes_its_rounds_and_no_more():
+    duel = Duel(8)
+    orders = held(duel, lambda: Sample(2.0), lambda: Sample(1.0))
+    assert orders == [[1, 0], [0, 1]] * 4 + [[1, 0]]  # of which the first does not count
+    assert (duel.verdict.wins, duel.verdict.pairs) == (True, 8)
+
+
+def test_a_duel_goes_on_while_the_evidence_is_thin():
+    rng = random.Random(0)
+    duel = Duel(8)
+    held(duel, lambda: Sample(1.4 * rng.uniform(1, 3)), lambda: Sample(rng.uniform(1, 3)))
+    assert (duel.verdict.wins, duel.verdict.settled) == (True, True)
+    assert 8 < duel.verdict.pairs < 64
+
+
+def test_a_duel_that_is_never_settled_ends_undecided():
+    duel = Duel(8)
+    held(duel, *now_one_and_now_the_other())
+    assert (duel.verdict.wins, duel.verdict.settled, duel.verdict.pairs) == (False, False, 64)
+
+
+def test_a_duel_ends_undecided_when_its_time_is_over():
+    left = iter([True] * 5 + [False] * 100)
+    duel = Duel(8, may_go_on=lambda: next(left))
+    held(duel, *now_one_and_now_the_other())
+    assert not duel.verdict.settled
+    assert 8 < duel.verdict.pairs < 16
+
+
+def test_a_duel_of_which_one_failed_is_over():
+    duel = Duel(8)
+    duel.next_round()
+    duel.fail(1)
+    duel.note(0, 1.0)
+    assert (duel.next_round(), duel.ranking()) == ([], [])
+
+
+def on_a_busy_machine(rng, work):
+    """A sample of a call on a machine that six of seven times gives others the processor, some slices long."""
+    waits = 0.0 if rng.random() < 0.2 else rng.expovariate(1 / 12.0)
+    spent = work * rng.uniform(1.0, 1.1)
+    return Sample(spent + waits, Work(spent, 1.02 * spent))
+
+
+@pytest.mark.parametrize(("heuristic", "other", "wins"), [(1.5, 1.0, True), (1.0, 1.5, False), (1.0, 1.0, False)])
+def test_among_two_on_a_busy_machine_one_in_a_hundred_is_wrong_at_most(heuristic, other, wins):
+    wrong = 0
+    for seed in range(100):
+        rng, duel = random.Random(seed), Duel(10)
+        held(duel, lambda rng=rng: on_a_busy_machine(rng, heuristic), lambda rng=rng: on_a_busy_machine(rng, other))
+        wrong += duel.verdict.wins != wins
+    assert wrong <= 1

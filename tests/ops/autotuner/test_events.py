@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What listeners hear of a search."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.ops import faulty_kernels
+from tests.ops.faulty_kernels import BEST, HEURISTIC, SHAPE
+
+from ejkernel.ops.autotuner.trials.events import (
+    CandidateFinished,
+    Counter,
+    SearchFinished,
+    SearchStarted,
+    WorkerRestarted,
+    on_event,
+)
+from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import TuningWarning
+
+pytestmark = pytest.mark.slow
+
+KERNEL = faulty_kernels.failing_on_device
+INV = Invocation(kernel=KERNEL, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),))
+
+
+def tune(kernel=KERNEL, **options):
+    inv = Invocation(kernel=kernel, args=INV.args)
+    isolate = options.pop("isolate", False)
+    return Autotuner(width=1).tune(inv, kernel, policy=AutotunePolicy(isolate=isolate), **options)
+
+
+def statuses(events, config):
+    return [e.outcome.status for e in events if isinstance(e, CandidateFinished) and e.outcome.config == config]
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
+def test_a_search_begins_has_candidates_and_ends(isolate):
+    events = []
+    with on_event(events.append):
+        data = tune(isolate=isolate)
+    assert isinstance(events[0], SearchStarted)
+    assert events[0].candidates == len(data.outcomes)
+    assert isinstance(events[-1], SearchFinished)
+    assert events[-1].data is data
+    assert all(isinstance(event, CandidateFinished) for event in events[1:-1])
+    assert {event.key for event in events} == {INV.key}
+    for config in (HEURISTIC, BEST):
+        first, *later = statuses(events, config)
+        assert (first, set(later)) == ("ready", {"measured"})
+    for outcome in data.outcomes:
+        assert statuses(events, outcome.config)[-1] == outcome.status
+
+
+def test_nobody_listens_any_more_after_the_with_block():
+    events = []
+    with on_event(events.append):
+        pass
+    tune()
+    assert events == []
+
+
+def test_listeners_are_called_each_as_often_as_they_listen():
+    one, other = [], []
+    with on_event(one.append), on_event(one.append), on_event(other.append):
+        tune()
+    assert len(one) == 2 * len(other) > 0
+
+
+def test_a_listener_that_raises_is_a_warning_and_the_search_goes_on():
+    heard = []
+
+    def bad(event):
+        raise KeyError(type(event).__name__)
+
+    with on_event(bad), on_event(heard.append), pytest.warns(TuningWarning, match="a listener failed on") as got:
+        data = tune()
+    assert data.config == BEST
+    assert len(heard) == len([w for w in got if "a listener failed on" in str(w.message)])
+    assert str(got[0].message) == "a listener failed on SearchStarted: KeyError: 'SearchStarted'"
+
+
+def test_a_worker_that_died_is_an_event_and_nothing_is_told_or_counted_twice():
+    events, progress = [], []
+    with on_event(events.append):
+        data = tune(faulty_kernels.crashing, isolate=True, progress=lambda done, total: progress.append((done, total)))
+    restarts = [event.reason for event in events if isinstance(event, WorkerRestarted)]
+    assert "the worker was ended by SIGABRT while running" in restarts
+    assert len(restarts) >= 3
+    assert sum(isinstance(event, SearchStarted) for event in events) == 1
+    crashed = [outcome.config for outcome in data.outcomes if outcome.status == "crashed"]
+    assert [statuses(events, config).count("crashed") for config in crashed] == [1, 1, 1]
+    counts = [done for done, _ in progress]
+    assert counts == sorted(set(counts))
+    assert progress[0] == (0, len(data.outcomes))
+    assert progress[-1] == (len(data.outcomes), len(data.outcomes))
+
+
+# --- counting ---
+
+
+def finished(key, *configs):
+    return [CandidateFinished(key, Outcome(config=config, status=Status.READY)) for config in configs]
+
+
+def test_a_counter_counts_each_candidate_once_and_tells_each_number_once():
+    told = []
+    counter = Counter(lambda *numbers: told.append(numbers))
+    for event in (SearchStarted(INV.key, 3), *finished(INV.key, 1, 1, 2), *finished(INV.key, 2)):
+        counter(event)
+    assert told == [(INV.key, 0, 3), (INV.key, 1, 3), (INV.key, 2, 3)]
+
+
+def test_a_counter_tells_searches_apart_and_never_more_than_there_are():
+    told, other = [], INV.key._replace(call="0" * 16)
+    counter = Counter(lambda *numbers: told.append(numbers))
+    for event in (SearchStarted(INV.key, 1), SearchStarted(other, 9), *finished(INV.key, 1, 2), *finished(other, 1)):
+        counter(event)
+    assert told == [(INV.key, 0, 1), (other, 0, 9), (INV.key, 1, 1), (other, 1, 9)]
+
+
+def test_a_search_that_ends_early_is_counted_to_its_end():
+    told = []
+    tune(progress=lambda *numbers: told.append(numbers), candidates=[BEST])
+    assert told[-1] == (2, 2)
+    assert told == sorted(set(told))

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates that end, stop or mislead their process: the search ends with the right winner, and nothing leaks."""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.ops import faulty_kernels
+from tests.ops.autotuner.made_up_times import interleaved_with
+from tests.ops.faulty_kernels import BEST, SHAPE
+
+from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
+from ejkernel.ops.autotuner.process.serve import reports
+from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, worker_session
+from ejkernel.ops.autotuner.trials.events import SearchStarted, WorkerRestarted, on_event
+from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import TuningError, TuningWarning
+
+pytestmark = pytest.mark.slow
+
+X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+
+
+def tune(kernel, *, isolate=True, budget_s=None, width=1, **limits):
+    # one after the other: the heuristic, whose times teach the timeout, comes first
+    tuner = Autotuner(limits=Limits(**limits), width=width)
+    policy = AutotunePolicy(isolate=isolate, budget_s=budget_s)
+    return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy)
+
+
+def fates(data):
+    return {outcome.config.kind: (outcome.status, outcome.reason) for outcome in data.outcomes[1:]}
+
+
+# --- what a process does not survive ---
+
+
+def test_a_candidate_that_ends_its_process_costs_itself_alone():
+    events = []
+    with on_event(events.append):
+        data = tune(faulty_kernels.crashing)
+    assert data.config == BEST
+    found = fates(data)
+    assert found["abort"] == ("crashed", "the worker was ended by SIGABRT while running")
+    assert found["exit"] == ("crashed", "the worker exited with status 3 while running")
+    assert found["abort while tracing"][0] == "crashed"
+    assert sum(isinstance(event, SearchStarted) for event in events) == 1
+    assert sum(isinstance(event, WorkerRestarted) for event in events) >= 3
+    assert float(jnp.sum(jnp.ones(3))) == 3.0  # this process still works
+
+
+def test_the_culprit_is_found_among_candidates_that_are_compiled_side_by_side():
+    data = tune(faulty_kernels.crashing, width=4)
+    assert data.config == BEST
+    assert {kind: status for kind, (status, _) in fates(data).items()} == {
+        "abort": "crashed",
+        "exit": "crashed",
+        "abort while tracing": "crashed",
+        "": "measured",
+    }
+
+
+def test_a_candidate_that_never_returns_is_ended_at_its_deadline():
+    data = tune(faulty_kernels.hanging, run=AdaptiveTimeout(first=120.0, least=2.0, factor=5.0))
+    assert data.config == BEST
+    status, reason = fates(data)["never"]
+    assert status == "crashed"
+    assert "no sign of life for 2." in reason
+
+
+def test_whoever_keeps_the_interpreter_s_lock_is_found_among_all_and_the_heuristic_is_not_blamed():
+    data = tune(faulty_kernels.locking, width=4, budget_s=16.0)
+    found = fates(data)
+    assert data.heuristic.status == "measured"
+    assert "crashed" in {found[kind][0] for kind in ("lock", "lock while tracing")}
+    assert "crashed" not in found.get("", ())
+
+
+def test_a_budget_holds_when_a_candidate_never_returns():
+    data = tune(faulty_kernels.hanging, budget_s=10.0)  # its deadline alone is two minutes
+    assert data.heuristic.status == "measured"
+    assert fates(data)["never"][0] == "crashed"
+    assert data.seconds < 60  # by far enough for any machine, and half of the deadline
+
+
+def test_in_this_process_what_never_returns_is_left_and_the_search_goes_on():
+    with pytest.warns(TuningWarning, match=r"no sign of life .* while running .*'never'.* cannot be ended in this"):
+        data = tune(faulty_kernels.hanging, isolate=False, budget_s=6.0)
+    assert data.heuristic.status == "measured"
+    assert fates(data)["never"][0] == "crashed"
+
+
+def test_what_candidates_close_is_there_for_the_others():
+    data = tune(faulty_kernels.closing, width=4)
+    found = fates(data)
+    assert found.pop("close all")[0] == "crashed"  # with the pipe to the parent
+    assert {status for status, _ in found.values()} <= {"measured", "same"}
+    assert data.heuristic.status == "measured"
+
+
+def test_a_worker_that_ends_without_any_candidate_is_an_error():
+    with pytest.raises(TuningError, match="ends without any candidate: the worker was ended by SIGABRT"):
+        tune(faulty_kernels.broken_reference)
+
+
+def test_no_worker_is_left_behind():
+    tune(faulty_kernels.failing)
+    assert multiprocessing.active_children() == []
+
+
+# --- what a process survives ---
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
+def test_a_candidate_that_fails_or_is_wrong_is_an_outcome(isolate):
+    data = tune(faulty_kernels.failing, isolate=isolate)
+    assert data.config == BEST
+    assert data.checked == ("outputs", "gradients")
+    found = fates(data)
+    assert found["raise"] == ("failed", "ValueError: it raises")
+    assert found["nan"][0] == "wrong"
+    assert found["wrong"][0] == "wrong"
+    assert found["memory"][0] == "failed"
+    assert found["terabyte"][0] == "failed"
+    assert re.match(r"it would take 10\d\d\.\d GiB; the device has", found["terabyte"][1])
+
+
+def test_a_fast_candidate_with_a_wrong_gradient_is_not_admitted(monkeypatch):
+    def time_of(config):
+        return 0.5 if config.kind else 1.0 + config.repeats
+
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
+    data = tune(faulty_kernels.failing, isolate=False)
+    assert data.config == BEST
+    assert fates(data)["wrong gradient"][0] == "wrong"
+    assert fates(data)["wrong gradient"][1].startswith("the gradient of x differs from the reference")
+
+
+def test_failed_candidates_leave_no_arrays():
+    tune(faulty_kernels.failing_on_device, isolate=False)
+    gc.collect()
+    before = len(jax.live_arrays())
+    tune(faulty_kernels.failing_on_device, isolate=False)
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+
+
+def test_a_candidate_that_fails_in_the_middle_of_a_race_leaves_it():
+    calls = []
+
+    class Tiring(Kernel[int, jax.Array]):
+        """The second candidate fails on its third call."""
+
+        def run(self, x, *, cfg):
+            def callback(x):
+                calls.append(cfg)
+                if cfg == 2 and calls.count(2) >= 3:
+                    raise RuntimeError("tired")
+                return x
+
+            return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        def reference(self, x):
+            return x
+
+        def config_space(self, inv):
+            return [1, 2, 3]
+
+    kernel = Tiring("tiring")
+    data = Autotuner().tune(Invocation(kernel=kernel, args=(X,)), kernel)
+    assert [outcome.status for outcome in data.outcomes] == ["measured", "failed", "measured"]
+    assert "tired" in data.outcomes[1].reason
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
+def test_whatever_a_candidate_raises_costs_that_candidate_alone(isolate):
+    data = tune(faulty_kernels.raising, isolate=isolate, width=2)
+    assert data.config == BEST
+    assert not data.interrupted
+    assert {kind: reason for kind, (_, reason) in fates(data).items()} == {
+        "raise": "ValueError: it raises",
+        "interrupt": "KeyboardInterrupt: no message",
+        "quit": "SystemExit: 3",
+        "unspeakable": "UnspeakableError: no message, for its __str__ raises ValueError",
+        "": "",
+    }
+
+
+# --- the worker itself ---
+
+
+def test_one_worker_serves_a_session():
+    pids = []
+    with worker_session():
+        for _ in range(2):
+            tune(faulty_kernels.failing)
+            pids.append([child.pid for child in multiprocessing.active_children()])
+    assert len(pids[0]) == 1
+    assert pids[0] == pids[1]
+
+
+def test_a_worker_answers_and_raises_what_its_work_raises():
+    worker = Worker()
+    try:
+        assert worker.call(os.getpid) == worker.pid != os.getpid()
+        with pytest.raises(ZeroDivisionError):
+            worker.call(divmod, 1, 0)
+        assert worker.call(np.add, 1, 2) == 3
+    finally:
+        worker.close()
+
+
+def raise_an_interrupt():
+    raise KeyboardInterrupt
+
+
+def stop_in_the_middle_of_a_message():
+    os.write(reports().pipe.fileno(), (1 << 20).to_bytes(8, "big") + b"the rest does not come")
+    faulty_kernels.keep_the_lock()
+
+
+class Hasty:
+    """A deadline of no length."""
+
+    def silence(self, doing, *, is_stuck):
+        return 120.0 if doing.what == "starting" else 0.5
+
+    def left(self):
+        return math.inf
+
+
+def test_an_interrupt_that_its_work_raises_is_no_ctrl_c():
+    worker = Worker()
+    try:
+        with pytest.raises(TuningError, match="KeyboardInterrupt: no message"):
+            worker.call(raise_an_interrupt)
+        assert worker.call(os.getpid) == worker.pid
+        with pytest.raises(FileNotFoundError):  # and no error of its pipe either
+            worker.call(os.stat, "/no such file")
+        with pytest.raises(WorkerDiedError, match="no sign of life"):
+            worker.call(stop_in_the_middle_of_a_message, deadline=Hasty())
+    finally:
+        worker.close()
+
+
+PARENT = """
+import os, threading
+from ejkernel.ops.autotuner.process.worker import Worker
+from tests.ops.faulty_kernels import keep_the_lock
+
+if __name__ == "__main__":
+    started = []
+    thread = threading.Thread(target=lambda: started.append(Worker()))
+    thread.start()
+    thread.join()  # whichever thread starts a worker, it lasts
+    pid = started[0].call(os.getpid)
+    threading.Thread(target=started[0].call, args=(keep_the_lock,), daemon=True).start()
+    while not started[0].is_busy:
+        os.sched_yield()
+    print(pid, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_worker_ends_with_its_parent_also_when_its_interpreter_s_lock_is_kept(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    deadline = time.monotonic() + 20
+    while is_running(int(done.stdout)) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not is_running(int(done.stdout))
+
+
+def test_a_worker_that_is_killed_says_so():
+    worker = Worker()
+    assert worker.call(os.getpid) == worker.pid
+    worker.kill()
+    with pytest.raises(WorkerDiedError, match="the worker was ended by SIGKILL"):
+        worker.call(os.getpid)
+
+
+def start_a_worker_with_a_child():
+    """Start a worker in this worker, and a process in that one; return their ids."""
+    nested.append(Worker())
+    return nested[0].pid, nested[0].call(start_a_child)
+
+
+nested = []
+
+
+def start_a_child():
+    return subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"]).pid
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_worker_takes_its_own_workers_with_it_and_what_they_started():
+    worker = Worker()
+    pids = worker.call(start_a_worker_with_a_child)
+    assert all(map(is_running, pids))
+    worker.kill()
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not any(map(is_running, pids))
+
+
+def test_what_cannot_be_sent_is_a_clear_error():
+    class Local(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return x
+
+        def config_space(self, inv):
+            return [1, 2]
+
+    with pytest.raises(TuningError, match=r"cannot be sent to a worker process.*top of a module.*isolate=False"):
+        tune(Local("local"))

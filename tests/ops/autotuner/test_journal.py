@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is to blame for the end of an attempt, and how long one may be silent, by a clock that is made up."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel.ops.autotuner.bench.oracle import REFERENCE
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.tasks.journal import Journal
+from ejkernel.ops.autotuner.tasks.task import TuningTask
+from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted
+from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import TuningError
+
+
+class Scale(Kernel[int, jax.Array]):
+    def run(self, x, *, cfg):
+        return x * cfg
+
+
+INV = Invocation(kernel=Scale("scale"), args=(np.ones(4, np.float32),)).abstract()
+HEURISTIC, A, B = 1, 2, 3
+
+
+class Search:
+    """A search whose heuristic is 1, with a clock that is set by hand."""
+
+    def __init__(self, budget=None, heard=True):
+        self.now = 100.0
+        task = TuningTask(inv=INV, policy=AutotunePolicy(budget_s=budget))
+        self.journal = Journal(task, clock=lambda: self.now)
+        self.journal.task()
+        if heard:
+            self.journal.note(SearchStarted(INV.key, 3, HEURISTIC))
+
+    def measured(self, config):
+        outcome = Outcome(config=config, status="measured", measurement=Measurement(samples=(1.0,)))
+        self.journal.note(CandidateFinished(INV.key, outcome))
+
+    def crashed(self):
+        return [outcome.config for outcome in self.journal.task().known if outcome.status == "crashed"]
+
+    def suspects(self):
+        return list(self.journal.task().suspects)
+
+
+# --- blame ---
+
+
+@pytest.mark.parametrize(
+    ("what", "accused", "crashed", "suspects"),
+    [
+        ("running", [A], [A], []),
+        ("compiling", [A], [A], []),
+        ("running", [HEURISTIC], [HEURISTIC], []),  # alone there is nobody else
+        ("running", [HEURISTIC, B], [], [HEURISTIC, B]),  # announced last, while another one kept the lock
+        ("running", [B, HEURISTIC], [], [B, HEURISTIC]),
+        ("compiling", [A, B], [], [A, B]),
+        ("running", [A, A], [A], []),  # once as what runs, and once as what was compiled a moment ago
+        ("measuring", [A, B], [], [A, B]),  # B was given up, and its thread is there still
+        (REFERENCE, [HEURISTIC], [], [HEURISTIC]),  # or the reference was it
+        (f"{REFERENCE}'s gradient", [], [], []),
+    ],
+)
+def test_only_who_was_alone_under_way_is_to_blame(what, accused, crashed, suspects):
+    search = Search()
+    search.journal.attribute_crash("it ended", what, accused)
+    assert (search.crashed(), search.suspects()) == (crashed, suspects)
+
+
+def test_a_suspect_that_is_alone_the_next_time_is_to_blame_and_the_others_stay_suspects():
+    search = Search()
+    search.journal.attribute_crash("it ended", "running", [HEURISTIC, B])
+    search.journal.attribute_crash("it ended", "compiling", [B])
+    assert (search.crashed(), search.suspects()) == ([B], [HEURISTIC])
+
+
+def test_an_end_that_nobody_is_to_blame_for_may_happen_once():
+    search = Search()
+    search.journal.attribute_crash("it ended", REFERENCE, [])
+    with pytest.raises(TuningError, match="scale: the search ends without any candidate: it ended"):
+        search.journal.attribute_crash("it ended", REFERENCE, [])
+
+
+# --- time ---
+
+
+def test_without_a_budget_an_attempt_has_the_time_that_it_asks_for():
+    search = Search()
+    assert search.journal.silence("running", [A], 120.0, is_stuck=True) == 120.0
+    assert (search.journal.left(), search.journal.is_over) == (math.inf, False)
+
+
+@pytest.mark.parametrize("what", ["compiling", "loading", "running", "measuring"])
+def test_with_a_budget_a_candidate_may_be_silent_for_half_of_what_is_left(what):
+    search = Search(budget=20.0)
+    search.now += 8.0
+    assert search.journal.silence(what, [A], 120.0) == 6.0
+    assert search.journal.silence(what, [A], 2.0) == 2.0
+    search.now += 11.9
+    assert search.journal.silence(what, [A], 120.0) == 1.0
+
+
+def test_what_takes_long_by_its_nature_has_all_that_is_left_unless_the_lock_is_kept():
+    search = Search(budget=20.0)
+    search.measured(HEURISTIC)
+    search.now += 8.0
+    assert search.journal.silence("confirming", [A], 120.0) == 12.0 + 5.0
+    assert search.journal.silence(REFERENCE, [A], 120.0) == 12.0 + 5.0
+    assert search.journal.silence(REFERENCE, [A], 120.0, is_stuck=True) == 6.0
+
+
+def test_the_heuristic_has_its_turn_and_no_more():
+    search = Search(budget=4.0)
+    assert search.journal.silence("running", [HEURISTIC], 120.0) == 14.0
+    search.now += 5.0
+    assert not search.journal.is_over
+    assert search.journal.left() == 9.0
+    search.now += 9.0
+    assert search.journal.is_over
+    with pytest.raises(TuningError, match="scale: nothing was measured within the budget of 4 s: it hung"):
+        search.journal.conclude("it hung")
+
+
+def test_a_worker_that_starts_slowly_does_not_take_the_heuristic_s_turn():
+    search = Search(budget=4.0, heard=False)
+    assert search.journal.silence("starting", [], 120.0) == 30.0
+    search.now += 25.0
+    assert search.journal.left() == math.inf
+    search.journal.note(SearchStarted(INV.key, 3, HEURISTIC))
+    assert search.journal.left() == 10.0
+
+
+@pytest.mark.parametrize(("budget", "grace"), [(10.0, 5.0), (600.0, 150.0)])
+def test_a_search_with_an_answer_ends_a_small_grace_after_its_budget(budget, grace):
+    search = Search(budget=budget)
+    search.measured(HEURISTIC)
+    search.now += budget
+    assert search.journal.left() == grace
+    assert not search.journal.is_over
+    search.now += 0.1
+    assert search.journal.is_over  # for another attempt there is no time
+
+
+def test_the_heuristic_stays_where_time_is_over_and_what_was_found_is_kept():
+    search = Search(budget=10.0)
+    for outcome in (
+        Outcome(config=A, status="ready"),
+        Outcome(config=HEURISTIC, status="measured", measurement=Measurement(samples=(1.0,))),
+        Outcome(config=B, status="failed", reason="no"),
+    ):
+        search.journal.note(CandidateFinished(INV.key, outcome))
+    search.now += 16.0
+    data = search.journal.conclude("no sign of life while confirming: 2")
+    assert (data.config, data.seconds) == (HEURISTIC, 16.0)
+    assert [(o.config, o.status) for o in data.outcomes] == [(1, "measured"), (2, "skipped"), (3, "failed")]
+    assert data.why == (
+        "the budget of 10 s was spent before another could be confirmed: no sign of life while confirming: 2"
+    )
+
+
+def test_what_a_candidate_tunes_in_its_turn_is_not_taken_for_its_own():
+    search = Search(budget=10.0)
+    other = INV.key._replace(call="0" * 16)
+    search.journal.note(SearchStarted(other, 9, 7))
+    search.journal.note(CandidateFinished(other, Outcome(config=7, status="failed")))
+    assert search.journal.task().known == ()

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels, executors and static values die with their user's last reference, and nothing is traced in vain."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, autotune, default_executor, tune
+from ejkernel.ops.registry import recording
+
+X = np.arange(3, dtype=np.float32)
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.UnstableKeyWarning")]
+
+
+class Applies(Kernel[int, Any]):
+    def run(self, x, function=None, *, cfg):
+        return x * 2 if function is None else function(x)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+class WithRule(Applies):
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (2 * cotangents[0], None)[: len(primals)]
+
+
+APPLIES = Applies("applies")
+
+
+class Function:
+    """An object that is passed as a static argument."""
+
+    def __call__(self, x):
+        return x * 3
+
+
+USES = {
+    "eager": lambda f: f(X),
+    "jit": lambda f: jax.jit(functools.partial(f))(X),
+    "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
+    "jit of grad": lambda f: jax.jit(jax.grad(lambda x: f(x).sum()))(X),
+    "vmap": lambda f: jax.vmap(f)(X[None]),
+    "jvp": lambda f: jax.jvp(f, (X,), (X,)),
+    "linearize": lambda f: jax.linearize(f, X)[1](X),
+    "lower": lambda f: jax.jit(functools.partial(f)).lower(X).as_text(),
+}
+
+
+def is_collected(make, use):
+    """Return whether what `make` returns is gone once it was used and let go of."""
+    made = make()
+    reference = weakref.ref(made)
+    use(made)
+    del made
+    gc.collect()
+    return reference() is None
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+@pytest.mark.parametrize("cls", [Applies, WithRule])
+def test_a_kernel_is_collected(cls, use):
+    assert is_collected(cls, use)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda kernel: kernel(X, cfg=1),
+        lambda kernel: jax.jit(lambda x: kernel(x, cfg=1))(X),
+        lambda kernel: default_executor().choose_config(kernel, X),
+        lambda kernel: default_executor().explain(kernel, X),
+        lambda kernel: default_executor().compile(kernel, X)(X),
+        lambda kernel: kernel({"x": X, "y": (X, 1)}, lambda tree: tree["x"]),
+    ],
+    ids=["cfg=", "cfg= under jit", "choose_config", "explain", "compile", "containers"],
+)
+def test_a_kernel_is_collected_after_other_uses(use):
+    assert is_collected(Applies, use)
+
+
+def test_a_kernel_that_was_tuned_is_collected():
+    def make():
+        @tune(space={"factor": [2.0, 3.0]})
+        def scaled(x, *, factor=2.0):
+            return x * 2 + (factor - factor)
+
+        return scaled
+
+    assert is_collected(make, lambda kernel: autotune(kernel, X, num_warmup=0, num_iters=1))
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+@pytest.mark.parametrize("make", [Function, lambda: lambda x: x * 4], ids=["object", "function"])
+def test_a_static_value_is_collected(make, use):
+    assert is_collected(make, lambda function: use(lambda x: APPLIES(x, function)))
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        functools.partial,
+        lambda function: function.__call__,
+        lambda function: jax.jit(function.__call__),
+        lambda function: lambda x: function(x) + 1,
+    ],
+    ids=["partial", "method", "jit", "closure"],
+)
+def test_what_a_static_value_holds_is_collected(hold):
+    assert is_collected(Function, lambda function: APPLIES(X, hold(function)))
+
+
+def test_kernels_that_others_were_given_are_collected_with_them():
+    """What was traced for an outer one calls the inner one; JAX itself keeps the last trace."""
+    references = []
+    for _ in range(3):
+        inner = Applies("inner")
+        Applies("outer")(X, inner)
+        references.append(weakref.ref(inner))
+    del inner
+    gc.collect()
+    assert references[0]() is None
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_an_executor_is_collected(use):
+    make = lambda: Executor(ConfigSelectorChain())  # noqa: E731
+    assert is_collected(make, lambda executor: use(lambda x: executor(APPLIES, x)))
+
+
+def test_an_array_that_was_passed_is_collected():
+    assert is_collected(lambda: jnp.arange(3.0) + 1, lambda x: (APPLIES(x), jax.grad(lambda x: APPLIES(x).sum())(x)))
+
+
+def test_an_executor_keeps_nothing_of_kernels_that_are_gone():
+    executor = Executor(ConfigSelectorChain())
+    kernels = [Applies("many") for _ in range(3)]
+    for kernel in kernels:
+        executor(kernel, X)
+    assert len(executor._plans.tables) == 3
+    del kernels, kernel
+    gc.collect()
+    assert len(executor._plans.tables) == 0
+
+
+def test_calls_that_differ_in_static_values_alone_fill_a_bounded_table(monkeypatch):
+    monkeypatch.setattr("ejkernel.ops.utils.perobject._MOST", 8)
+
+    class Scales(Applies):
+        def run(self, x, scale, *, cfg):
+            return x * len(scale)
+
+    executor, scales = Executor(ConfigSelectorChain()), Scales("scales")
+    for number in range(20):
+        np.testing.assert_array_equal(executor(scales, X, ("a",) * number), X * number)
+    assert 0 < len(executor._plans.tables.of(scales)) <= 8
+    np.testing.assert_array_equal(executor(scales, X, ()), X * 0)  # what was let go of is made again
+
+
+def test_recording_without_a_call_retraces_nothing_the_second_time():
+    traced = []
+
+    @jax.jit
+    def unrelated(x):
+        traced.append(1)
+        return x + 1
+
+    for _ in range(4):
+        with recording() as seen:
+            unrelated(X)
+        assert seen == []
+    assert len(traced) == 1
+
+
+def test_recording_does_not_make_a_call_be_missed_after_an_empty_block():
+    call = jax.jit(functools.partial(APPLIES))
+    with recording() as empty:
+        pass
+    for _ in range(2):
+        with recording() as seen:
+            call(X)
+        assert len(seen) == 1
+    assert empty == []

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A search as a person reads it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel.ops import Invocation
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
+from ejkernel.ops.autotuner.trials.status import Status
+
+CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), np.float32),), device="gpu:h200")
+
+
+def measured(rows, *microseconds):
+    samples = tuple(n * 1e-6 for n in microseconds)
+    return Outcome(config={"rows": rows}, status=Status.MEASURED, measurement=Measurement(samples=samples))
+
+
+def search(*outcomes, winner):
+    return AutotuneData(inv=CALL, config=outcomes[winner].config, outcomes=outcomes, seconds=2.0)
+
+
+FAILURE = Outcome(config={"rows": 3}, status=Status.FAILED, reason="out of\n  shared memory")
+
+
+def test_a_summary_ranks_the_candidates_and_says_why_one_failed():
+    text = search(measured(1, 20, 20, 22, 20), FAILURE, measured(2, 10), winner=2).summary()
+    assert text.splitlines() == [
+        "double@v1  f32[4,8]",
+        f"gpu:h200, call {CALL.call_key}",
+        "3 candidates in 2.0 s; 2.00x the heuristic's speed",
+        "   configuration  status    median   spread  of heuristic  reason",
+        "*  rows=2         measured  10.0 us  -       50%",
+        "h  rows=1         measured  20.0 us  8%      100%",
+        "   rows=3         failed    -        -       -             out of shared memory",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (search(measured(1, 10), measured(2, 20), winner=0), "the heuristic stays"),
+        (search(FAILURE, measured(2, 20), winner=1), "the heuristic could not be measured"),
+    ],
+)
+def test_a_summary_says_what_came_out(data, says):
+    assert data.summary().splitlines()[2].endswith(says)
+
+
+def test_a_long_reason_is_cut_in_a_table():
+    long = dataclasses.replace(FAILURE, reason="x" * 1000)
+    assert max(map(len, search(measured(1, 1), long, winner=0).summary().splitlines())) < 200
+
+
+def test_a_result_prints_a_table_of_what_tuning_brought():
+    tuned = search(measured(1, 20), measured(2, 10), winner=1)
+    entries = (Entry("double@v1", CALL.call_key, {"rows": 2}), Entry("other@v0", "0" * 16, {"rows": 5}))
+    lines = str(AutotuningResult("gpu:h200", entries, (tuned,))).splitlines()
+    assert lines[0] == "2 configurations for gpu:h200"
+    assert lines[1].split() == ["operation", "call", "configuration", "arguments", "before", "after", "speed-up"]
+    assert lines[2].split() == [
+        "double@v1",
+        CALL.call_key,
+        "rows=2",
+        "f32[4,8]",
+        *["20.0", "us", "10.0", "us", "2.00x"],
+    ]
+    assert lines[3].split() == ["other@v0", "0" * 16, "rows=5", "-", "-", "-", "-"]
+
+
+def test_a_result_that_kept_the_heuristic_says_so():
+    tuned = search(measured(1, 20), measured(2, 30), winner=0)
+    text = str(AutotuningResult("gpu:h200", (Entry("double@v1", CALL.call_key, {"rows": 1}),), (tuned,)))
+    assert text.splitlines()[0] == "1 configuration for gpu:h200"
+    assert text.endswith("kept")
+
+
+def test_an_empty_result_is_one_line():
+    assert str(AutotuningResult("gpu:h200", ())) == "0 configurations for gpu:h200"

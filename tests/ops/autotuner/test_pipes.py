@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages over a pipe of which one end waits for nobody."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+
+import pytest
+
+from ejkernel.ops.autotuner.process.pipes import Exchange, read_message, write_message
+
+LARGE = os.urandom(1 << 22)  # more than a pipe holds
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = multiprocessing.Pipe()
+    yield Exchange(ours), theirs
+    theirs.close()
+    ours.close()
+
+
+def taken(exchange, other):
+    while (message := exchange.take()) is None:
+        exchange.wait(other.fileno(), 0.05)
+    return message
+
+
+@pytest.mark.parametrize("data", [b"", b"short", LARGE], ids=["empty", "short", "large"])
+def test_what_one_end_sends_the_other_gets(ends, data):
+    exchange, other = ends
+    echo = threading.Thread(target=lambda: write_message(other, read_message(other)))
+    echo.start()
+    exchange.post(data)
+    assert taken(exchange, other) == data
+    echo.join(60)
+
+
+def test_whoever_does_not_read_keeps_nobody_waiting(ends):
+    exchange, other = ends
+    exchange.post(LARGE)
+    exchange.wait(other.fileno(), 0.0)
+    assert exchange.take() is None
+
+
+def test_a_message_that_stops_halfway_keeps_nobody_waiting(ends):
+    exchange, other = ends
+    os.write(other.fileno(), (1000).to_bytes(8, "big") + b"half")
+    exchange.wait(other.fileno(), 0.05)
+    assert exchange.take() is None
+    other.close()
+    with pytest.raises(EOFError):
+        taken(exchange, exchange._pipe)
+
+
+def test_what_was_said_before_the_end_is_not_lost(ends):
+    exchange, other = ends
+    write_message(other, b"last words")
+    other.close()
+    exchange.post(b"nobody gets this")
+    assert taken(exchange, exchange._pipe) == b"last words"
+    with pytest.raises(EOFError):
+        taken(exchange, exchange._pipe)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices that are only described, and programs compiled for them where there is no such device."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.ops.autotuner.compile.bundles import compile_bundle
+from ejkernel.ops.autotuner.compile.targets import Target, target_names
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+HAS_PLUGIN = any(
+    importlib.util.find_spec(f"jax_plugins.xla_{name}") if importlib.util.find_spec("jax_plugins") else None
+    for name in ("cuda12", "cuda13")
+)
+X = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+
+
+class OnGpu(Kernel[str, jax.Array]):
+    """`x + x`, as Pallas has it for Hopper, and as XLA has it; and a product, which XLA tunes on the device."""
+
+    def run(self, x, *, cfg):
+        if cfg == "xla":
+            return x + x
+        if cfg == "product":
+            return x @ x
+        import jax.experimental.pallas as pl
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        def body(source, target):
+            rows = pl.ds(jax.lax.axis_index("i") * 64, 64)
+            target[rows] = source[rows] + source[rows]
+
+        return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), grid=(2,), grid_names=("i",))(x)
+
+    def heuristic_cfg(self, inv):
+        return "xla"
+
+    def config_space(self, inv):
+        return ["mosaic", "product"]
+
+
+CALL = Invocation(kernel=OnGpu("on_gpu"), args=(X,))
+
+
+def test_the_targets_are_named():
+    assert "nvidia_h200" in target_names()
+    assert target_names() == sorted(target_names())
+
+
+@pytest.mark.parametrize("name", ["nvidia_h2000", "", "../nvidia_h200", "gpu:nvidia_h200"])
+def test_an_unknown_target_is_an_error_that_lists_those_there_are(name):
+    with pytest.raises(ConfigError, match=rf"target must be one of here, .*nvidia_h200.*; got {re.escape(repr(name))}"):
+        Target.named(name)
+
+
+def test_here_is_this_process_s_device():
+    here = Target.named("here")
+    assert here == Target("here", device_fingerprint())
+    assert here.platform == "cpu"
+    assert here.placed(X).sharding is None
+
+
+def test_a_target_is_called_as_keys_call_the_device():
+    h200 = Target.named("nvidia_h200")
+    assert (h200.fingerprint, h200.platform) == ("gpu:nvidia_h200", "gpu")
+
+
+@pytest.mark.parametrize("name", target_names())
+def test_a_target_is_found_by_its_fingerprint(name):
+    assert Target.of(Target.named(name).fingerprint) == Target.named(name)
+
+
+def test_for_a_processor_any_process_of_this_machine_compiles():
+    assert Target.of(device_fingerprint()) == Target.named("here")
+
+
+def test_nobody_compiles_for_a_device_that_is_not_described():
+    assert Target.of("gpu:abacus") is None
+
+
+@pytest.mark.skipif(HAS_PLUGIN, reason="JAX's CUDA plugin is here")
+def test_compiling_for_a_gpu_without_the_plugin_says_what_to_install(tmp_path):
+    with pytest.raises(ConfigError, match=rf"pip install --no-deps jax-cuda13-plugin=={re.escape(jax.__version__)}"):
+        compile_bundle([CALL], Target.named("nvidia_h200"), tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's CUDA plugin")
+def test_programs_are_compiled_for_a_gpu_that_is_not_here(tmp_path):
+    (call,) = compile_bundle([CALL], Target.named("nvidia_h200"), tmp_path / "bundle")
+    fates = {compiled.outcome.config: compiled.outcome for compiled in call.candidates}
+    assert {config: outcome.status for config, outcome in fates.items()} == {
+        "xla": "ready",
+        "mosaic": "ready",
+        "product": "left",
+    }
+    assert fates["product"].reason.startswith("XLA tunes a part of it on the device")
+    programs = dict(call.programs)
+    assert {config: (p.inputs, p.outputs, p.mosaic) for config, p in programs.items()} == {
+        "xla": (1, 1, False),
+        "mosaic": (1, 1, True),
+    }
+    assert b"ELF" in programs["mosaic"].code.path.read_bytes()
+    assert json.loads((tmp_path / "bundle" / "manifest.json").read_text())["target"] == "gpu:nvidia_h200"

@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searches: the fate of every candidate, who wins, budgets - with made-up times, so that nothing depends on a clock."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.ops import faulty_kernels
+from tests.ops.autotuner.made_up_times import interleaved_with
+from tests.ops.sample_kernels import told_apart
+
+from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.autotuner.measure.race import Sample, Work
+from ejkernel.ops.autotuner.trials.events import SearchFinished, on_event
+from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.errors import TuningError, TuningWarning
+from ejkernel.ops.utils import fingerprint
+
+pytestmark = pytest.mark.slow
+
+X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
+
+
+class Double(Kernel[int, jax.Array]):
+    """`x + x` with the heuristic 1; `faults` maps a configuration to what it does instead."""
+
+    def __init__(self, space=(1, 2, 3), faults=None):
+        super().__init__("Double")
+        self.space, self.faults = space, faults or {}
+
+    def run(self, x, *, cfg):
+        return self.faults.get(cfg, lambda x: told_apart(x + x, cfg))(x)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return list(self.space)
+
+
+@pytest.fixture
+def race(monkeypatch):
+    """`race({config: seconds, ...})` makes up the times of the candidates that reach the race, in their order."""
+
+    def setup(costs):
+        def time_of(config):
+            return costs[config["block"] if isinstance(config, dict) else config]
+
+        monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
+
+    return setup
+
+
+def tune(kernel, *args, policy=None, **options):
+    return Autotuner().tune(Invocation(kernel=kernel, args=args or (X,)), kernel, policy=policy, **options)
+
+
+def keys_in(chain):
+    return [entry[0] for entry in chain.cache.items()]
+
+
+def fates(tuned):
+    return {outcome.config: (outcome.status, outcome.reason) for outcome in tuned.outcomes}
+
+
+# --- winners ---
+
+
+@pytest.mark.parametrize(
+    ("costs", "winner"),
+    [
+        ({1: 2.0, 2: 1.0, 3: 3.0}, 2),
+        ({1: 2.0, 2: 1.5, 3: 1.0}, 3),
+        ({1: 1.0, 2: 2.0, 3: 3.0}, 1),
+        ({1: 1.0, 2: 0.99, 3: 1.0}, 1),  # nearer than noise: the heuristic stays
+        ({1: 1.0, 2: 0.97, 3: 1.0}, 2),
+        ({1: 2.0, 2: 1.0, 3: 1.0}, 2),  # a tie of others: the first
+        ({1: 1.0, 2: (0.1, 1.7), 3: 2.0}, 1),  # faster in half of the rounds
+        ({1: 1.0, 2: 4.0, 3: 0.5}, 3),  # one that is dropped early
+    ],
+)
+def test_the_winner_beats_the_heuristic(race, costs, winner):
+    race(costs)
+    assert tune(Double()).config == winner
+
+
+def test_a_search_says_what_it_measured(race):
+    race({1: 2.0, 2: 1.0, 3: 4.0})
+    tuned = tune(Double())
+    assert (tuned.speedup, tuned.winner.config, tuned.heuristic.config) == (2.0, 2, 1)
+    assert [outcome.status for outcome in tuned.outcomes] == ["measured"] * 3
+
+
+def test_a_summary_is_plain_data_with_the_failures(race):
+    def broken(x):
+        raise ValueError("does not fit")
+
+    race({1: 2.0, 2: 1.0})
+    summary = tune(Double(faults={3: broken})).summary_data()
+    assert summary["winner"] == {"median_us": 1e6, "spread": 0.0, "samples": 15, "method": "wall"}
+    assert (summary["speedup"], summary["candidates"]) == (2.0, 3)
+    assert summary["failures"] == [{"config": 3, "status": "failed", "reason": "ValueError: does not fit"}]
+
+
+def test_candidates_are_measured_once_each_and_the_heuristic_first(race):
+    race({1: 1.0, 3: 1.0, 2: 1.0})
+    assert [outcome.config for outcome in tune(Double(space=(3, 1, 3, 2, 2))).outcomes] == [1, 3, 2]
+
+
+def test_given_candidates_replace_the_config_space(race):
+    race({1: 2.0, 7: 1.0})
+    assert tune(Double(), candidates=[7]).config == 7
+
+
+def test_the_heuristic_is_measured_even_where_the_space_does_not_hold_it(race):
+    race({1: 1.0, 2: 2.0})
+    assert tune(Double(space=(2,))).config == 1
+
+
+def test_a_kernel_without_a_heuristic_is_tuned(race):
+    class Spaceless(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return told_apart(x + x, cfg)
+
+    race({5: 2.0, 6: 1.0})
+    assert tune(Spaceless(), candidates=[5, 6]).config == 6
+
+
+def test_nothing_to_measure_is_an_error():
+    class Empty(Kernel[int, jax.Array]):
+        def run(self, x, *, cfg):
+            return x
+
+        def config_space(self, inv):
+            return []
+
+    with pytest.raises(TuningError, match=r"Empty: there is nothing to measure; config_space\(inv\) returned no conf"):
+        tune(Empty())
+
+
+def test_configurations_that_are_not_data_are_an_error():
+    with pytest.raises(TuningError, match="configurations must be plain data, got <object"):
+        tune(Double(space=(object(),)))
+
+
+def test_configurations_may_be_dictionaries(race):
+    class Dictionaries(Kernel[dict, jax.Array]):
+        def run(self, x, *, cfg):
+            return told_apart(x + x, cfg)
+
+        def config_space(self, inv):
+            return [{"block": 1}, {"block": 2}]
+
+    race({1: 2.0, 2: 1.0})
+    assert tune(Dictionaries()).config == {"block": 2}
+
+
+# --- candidates that fail ---
+
+
+def fails_at_lowering(x):
+    raise NotImplementedError("no such tile")
+
+
+def fails_at_run(x):
+    def callback(x):
+        raise ValueError("crashed on the device")
+
+    return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+FAULTS = {
+    "lowering": (fails_at_lowering, "failed", "NotImplementedError: no such tile"),
+    "run": (fails_at_run, "failed", "crashed on the device"),
+    "nan": (lambda x: x / 0 * 0, "wrong", "result 0 has NaN or infinity where the reference has not"),
+    "values": (lambda x: x + x * 1.001, "wrong", "result 0 differs from the reference"),
+    "shape": (lambda x: (x + x)[1:], "wrong", r"result 0 has shape (15,), the reference (16,)"),
+    "number": (lambda x: (x + x, x), "wrong", "returns 2 arrays, the reference 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_candidate_that_fails_is_an_outcome_with_its_reason(race, fault):
+    function, status, reason = FAULTS[fault]
+    race({1: 2.0, 3: 1.0})
+    tuned = tune(Double(faults={2: function}))
+    assert tuned.config == 3
+    assert fates(tuned)[2][0] == status
+    assert reason in fates(tuned)[2][1]
+
+
+def test_a_candidate_that_does_not_compile_is_an_outcome(race, monkeypatch):
+    race({1: 2.0, 3: 1.0})
+    compile_ = jax.stages.Lowered.compile
+
+    def refuse(lowered, *args, **kwargs):
+        if "stablehlo.cosine" in lowered.as_text():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: shared memory")
+        return compile_(lowered, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    tuned = tune(Double(faults={2: jnp.cos}))
+    assert fates(tuned)[2] == ("failed", "JaxRuntimeError: RESOURCE_EXHAUSTED: shared memory")
+
+
+def test_the_heuristic_may_fail(race):
+    class Referenced(Double):
+        def reference(self, x):
+            return x + x
+
+    race({2: 2.0, 3: 1.0})
+    tuned = tune(Referenced(faults={1: fails_at_lowering}))
+    assert (tuned.config, tuned.speedup, tuned.heuristic.status) == (3, None, "failed")
+
+
+def test_a_heuristic_that_stands_for_a_reference_must_work():
+    with pytest.raises(TuningError, match="the heuristic, which stands for a reference, failed: NotImplementedError"):
+        tune(Double(faults={1: fails_at_lowering}))
+
+
+def test_a_reference_must_work():
+    class Referenced(Double):
+        def reference(self, x):
+            raise ValueError("no truth")
+
+    with pytest.raises(TuningError, match="Double: example inputs or the reference failed: ValueError: no truth"):
+        tune(Referenced())
+
+
+def test_a_search_without_survivors_is_an_error_with_the_reasons_and_how_often_each():
+    class Referenced(Double):
+        def reference(self, x):
+            return x * 7
+
+    text = r"none of 3 candidates could be measured: 2 x result 0 differs .*; 1 x NotImplementedError: no such tile"
+    with pytest.raises(TuningError, match=text):
+        tune(Referenced(faults={3: fails_at_lowering}))
+
+
+def test_wrong_results_are_not_looked_for_where_the_policy_says_so(race):
+    race({1: 2.0, 2: 1.0, 3: 3.0})
+    tuned = tune(Double(faults={2: lambda x: x * 9}), policy=AutotunePolicy(validate=False))
+    assert tuned.config == 2
+
+
+def test_a_failed_candidate_keeps_no_traceback_and_no_array(race):
+    alive = []
+
+    def fails_with_an_array(x):
+        class Held:
+            pass
+
+        held = Held()
+        alive.append(weakref.ref(held))
+        raise ValueError(str(held.__class__.__name__))
+
+    race({1: 1.0, 3: 1.0})
+    tuned = tune(Double(faults={2: fails_with_an_array}))
+    gc.collect()
+    assert (tuned.outcomes[1].status, [reference() for reference in alive]) == ("failed", [None])
+
+
+def test_an_error_without_a_text_has_a_reason(race):
+    def silent(x):
+        raise KeyError
+
+    race({1: 1.0, 3: 1.0})
+    assert fates(tune(Double(faults={2: silent})))[2][1] == "KeyError: no message"
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+    __repr__ = __str__
+
+
+class NotAnException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt: no message"),
+        (SystemExit(3), "SystemExit: 3"),
+        (GeneratorExit(), "GeneratorExit: no message"),
+        (NotAnException("odd"), "NotAnException: odd"),
+        (Unspeakable(), "Unspeakable: no message, for its __str__ raises ValueError"),
+        (
+            ExceptionGroup("two", [ValueError("a"), Unspeakable()]),
+            "ExceptionGroup: two (2 sub-exceptions): ValueError: a",
+        ),
+        (BaseExceptionGroup("one", [KeyboardInterrupt()]), "BaseExceptionGroup: one (1 sub-exception): Keyboard"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_a_candidate_raises_while_it_is_traced_costs_that_candidate_alone(race, error, reason):
+    def raising(x):
+        raise error
+
+    race({1: 2.0, 3: 1.0})
+    tuned = tune(Double(faults={2: raising}))
+    assert fates(tuned)[2][0] == "failed"
+    assert fates(tuned)[2][1].startswith(reason)
+    assert tuned.config == 3
+
+
+def test_what_a_reference_or_a_heuristic_raises_is_no_ctrl_c_either(race):
+    class Broken(Double):
+        def reference(self, x):
+            raise KeyboardInterrupt
+
+    race({1: 2.0})
+    with pytest.raises(TuningError, match="example inputs or the reference failed: KeyboardInterrupt"):
+        tune(Broken())
+
+
+# --- budgets and progress ---
+
+
+def tune_until(finished, budget_s=1.0):
+    """Tune one candidate at a time, and let the budget be spent when so many are finished."""
+    now = [0.0]
+    kernel = Double()
+
+    def progress(done, total):
+        now[0] = 9.0 if done >= finished else 0.0
+
+    tuner = Autotuner(clock=lambda: now[0], width=1)
+    policy = AutotunePolicy(budget_s=budget_s)
+    return tuner.tune(Invocation(kernel=kernel, args=(X,)), kernel, policy=policy, progress=progress)
+
+
+def test_a_spent_budget_skips_the_candidates_whose_turn_has_not_come(race):
+    race({1: 2.0, 2: 1.0})
+    tuned = tune_until(finished=2)
+    assert tuned.config == 2
+    assert fates(tuned)[3] == ("skipped", "the budget was spent before its turn")
+
+
+def test_a_spent_budget_still_measures_the_heuristic(race):
+    race({1: 1.0})
+    assert tune_until(finished=0).config == 1
+
+
+def test_a_search_says_how_long_it_took(race):
+    race({1: 2.0, 2: 1.0, 3: 1.0})
+    kernel = Double()
+    tuned = Autotuner(clock=iter([10.0, 13.5]).__next__).tune(Invocation(kernel=kernel, args=(X,)), kernel)
+    assert tuned.seconds == 3.5
+
+
+def test_progress_counts_candidates(race):
+    race({1: 1.0, 2: 1.0, 3: 1.0})
+    steps = []
+    tune(Double(), progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+# --- noise ---
+
+
+class Same(Kernel[int, jax.Array]):
+    """Every configuration is the same program."""
+
+    def run(self, x, *, cfg):
+        return x + x
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return [2, 3]
+
+
+def test_candidates_that_are_one_program_are_measured_once(race):
+    race({1: 2.0, 2: 1.0, 3: 1.0})
+    tuned = tune(Same("same"))
+    assert tuned.config == 1
+    assert fates(tuned)[2] == ("same", "the same program as 1")
+
+
+def races_one_after_the_other(monkeypatch, *races):
+    """Give each race times of its own."""
+    remaining = iter(races)
+
+    def interleaved(functions, **options):
+        return interleaved_with(next(remaining).__getitem__)(functions, **options)
+
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+
+
+def test_a_winner_that_loses_the_second_race_is_not_admitted(monkeypatch):
+    races_one_after_the_other(monkeypatch, {1: 2.0, 2: 1.0, 3: 3.0}, {1: 2.0, 2: 2.0})
+    assert tune(Double()).config == 1
+
+
+def test_the_speed_up_is_that_of_the_second_race(monkeypatch):
+    races_one_after_the_other(monkeypatch, {1: 2.0, 2: 0.5, 3: 3.0}, {1: 2.0, 2: 1.0})
+    tuned = tune(Double())
+    assert tuned.speedup == 2.0
+    assert tuned.confidence > 0.99
+
+
+def test_a_heuristic_that_stays_is_not_compared_with_confidence(race):
+    race({1: 1.0, 2: 2.0, 3: 2.0})
+    assert tune(Double()).confidence is None
+
+
+def test_a_search_in_which_only_the_heuristic_survives_warns_with_the_first_reason(race):
+    def broken(x):
+        raise ValueError("does not fit")
+
+    race({1: 1.0})
+    with pytest.warns(TuningWarning, match="all 2 candidates beside the heuristic were rejected; the first, 2,"):
+        tune(Double(faults={2: broken, 3: broken}))
+
+
+# --- evidence ---
+
+NOISE = (1.0, 9.0, 1.1, 5.0, 1.0, 7.0, 1.2, 6.0, 1.0, 8.0)  # times that a sample takes longer on a busy machine
+
+
+def held_up(work, noise=NOISE):
+    return tuple(Sample(work * stretch, Work(work, work)) for stretch in noise)
+
+
+@pytest.mark.parametrize(("costs", "winner"), [((1.5, 1.0), 2), ((1.0, 1.5), 1), ((1.0, 1.0), 1)])
+def test_on_a_busy_machine_the_work_decides_and_is_what_is_told(race, costs, winner):
+    race({1: held_up(costs[0]), 2: held_up(costs[1], NOISE[::-1])})
+    tuned = tune(Double(space=(1, 2)))
+    assert (tuned.config, tuned.undecided) == (winner, False)
+    assert {outcome.measurement.method for outcome in tuned.outcomes} == {"processor"}
+    assert tuned.winner.measurement.median == min(outcome.measurement.median for outcome in tuned.outcomes)
+
+
+def test_a_good_candidate_whose_first_sample_was_held_up_is_not_lost(race):
+    race({1: Sample(3.0, Work(3.0, 3.0)), 2: (Sample(1.0, Work(1.0, 1.0)), *held_up(1.0, (30.0, *(1.0,) * 98)))})
+    assert tune(Double(space=(1, 2))).config == 2
+
+
+def test_what_is_undecided_is_said_in_the_data_the_summary_and_the_event(race):
+    race({1: (1.0, 2.0, 2.0, 1.0), 2: (2.0, 1.0, 1.0, 2.0)})
+    finished = []
+    with on_event(lambda event: finished.append(event) if isinstance(event, SearchFinished) else None):
+        tuned = tune(Double(space=(1, 2)))
+    assert (tuned.config, tuned.undecided, finished[0].data.undecided) == (1, True, True)
+    assert tuned.standing.came_out == "undecided"
+    assert tuned.standing.verdict.pairs == 8 * 15  # it went on as long as it may
+    assert "undecided: the evidence was too little" in tuned.summary()
+    summary = tuned.summary_data()
+    assert (summary["undecided"], summary["standing"]["verdict"]) == (True, "undecided")
+
+
+def test_a_heuristic_that_stays_tells_how_the_best_other_stood_against_it(race):
+    race({1: 1.0, 2: 1.1, 3: 2.0})
+    tuned = tune(Double())
+    assert (tuned.standing.rival, tuned.standing.came_out, tuned.standing.alone) == (2, "stays", False)
+    assert "2 in the race of all: 1100.0 ms, the heuristic 1000.0 ms; faster in 0 of 15 rounds" in tuned.summary()
+
+
+def test_a_loser_whose_few_samples_were_lucky_is_measured_again_beside_the_winner(monkeypatch):
+    first = {1: 2.0, 2: (1.0, 0.5), 3: (0.9, 0.4, 9.0, 9.0)}  # 3 leaves early, and has the least median
+    races_one_after_the_other(monkeypatch, first, {1: 2.0, 2: 1.0}, {1: 2.0, 2: 1.0, 3: 4.0}, {1: 2.0, 2: 1.0})
+    tuned = tune(Double())
+    medians = {outcome.config: outcome.measurement.median for outcome in tuned.outcomes}
+    assert (tuned.config, tuned.undecided) == (2, False)
+    assert medians[2] == min(medians.values())
+
+
+def test_who_looks_faster_to_the_end_leaves_the_search_undecided(monkeypatch):
+    times = {1: 2.0, 2: 1.0, 3: 3.0}
+    races_one_after_the_other(monkeypatch, times, *({1: 2.0, 2: 4.0}, {1: 2.0, 2: 1.0}) * 9)
+    tuned = tune(Double(space=(1, 2)))
+    assert tuned.config == 1
+    assert tuned.undecided or tuned.heuristic.measurement.median <= tuned.outcomes[1].measurement.median
+
+
+# --- where ---
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_call_for_a_device_that_is_not_here_is_not_measured_on_another(isolate):
+    inv = Invocation(kernel=faulty_kernels.plain, args=(X,), device="gpu:abacus")
+    with pytest.raises(TuningError, match=r"plain: the call is for gpu:abacus, .* whose default device is cpu:"):
+        Autotuner().tune(inv, faulty_kernels.plain, policy=AutotunePolicy(isolate=isolate))
+
+
+def test_a_call_for_another_device_of_this_process_is_measured_there(monkeypatch):
+    here = jax.devices()[0]
+    name = fingerprint.device_fingerprint
+
+    def told_apart_by_number(device=None):
+        return name(device) + ("" if (device or fingerprint.default_device()) is here else "_other")
+
+    monkeypatch.setattr(fingerprint, "device_fingerprint", told_apart_by_number)
+    seen = []
+
+    class Placed(Double):
+        def example_inputs(self, inv, rng):
+            seen.append(fingerprint.default_device())
+            return (jnp.asarray(X),), {}
+
+    kernel = Placed()
+    Autotuner().tune(Invocation(kernel=kernel, args=(X,), device=name() + "_other"), kernel)
+    assert seen
+    assert here not in seen
