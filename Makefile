@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# make demo | test | doctest | lint | bench | clean - each sets up $(VENV) by itself.
+# make check | test | test-all | doctest | lint | demo | bench | clean - each sets up $(VENV) by itself.
 PYTHON ?= python3
 VENV ?= .venv
-# An exact JAX version such as 0.10.2; empty: the newest that PYTHON can run.
+# An exact JAX version such as 0.10.2, or nightly; empty: the newest that PYTHON can run.
 JAX ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -11,13 +11,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-jax$(JAX)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test doctest lint bench clean
+.PHONY: help venv check test test-all doctest lint demo bench clean
 
 help:
-	@echo "make demo     a small model trained before and after 'ejkernel tune' (minutes)"
+	@echo "make check    lint, types and the quick tests (a minute): what to run while you work"
 	@echo "make test     all tests; PYTHON=, JAX=, VENV= and PYTEST_ARGS= choose what runs"
+	@echo "make test-all all tests, which lower whole spaces rather than a sample"
 	@echo "make doctest  the examples in README.md, docs/ and docstrings"
 	@echo "make lint     ruff and mypy"
+	@echo "make demo     a small model trained before and after 'ejkernel tune' (minutes)"
 	@echo "make bench    the benchmarks; BENCH_ARGS= goes to them"
 	@echo "make clean    remove environments, caches and builds"
 
@@ -26,11 +28,16 @@ $(STAMP): pyproject.toml scripts/setup_venv.sh
 	@scripts/setup_venv.sh "$(PYTHON)" "$(VENV)" "$(JAX)"
 	@touch $@
 
-demo: $(STAMP)
-	$(BIN)/python examples/demo/demo.py
+venv: $(STAMP)
+
+check: lint
+	$(BIN)/python -m pytest -q -m 'not slow' $(PYTEST_ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest --whole-spaces $(PYTEST_ARGS)
 
 doctest: $(STAMP)
 	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
@@ -41,6 +48,9 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo/demo.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -28,9 +28,9 @@ import numpy as np
 
 from benchmarks.report import environment
 from ejkernel.ops import Invocation, Kernel
+from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.race import Race
-from ejkernel.ops.autotuner.tasks import bench
 from ejkernel.ops.autotuner.tuner import Autotuner
 
 ERRORS = ("element", "rows", "mask", "scale", "tile", "nan", "stale", "gradient")
@@ -131,7 +131,7 @@ def made_up(functions: Any, *, race: Race, **_: Any) -> list[Measurement]:
 
 def winner_of(run: Run) -> str:
     """Return what a search names: `right`, `wrong`, or the `heuristic`."""
-    bench.interleaved = made_up
+    timing.interleaved = made_up
     kernel = Product(run)
     config = Autotuner(seed=run.seed, width=1).tune(kernel.inv, kernel).config
     return "wrong" if config.error else {1: "heuristic", 4: "right"}[config.parts]

@@ -25,7 +25,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config import _writing, persistent
 from ejkernel.ops.config._files import location
-from ejkernel.ops.utils.sealed import sealed_object
+from ejkernel.ops.utils.storage.sealed import sealed_object
 
 BARS = {"entries_cpu_seconds": 5.0}  # for 100,000
 CANDIDATES = 17  # of a search; as many as attention has

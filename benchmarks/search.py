@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from ejkernel.ops.autotuner.search.strategies import ModelSearch, Random, Record, SearchOptions, Strategy
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 
 MOST = 200  # evaluations of the longest search
 WARM = 100  # evaluations of a search that starts from records

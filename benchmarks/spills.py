@@ -20,7 +20,7 @@ from benchmarks.report import environment
 from ejkernel.ops import AutotunePolicy
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, read_bundle
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.core.description import rebuild
 
 
 def measured(call: BundledCall) -> dict[str, Any]:

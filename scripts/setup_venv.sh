@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Make a virtual environment and install this package, editable, with its development tools.
-# Usage: setup_venv.sh PYTHON VENV [JAX_VERSION]
+# Usage: setup_venv.sh PYTHON VENV [JAX_VERSION]; the version `nightly` comes from the index that JAX_NIGHTLY_INDEX names.
 set -eu
 
 python=$1 venv=$2 jax=${3:-}
@@ -30,7 +30,11 @@ fi
 echo "setup: installing into $venv (Python $(echo "$wanted" | tr ' ' .), JAX ${jax:-newest})" >&2
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 # --upgrade only without a version: "newest" must not mean "what happens to be installed". -qq: errors only.
-if [ -n "$jax" ]; then
+if [ "$jax" = nightly ]; then
+    [ -n "${JAX_NIGHTLY_INDEX:-}" ] || fail "JAX=nightly needs JAX_NIGHTLY_INDEX, the address of the index that holds it"
+    "$venv/bin/python" -m pip install -qq -e "$root[dev]"
+    "$venv/bin/python" -m pip install -qq --pre --upgrade --extra-index-url "$JAX_NIGHTLY_INDEX" jax jaxlib
+elif [ -n "$jax" ]; then
     "$venv/bin/python" -m pip install -qq "jax==$jax" -e "$root[dev]"
 else
     "$venv/bin/python" -m pip install -qq --upgrade jax -e "$root[dev]"

@@ -15,6 +15,9 @@ import pytest
 # Before any test touches a device: meshes and `pmap` need several, and a CUDA plugin compiles without a GPU.
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# NumPy's threads wait for each other longer than they work on matrices as small as a search's. This is in time for the
+# processes that run tests and for those that tests start.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Most of the time of these tests is XLA's, and what it makes of small programs runs once: let it try less, here and
 # in the processes that tests start. Flags that were given come last, so they win.
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".rstrip()
@@ -24,8 +27,12 @@ hypothesis.settings.register_profile("ejkernel", deadline=None)
 hypothesis.settings.load_profile("ejkernel")
 
 
+pytest_plugins = ["tests.cpu_seconds"]
+
+
 def pytest_addoption(parser):
     parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
+    parser.addoption("--whole-spaces", action="store_true", help="lower all configurations of spaces, not a sample")
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ from tests.hostile import (
 
 import ejkernel
 from ejkernel.cli.files import calls_in_bundle, calls_in_file, missed_calls
-from ejkernel.cli.finding import Source
+from ejkernel.cli.sources import Source
 from ejkernel.ops import (
     AutotuningResult,
     CacheWarning,
@@ -74,12 +74,12 @@ from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import persistent
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.declared import names_of
-from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.execution.texts import calls_in_text
-from ejkernel.ops.utils.nameable import Names
-from ejkernel.ops.utils.payloads import key_of, text_of_bytecode
-from ejkernel.ops.utils.signature import JAX_MODULES, describe
-from ejkernel.ops.utils.typenames import decode_config
+from ejkernel.ops.utils.values.nameable import Names
+from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
+from ejkernel.ops.utils.values.signature import JAX_MODULES, describe
+from ejkernel.ops.utils.values.typenames import decode_config
 from ejkernel.settings import Settings
 
 SOURCE = Path(ejkernel.__file__).parent
@@ -437,6 +437,7 @@ def calls_by_name():
                 yield str(file.relative_to(SOURCE)), ast.unparse(node.func)
 
 
+@pytest.mark.slow
 def test_only_these_places_turn_names_or_bytes_into_code():
     dangerous = re.compile(
         r"(?:^|\.)(?:eval|exec|compile_command|__import__|import_module|run_path|run_module|loads|CDLL|deserialize"
@@ -445,17 +446,18 @@ def test_only_these_places_turn_names_or_bytes_into_code():
     found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
     assert found == {
         ("cli/app.py", "importlib.import_module"),  # a command of a fixed list
-        ("cli/finding.py", "importlib.import_module"),  # our own modules
+        ("cli/sources.py", "importlib.import_module"),  # our own modules
         ("cli/operations.py", "importlib.import_module"),  # our own modules
         ("cli/programs.py", "importlib.import_module"),  # what the user named
         ("compat/executables.py", "deserialize_and_load"),  # a bundle's programs, and of our own compiler processes
         ("ops/execution/checks/forms.py", "jax.export.deserialize"),  # what it has just written itself
         ("ops/execution/checks/forms.py", "pickle.loads"),  # the same
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
+        ("ops/__init__.py", "importlib.import_module"),  # our own modules
         ("ops/autotuner/process/serve.py", "pickle.loads"),  # between a process and its own child
         ("ops/implementation.py", "importlib.import_module"),  # what an operation lists
-        ("ops/utils/nameable.py", "importlib.import_module"),  # of a fixed list
-        ("ops/utils/signature.py", "importlib.import_module"),  # of a fixed list
+        ("ops/utils/values/nameable.py", "importlib.import_module"),  # of a fixed list
+        ("ops/utils/values/signature.py", "importlib.import_module"),  # of a fixed list
     } | {call for call in found if call[1] == "json.loads"}
 
 
@@ -464,8 +466,8 @@ def test_loaded_modules_are_not_searched_by_a_files_names():
     assert users == {
         "cli/app.py",  # whether our own errors were imported yet
         "ops/core/kernel.py",  # where an instance is kept, to be pickled by name
-        "ops/utils/nameable.py",  # where annotations of registered classes are to be resolved
-        "ops/utils/signature.py",  # whether a value has the name that it says it has
+        "ops/utils/values/nameable.py",  # where annotations of registered classes are to be resolved
+        "ops/utils/values/signature.py",  # whether a value has the name that it says it has
     }
 
 

@@ -103,11 +103,8 @@ def test_list_has_every_implementation_and_why_one_cannot_run_here(capsys):
     status, out, err = run(capsys, "list")
     rows = [line.split(None, 3) for line in out.splitlines()[1:]]
     assert status == 0
-    assert {(row[0], row[1]) for row in rows} == {
-        ("flash_attention", "cudnn"),
-        ("flash_attention", "xla"),
-        ("rms_norm", "xla"),
-    }
+    found = {(row[0], row[1]) for row in rows}
+    assert found >= {("flash_attention", "cudnn"), ("flash_attention", "xla"), ("rms_norm", "xla")}
     assert err.startswith("On ")
     listed = json.loads(run(capsys, "list", "--json")[1])["implementations"]
     for entry in listed:
@@ -189,6 +186,7 @@ messages(file=sys.stdout).print("2 calls")
 """
 
 
+@pytest.mark.slow
 def test_a_terminal_s_own_width_counts_and_colours_can_be_switched_off():
     width, coloured, plain = on_a_terminal(97, STYLES).splitlines()
     assert width == "97"

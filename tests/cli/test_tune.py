@@ -11,8 +11,11 @@ import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
-from ejkernel.ops.autotuner.tasks import bench, in_process
+from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.autotuner.tasks import in_process
 from ejkernel.ops.autotuner.tasks.run import TuningRun
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = '''
 import dataclasses
@@ -84,7 +87,7 @@ def program(tmp_path, monkeypatch):
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
     yield tmp_path
     sys.modules.pop("program", None)
 

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of attention, one for each feature, and a stand-in for cuDNN that runs anywhere."""
+"""Attention under test: a call for each feature, a row for each implementation, a stand-in for cuDNN."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.kernels.conformance import Backend, Subject, assert_close
 
-from ejkernel.kernels.flash_attention.common import Operands, Rules
+from ejkernel import compat
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, operands_of
+from ejkernel.kernels.flash_attention.reference import attention
+from ejkernel.modules import FlashAttention
+from ejkernel.ops import BwdParams, FwdParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,22 @@ class Case:
             mask,
             *segments,
         )
+
+    def call(self, dtype="float32"):
+        """Return the arguments of the operation."""
+        operands = self.operands(dtype)
+        segments = None if not self.segments else (operands.query_segments, operands.key_segments)
+        return (*operands[:5], segments), options_of(self.rules)
+
+
+def options_of(rules):
+    """Return the options of the operation that mean these rules."""
+    return {
+        "causal": rules.right == 0,
+        "softmax_scale": rules.scale,
+        "sliding_window": (rules.left, rules.right),
+        "logits_soft_cap": rules.soft_cap,
+    }
 
 
 CAUSAL = Rules(scale=0.3, right=0)
@@ -127,3 +149,46 @@ def _fake_logits(query, key, bias, scale, causal, window):
 
 def _repeat(x, query):
     return jnp.repeat(x.astype(jnp.float32), query.shape[2] // x.shape[2], axis=2)
+
+
+def simulate_cudnn(monkeypatch):
+    monkeypatch.setattr(compat, "cudnn_attention_forward", fake_cudnn_forward)
+    monkeypatch.setattr(compat, "cudnn_attention_backward", fake_cudnn_backward)
+
+
+def check_log_sum_exp(args, options, residuals, dtype):
+    """Compare the log-sum-exp of rows that see a key; of the others it is a fixed number."""
+    operands = operands_of(args)
+    call = SUBJECT.operation.describe(*args, **options)
+    _, expected = jax.jit(lambda operands: attention(operands, call.rules))(operands)
+    seen = np.asarray(expected) < EMPTY_ROW_LSE
+    assert residuals.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(residuals)[~seen], np.float32(EMPTY_ROW_LSE))
+    assert_close(SUBJECT, np.asarray(expected)[seen], np.asarray(residuals)[seen], dtype)
+
+
+def in_use(length, **options):
+    """Return a call with shapes of a language model."""
+
+    def call(dtype):
+        query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), dtype) for heads in (4, 2))
+        return (query, key, key), options
+
+    return call
+
+
+SUBJECT = Subject(
+    operation=FlashAttention(),
+    calls={name: case.call for name, case in CASES.items()},
+    briefly=("causal", "bias per head"),
+    # Blocks are smaller than the lengths, of different sizes, and no divisors of them: every way to have a rest.
+    backends={
+        "xla": Backend(params=(FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32, kv_blocksize=20))),
+        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
+        "cudnn": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_cudnn),
+        "cudnn_packed": Backend(dtypes=("bfloat16", "float16")),
+    },
+    tolerance={"float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2},
+    spaces={"causal, 2048": in_use(2048, causal=True)},
+    check_residuals=check_log_sum_exp,
+)

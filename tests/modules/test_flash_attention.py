@@ -32,6 +32,8 @@ from ejkernel.ops import (
     recording,
 )
 
+pytestmark = pytest.mark.slow
+
 KERNEL = FlashAttention()
 SMALL = FlashAttentionConfig(
     fwd=FwdParams(q_blocksize=8, kv_blocksize=16), bwd=BwdParams(q_blocksize=16, kv_blocksize=8)

@@ -19,6 +19,8 @@ from ejkernel.kernels.rms_norm.xla import XlaParams
 from ejkernel.modules import RmsNorm, RmsNormConfig, rms_norm
 from ejkernel.ops import ArgumentError, ConfigError, Invocation, recording
 
+pytestmark = pytest.mark.slow
+
 KERNEL = RmsNorm()
 ONE_PASS = RmsNormConfig(fwd=XlaParams(), bwd=XlaParams())
 BLOCKS = RmsNormConfig(fwd=XlaParams(block_rows=4), bwd=XlaParams(block_rows=5))

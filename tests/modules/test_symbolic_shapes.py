@@ -13,6 +13,8 @@ import pytest
 
 from ejkernel.modules import flash_attention, rms_norm
 
+pytestmark = pytest.mark.slow
+
 SIZES = (2, 5)
 _rng = np.random.default_rng(0)
 attend = functools.partial(flash_attention, causal=True)

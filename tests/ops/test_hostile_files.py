@@ -44,8 +44,10 @@ from ejkernel.ops.config._files import location
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.nearest import why_no_entry
-from ejkernel.ops.utils.sealed import sealed_json
+from ejkernel.ops.utils.storage.sealed import sealed_json
 from ejkernel.ops.utils.tables import arguments, compact
+
+pytestmark = pytest.mark.slow
 
 MARKED = "[bold red]marked[/bold red]"
 NASTY = [
@@ -313,7 +315,7 @@ def test_no_text_of_an_entry_a_log_or_a_note_drives_a_terminal(nasty):
     data = searched(INV)
     outcomes = (
         dataclasses.replace(data.outcomes[0], config={"rows": nasty, nasty: nasty}),
-        Outcome(config={"rows": 2, nasty: [nasty]}, status=Status.FAILED, reason=nasty),
+        Outcome(config={"rows": 2, nasty: [nasty]}, status=f"{Status.FAILED}{nasty}", reason=nasty),
     )
     search = dataclasses.replace(data, config=outcomes[0].config, outcomes=outcomes)
     call = {"op": nasty, "args": [{"array": [nasty, [nasty]]}], "kwargs": {nasty: nasty}, "steps": [["vmap", nasty, 0]]}

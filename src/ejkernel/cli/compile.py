@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ejkernel.cli import report
-from ejkernel.cli.finding import Source, find
+from ejkernel.cli.sources import Source, find
 from ejkernel.cli.tune import bars, messages
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target

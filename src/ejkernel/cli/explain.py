@@ -12,21 +12,22 @@ from typing import Any
 import click
 
 from ejkernel.cli import report
-from ejkernel.cli.finding import Source, find
 from ejkernel.cli.show import opened
+from ejkernel.cli.sources import Source, find
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
+from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.serialize import to_data
-from ejkernel.ops.utils.tables import compact, counted
+from ejkernel.ops.utils.storage.serialize import to_data
+from ejkernel.ops.utils.tables import arguments, compact, counted
 
-_MEASURED = ("persistent", "autotune", "memory")
+_MEASURED = (PERSISTENT.name, AUTOTUNE.name, MEMORY.name)
 
 
 def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: Path | None, as_json: bool) -> None:
@@ -64,8 +65,10 @@ def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
     key = f"key {why.key.call} on {why.key.device}" if why.key is not None else f"no key: {why.key_note}"
     rows = [(tier.tier, _answer(tier)) for tier in why.tiers]
     answer = f"{compact(why.config)}, from {why.source}" if why.resolution else "no configuration"
-    title = printable(f"{why.op_id_v}  {report.signature(inv)}")
-    return f"{title}\n{report.wrapped(printable(key))}\n{report.table(('tier', 'answer'), rows)}\n=> {answer}"
+    title = printable(f"{why.op_id_v}  {arguments(inv.description)}")
+    refusals = [report.wrapped(printable(f"{name} does not run: {reason}")) for name, reason in why.refusals.items()]
+    table = report.table(("tier", "answer"), rows)
+    return "\n".join([title, report.wrapped(printable(key)), table, *refusals, f"=> {answer}"])
 
 
 def _answer(tier: Consulted) -> str:
@@ -75,12 +78,13 @@ def _answer(tier: Consulted) -> str:
 def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
     return {
         "op": why.op_id_v,
-        "arguments": report.signature(inv),
+        "arguments": arguments(inv.description),
         "key": None if why.key is None else why.key.call,
         "device": None if why.key is None else why.key.device,
         "source": why.source,
         "config": None if why.resolution is None else to_data(why.config),
         "label": why.label,
+        "refusals": dict(why.refusals),
         "tiers": [
             {
                 "tier": tier.tier,

@@ -15,14 +15,14 @@ from typing import Any, Final
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, read_bundle
 from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.rebuild import rebuild
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, OfflineWarning
 from ejkernel.ops.execution.texts import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.payloads import text_of_bytecode
 from ejkernel.ops.utils.tables import counted
+from ejkernel.ops.utils.values.payloads import text_of_bytecode
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file
 _BYTECODE: Final = b"ML\xefR"

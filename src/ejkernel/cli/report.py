@@ -19,9 +19,9 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, program_name, ra
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.utils.printable import printable, printable_json
-from ejkernel.ops.utils.serialize import to_data
-from ejkernel.ops.utils.tables import arguments, compact, counted, text_table
+from ejkernel.ops.utils.printable import printable, printable_json, printable_lines
+from ejkernel.ops.utils.storage.serialize import to_data
+from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
 
 
 def width() -> int | None:
@@ -54,16 +54,11 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> st
     return f"{target}: {calls_found}, {forward} forward and {len(calls) - forward} derived, on {device}"
 
 
-def signature(inv: Invocation[Any, Any]) -> str:
-    """Return the call's arguments in short, such as `bf16[4,1024,8,64] x3, causal=True`."""
-    return arguments(inv.description)
-
-
 def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> str:
     """List calls with their keys, and whether they are tuned already: `yes`, `no` or `in part`."""
     if not calls:
         return "Nothing to tune."
-    rows = [(inv.op_id_v, signature(inv), inv.call_key, how) for inv, how in zip(calls, tuned, strict=True)]
+    rows = [(inv.op_id_v, arguments(inv.description), inv.call_key, how) for inv, how in zip(calls, tuned, strict=True)]
     return table(("operation", "arguments", "key", "tuned"), rows)
 
 
@@ -79,10 +74,10 @@ def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
     rows = [
         (
             tuned.inv.op_id,
-            signature(tuned.inv),
-            _microseconds(tuned.heuristic.measurement),
-            _microseconds(tuned.winner.measurement),
-            _speedup(tuned),
+            arguments(tuned.inv.description),
+            duration(tuned.heuristic.seconds),
+            duration(tuned.winner.seconds),
+            tuned.in_a_word,
             compact(tuned.config),
             _fates(tuned),
         )
@@ -98,7 +93,7 @@ def bundle(calls: Sequence[BundledCall]) -> str:
     rows, lines = [], []
     for call in calls:
         operation = printable(call.description["op"])
-        fates = collections.Counter(compiled.outcome.status for compiled in call.candidates)
+        fates = collections.Counter(candidate.outcome.status for candidate in call.candidates)
         rows.append((operation, ", ".join(f"{count} {status}" for status, count in fates.most_common())))
         reasons = collections.Counter(c.outcome.reason for c in call.candidates if c.outcome.reason)
         lines += [f"{operation}: {count} x {reason}" for reason, count in reasons.most_common()]
@@ -116,16 +111,16 @@ def candidates(tuned: AutotuneData) -> str:
                 "*" if outcome is tuned.winner else "h" if outcome is tuned.heuristic else "",
                 program_name(program),
                 outcome.status,
-                _microseconds(measured),
+                duration(outcome.seconds),
                 "-" if measured is None else f"{measured.spread:.0%}",
                 "-" if seconds is None else f"{seconds:.2f} s",
                 " ".join(outcome.reason.split()),
             )
         )
     header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
-    title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {signature(tuned.inv)}")
+    title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {arguments(tuned.inv.description)}")
     kept = [f"the heuristic stays: {tuned.why}"] if tuned.why else []
-    told = map(printable, (*kept, *remarks(tuned)))
+    told = map(printable_lines, (*kept, *remarks(tuned)))
     return "\n".join([title + _achieved(tuned), *told, table(header, rows, "compiled in", "spread")])
 
 
@@ -138,23 +133,10 @@ def _achieved(tuned: AutotuneData) -> str:
     return f"\n{reached.tflops:.3g} TFLOP/s, {reached.gbytes:.3g} GB/s"
 
 
-def _speedup(tuned: AutotuneData) -> str:
-    if tuned.winner is tuned.heuristic:
-        return "undecided" if tuned.undecided else "kept"
-    return "-" if tuned.speedup is None else f"{tuned.speedup:.2f}x"
-
-
 def _fates(tuned: AutotuneData) -> str:
     counts = [outcome.status for outcome in tuned.outcomes]
     others = [f"{counts.count(status)} {status}" for status in dict.fromkeys(counts) if status != Status.MEASURED]
     return ", ".join([str(len(counts)), *others])
-
-
-def _microseconds(measurement: Any) -> str:
-    if measurement is None:
-        return "-"
-    microseconds = measurement.median * 1e6
-    return f"{microseconds:.1f} us" if microseconds < 1e4 else f"{microseconds / 1e3:.1f} ms"
 
 
 def result_as_data(result: AutotuningResult) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.tables import arguments, compact
+from ejkernel.ops.utils.tables import arguments, compact, ratio
 
 
 def opened(cache: Path | None) -> PersistentCache:
@@ -97,7 +97,7 @@ def _median(times: Any) -> str:
 
 def _speedup(entry: StoredEntry) -> str:
     speedup = (entry.measured or {}).get("speedup")
-    return f"{speedup:.2f}x" if isinstance(speedup, float) else "-"
+    return ratio(speedup if isinstance(speedup, float) else None)
 
 
 def _time(entry: StoredEntry) -> str:
@@ -131,6 +131,7 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
         "standing": None if search.standing is None else search.standing.data(),
         "undecided": search.undecided,
         "interrupted": search.interrupted,
+        "rule_fault": search.rule_fault,
         "outcomes": [_program_as_data(outcome, twins) for outcome, twins in found],
         "provenance": dict(search.provenance),
     }
@@ -143,7 +144,7 @@ def _program_as_data(outcome: Outcome, twins: Sequence[Outcome]) -> dict[str, An
         "same": [twin.config for twin in twins],
         "status": outcome.status,
         "reason": outcome.reason,
-        "median_us": None if measured is None else round(measured.median * 1e6, 4),
+        "median_us": None if outcome.seconds is None else round(outcome.seconds * 1e6, 4),
         "samples": 0 if measured is None else len(measured.samples),
         "method": None if measured is None else measured.method,
     }

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.finding import Source, find, find_sendable
+from ejkernel.cli.sources import Source, find, find_sendable
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
@@ -149,6 +149,7 @@ def _find(options: TuneOptions, store: PersistentCache) -> Found:
         return find(source)
     from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
 
+    # The device is the worker's: what this process held, it could not give back when the worker has broken it.
     with shared_worker() as worker:
         # a program may take any time to lower, and Ctrl-C ends that
         found: Found = worker.call(

@@ -26,6 +26,8 @@ from ejkernel.compat.executables import gpu_topology_sharding as gpu_topology_sh
 from ejkernel.compat.executables import load_mosaic_gpu_runtime as load_mosaic_gpu_runtime
 from ejkernel.compat.executables import loaded as loaded
 from ejkernel.compat.executables import serialized as serialized
+from ejkernel.compat.pallas import mosaic_gpu_reason as mosaic_gpu_reason
+from ejkernel.compat.pallas import simulated_races as simulated_races
 from ejkernel.compat.profiling import cupti_seconds as cupti_seconds
 from ejkernel.compat.profiling import detach_cupti as detach_cupti
 from ejkernel.compat.profiling import profiled_planes as profiled_planes

@@ -14,7 +14,7 @@ from ejkernel.kernels.rms_norm.operation import RmsNorm as RmsNorm
 from ejkernel.kernels.rms_norm.operation import RmsNormConfig as RmsNormConfig
 from ejkernel.kernels.rms_norm.operation import rms_norm as _rms_norm
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 
 def _normalized_axes(axis: Any, count: int) -> tuple[int, ...]:

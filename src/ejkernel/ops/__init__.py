@@ -1,19 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that configure themselves: selection, caches, autotuning, labels and offline tuning."""
 
-from ejkernel.ops.autotuner.measure.measurement import Measurement as Measurement
-from ejkernel.ops.autotuner.measure.measurement import benchmark as benchmark
-from ejkernel.ops.autotuner.trials.events import CandidateFinished as CandidateFinished
-from ejkernel.ops.autotuner.trials.events import Event as Event
-from ejkernel.ops.autotuner.trials.events import SearchFinished as SearchFinished
-from ejkernel.ops.autotuner.trials.events import SearchStarted as SearchStarted
-from ejkernel.ops.autotuner.trials.events import WorkerRestarted as WorkerRestarted
-from ejkernel.ops.autotuner.trials.events import on_event as on_event
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData as AutotuneData
-from ejkernel.ops.autotuner.trials.outcome import Outcome as Outcome
-from ejkernel.ops.autotuner.trials.result import AutotuningResult as AutotuningResult
-from ejkernel.ops.autotuner.trials.result import Entry as Entry
-from ejkernel.ops.autotuner.tuner import Autotuner as Autotuner
+import importlib
+from typing import TYPE_CHECKING
+
 from ejkernel.ops.config.cache import ConfigCache as ConfigCache
 from ejkernel.ops.config.cache import overlay_cache as overlay_cache
 from ejkernel.ops.config.persistent import PersistentCache as PersistentCache
@@ -21,7 +11,7 @@ from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain
 from ejkernel.ops.config.selection import Resolution as Resolution
-from ejkernel.ops.config.space import ConfigSpace as ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace as ConfigSpace
 from ejkernel.ops.core.bucketing import bucketed as bucketed
 from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.invocation import default_key_builder_with_sharding as default_key_builder_with_sharding
@@ -53,16 +43,10 @@ from ejkernel.ops.errors import UnstableKeyWarning as UnstableKeyWarning
 from ejkernel.ops.errors import UnsupportedError as UnsupportedError
 from ejkernel.ops.execution.batch import pmap_with_config as pmap_with_config
 from ejkernel.ops.execution.batch import vmap_with_config as vmap_with_config
-from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
-from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
-from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
 from ejkernel.ops.execution.executor import ConfigChooser as ConfigChooser
 from ejkernel.ops.execution.executor import Executor as Executor
 from ejkernel.ops.execution.executor import default_executor as default_executor
 from ejkernel.ops.execution.executor import set_default_executor as set_default_executor
-from ejkernel.ops.execution.offline import autotune as autotune
-from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
-from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
 from ejkernel.ops.functions import tune as tune
 from ejkernel.ops.implementation import Implementation as Implementation
 from ejkernel.ops.implementation import Implementations as Implementations
@@ -86,7 +70,63 @@ from ejkernel.ops.utils.meta import extract_labels_from_hlo_text as extract_labe
 from ejkernel.ops.utils.meta import find_labels_in_lowered as find_labels_in_lowered
 from ejkernel.ops.utils.meta import label as label
 from ejkernel.ops.utils.meta import labels_to_configs as labels_to_configs
-from ejkernel.ops.utils.nameable import nameable as nameable
-from ejkernel.ops.utils.serialize import from_json as from_json
-from ejkernel.ops.utils.serialize import stable_json as stable_json
-from ejkernel.ops.utils.serialize import to_json as to_json
+from ejkernel.ops.utils.storage.serialize import from_json as from_json
+from ejkernel.ops.utils.storage.serialize import stable_json as stable_json
+from ejkernel.ops.utils.storage.serialize import to_json as to_json
+from ejkernel.ops.utils.values.nameable import nameable as nameable
+
+if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.measure.measurement import Measurement as Measurement
+    from ejkernel.ops.autotuner.measure.measurement import benchmark as benchmark
+    from ejkernel.ops.autotuner.trials.events import CandidateFinished as CandidateFinished
+    from ejkernel.ops.autotuner.trials.events import Event as Event
+    from ejkernel.ops.autotuner.trials.events import SearchFinished as SearchFinished
+    from ejkernel.ops.autotuner.trials.events import SearchStarted as SearchStarted
+    from ejkernel.ops.autotuner.trials.events import WorkerRestarted as WorkerRestarted
+    from ejkernel.ops.autotuner.trials.events import on_event as on_event
+    from ejkernel.ops.autotuner.trials.outcome import AutotuneData as AutotuneData
+    from ejkernel.ops.autotuner.trials.outcome import Outcome as Outcome
+    from ejkernel.ops.autotuner.trials.result import AutotuningResult as AutotuningResult
+    from ejkernel.ops.autotuner.trials.result import Entry as Entry
+    from ejkernel.ops.autotuner.tuner import Autotuner as Autotuner
+    from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
+    from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
+    from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
+    from ejkernel.ops.execution.offline import autotune as autotune
+    from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
+    from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
+
+# What tunes and checks is loaded when somebody asks for it: a program that only runs does not.
+_LAZY = {
+    "Measurement": "ejkernel.ops.autotuner.measure.measurement",
+    "benchmark": "ejkernel.ops.autotuner.measure.measurement",
+    "CandidateFinished": "ejkernel.ops.autotuner.trials.events",
+    "Event": "ejkernel.ops.autotuner.trials.events",
+    "SearchFinished": "ejkernel.ops.autotuner.trials.events",
+    "SearchStarted": "ejkernel.ops.autotuner.trials.events",
+    "WorkerRestarted": "ejkernel.ops.autotuner.trials.events",
+    "on_event": "ejkernel.ops.autotuner.trials.events",
+    "AutotuneData": "ejkernel.ops.autotuner.trials.outcome",
+    "Outcome": "ejkernel.ops.autotuner.trials.outcome",
+    "AutotuningResult": "ejkernel.ops.autotuner.trials.result",
+    "Entry": "ejkernel.ops.autotuner.trials.result",
+    "Autotuner": "ejkernel.ops.autotuner.tuner",
+    "check_kernel": "ejkernel.ops.execution.checks.check_kernel",
+    "CheckReport": "ejkernel.ops.execution.checks.report",
+    "CheckRow": "ejkernel.ops.execution.checks.report",
+    "autotune": "ejkernel.ops.execution.offline",
+    "autotune_lowered": "ejkernel.ops.execution.offline",
+    "autotune_recorded": "ejkernel.ops.execution.offline",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

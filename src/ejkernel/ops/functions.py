@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.ops.config.space import ConfigSpace, given_constraints
+from ejkernel.ops.config.spaces.space import ConfigSpace, given_constraints
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.utils.checks import asked, named
-from ejkernel.ops.utils.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 Config = dict[str, Any]
 Values = Sequence[Any] | Callable[[Invocation[Any, Any]], Sequence[Any]]

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
@@ -203,6 +204,14 @@ class Implementations(Mapping[str, Implementation[Any]]):
         """Return the platforms that an implementation runs on; none: all."""
         declared = self._declared[name]
         return declared.platforms if isinstance(declared, LazyImplementation) else ()
+
+    def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:
+        """Return those of these names that can be imported here."""
+        found = []
+        for name in names:
+            with contextlib.suppress(UnsupportedError):  # which `unsupported` gives as a reason
+                found.append(self[name])
+        return found
 
     def unsupported(self, name: str, call: OperationCall) -> str | None:
         """Return why an implementation does not run `call`; `None` if it does."""

@@ -117,6 +117,7 @@ def test_backward_takes_the_residuals_of_any_forward():
     assert "fmhaSoftmax(" not in text
 
 
+@pytest.mark.slow
 def test_a_mask_alone_has_no_gradient():
     operands, plain = arguments("key padding")
     residuals = xla.forward(operands, plain, FwdParams())

@@ -14,19 +14,20 @@ import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 
+from ejkernel.ops.autotuner.bench import checking, preparation, timing
+from ejkernel.ops.autotuner.bench.oracle import Oracle
+from ejkernel.ops.autotuner.bench.preparation import Preparation
+from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure import measurement, memory
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
-from ejkernel.ops.autotuner.tasks import bench
-from ejkernel.ops.autotuner.tasks.bench import Bench
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 
 X = jax.ShapeDtypeStruct((16,), jnp.int32)
 
@@ -44,16 +45,20 @@ class Sum(Kernel[int, jax.Array]):
         return 1
 
 
-def bench_of(kernel, x=X, **options):
-    options.setdefault("policy", AutotunePolicy())
-    return Bench(inv=Invocation(kernel=kernel, args=(x,)).abstract(), baseline=1, **options)
+def preparation_of(kernel, x=X, **options):
+    inv = Invocation(kernel=kernel, args=(x,)).abstract()
+    return Preparation(oracle=Oracle(inv=inv, baseline=1), **options)
 
 
-def prepared(kernel, configs, finished=lambda candidate: None, **options):
+def prepared(kernel, configs, **options):
     candidates = [Candidate(config) for config in configs]
-    table = bench_of(kernel, **options)
-    table.prepare(candidates, finished)
-    return table, candidates
+    there = preparation_of(kernel, **options)
+    there.prepare(candidates)
+    return there, candidates
+
+
+def raced(there, runners, rounds=1, **options):
+    Timing(oracle=there.oracle, **options).race(runners, Race(len(runners), plan=RacePlan.fixed(rounds)))
 
 
 # --- one program ---
@@ -62,7 +67,7 @@ def prepared(kernel, configs, finished=lambda candidate: None, **options):
 @pytest.mark.parametrize("seed", range(3))
 def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compiled_first(monkeypatch, seed):
     order = random.Random(seed).sample(range(4), 4)
-    results = bench.CompileThreads
+    results = preparation.CompileThreads
 
     class Shuffled(results):
         def __init__(self, jobs, **options):
@@ -72,7 +77,7 @@ def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compi
             for done in super().results(stop):
                 yield dataclasses.replace(done, index=order[done.index])
 
-    monkeypatch.setattr(bench, "CompileThreads", Shuffled)
+    monkeypatch.setattr(preparation, "CompileThreads", Shuffled)
     _, (one, same, other, third) = prepared(Sum("sum"), [1, 11, 2, 21])
     assert [c.status for c in (one, same, other, third)] == ["ready", "same", "ready", "same"]
     assert same.twin is third.twin is one
@@ -82,23 +87,22 @@ def test_of_candidates_that_are_one_program_the_first_counts_whichever_was_compi
 
 
 def test_every_candidate_of_one_program_takes_as_long_as_the_one_that_is_measured(monkeypatch):
-    monkeypatch.setattr(bench, "interleaved", interleaved_with(float))
-    table, candidates = prepared(Sum("sum"), [3, 13, 23, 4], width=1)
-    runners = [c for c in candidates if c.compiled is not None]
-    table.race(runners, Race(len(runners), plan=RacePlan.fixed(2)), warmup=0)
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(float))
+    there, candidates = prepared(Sum("sum"), [3, 13, 23, 4], width=1)
+    raced(there, [c for c in candidates if c.compiled is not None], rounds=2)
     assert [c.seconds for c in candidates] == [3.0, 3.0, 3.0, 4.0]
 
 
 def test_a_candidate_finishes_with_the_fate_that_it_has_in_the_end():
     last = {}
-    _, candidates = prepared(Sum("sum"), [1, 11, 21, 31, 2], lambda c: last.update({c.config: c.status}))
+    _, candidates = prepared(Sum("sum"), [1, 11, 21, 31, 2], finished=lambda c: last.update({c.config: c.status}))
     assert last == {c.config: c.status for c in candidates}
 
 
 def test_candidates_of_a_later_batch_are_twins_of_the_earlier_ones():
-    table, (first,) = prepared(Sum("sum"), [11])
+    there, (first,) = prepared(Sum("sum"), [11])
     later = Candidate(1)
-    table.prepare([later])
+    there.prepare([later])
     assert (later.status, later.twin) == ("same", first)
 
 
@@ -136,7 +140,7 @@ def test_a_candidate_that_is_right_on_the_first_inputs_alone_does_not_win(monkey
         def config_space(self, inv):
             return [2, 3]
 
-    monkeypatch.setattr(bench, "interleaved", interleaved_with({1: 3.0, 2: 1.0, 3: 2.0}.get))
+    monkeypatch.setattr(timing, "interleaved", interleaved_with({1: 3.0, 2: 1.0, 3: 2.0}.get))
     kernel = Remembers("remembers")
     data = Autotuner().tune(Invocation(kernel=kernel, args=(X,)), kernel)
     assert [outcome.status for outcome in data.outcomes] == ["measured", "wrong", "measured"]
@@ -164,7 +168,7 @@ def test_a_compiler_that_fails_to_tell_the_memory_is_the_candidate_s_failure(mon
     def raises(compiled):
         raise RuntimeError("no analysis")
 
-    monkeypatch.setattr(bench, "peak_bytes", raises)
+    monkeypatch.setattr(checking, "peak_bytes", raises)
     _, (candidate,) = prepared(Sum("sum"), [1])
     assert (candidate.status, candidate.reason) == ("failed", "RuntimeError: no analysis")
 
@@ -181,10 +185,10 @@ def test_a_compiler_that_fails_to_tell_the_memory_is_the_candidate_s_failure(mon
 def test_inputs_are_cold_where_that_is_asked_for_and_can_be_had(monkeypatch, elements, cold_cache, room, expected):
     monkeypatch.setattr(measurement, "_CACHE_BYTES", 1 << 20)
     if room is not None:
-        monkeypatch.setattr(bench, "device_bytes", lambda: room)
+        monkeypatch.setattr(timing, "device_bytes", lambda: room)
     x = jax.ShapeDtypeStruct((elements,), jnp.int32)
-    table, candidates = prepared(Sum("sum"), [1], x=x, policy=AutotunePolicy(cold_cache=cold_cache))
-    table.race(candidates, Race(len(candidates), plan=RacePlan.fixed(1)), warmup=0)
+    there, candidates = prepared(Sum("sum"), [1], x=x)
+    raced(there, candidates, cold_cache=cold_cache)
     assert candidates[0].measurement.cache == expected
 
 
@@ -199,8 +203,8 @@ def test_copies_for_cold_caches_are_equal_and_keys_of_random_numbers_too(monkeyp
             return jax.random.bits(x[0], (4,))
 
     keys = jax.random.split(jax.random.key(0), 64)
-    table, _ = prepared(Draws("draws"), [1], x=keys, policy=AutotunePolicy(cold_cache=True))
-    first, *others = table._argument_sets()
+    there, _ = prepared(Draws("draws"), [1], x=keys)
+    first, *others = Timing(oracle=there.oracle, cold_cache=True).argument_sets()
     assert len(others) > 1
     for other in others:
         assert jnp.array_equal(jax.random.key_data(first[0]), jax.random.key_data(other[0]))
@@ -270,12 +274,12 @@ def test_the_baseline_is_run_whatever_it_spills_and_whoever_has_its_program(firs
 
 
 def test_what_was_measured_before_is_not_pruned():
-    table, candidates = prepared(Sum("sum"), [1], compile_elsewhere=compiled_elsewhere({1: 0, 2: 900}, []))
+    there, candidates = prepared(Sum("sum"), [1], compile_elsewhere=compiled_elsewhere({1: 0, 2: 900}, []))
     known = Outcome(config=2, status="measured", measurement=Measurement(samples=(1.0,), method="made up"), spilled=900)
     candidates.append(Candidate(2))
     candidates[1].take_over(known)
     assert candidates[1].outcome() == known
-    table.prepare(candidates[1:])
+    there.prepare(candidates[1:])
     assert fates(candidates) == {1: "ready", 2: "ready"}
 
 

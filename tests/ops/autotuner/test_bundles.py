@@ -16,16 +16,18 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 from tests.ops.sealing import change_object
 
+from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.tasks import bench
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ConfigError, TuningWarning
+
+pytestmark = pytest.mark.slow
 
 X = jax.ShapeDtypeStruct((8,), jnp.int32)  # no gradient, which would be compiled where it is checked
 HERE = Target.named("here")
@@ -62,7 +64,7 @@ class Twice(Kernel[int, jax.Array]):
 @pytest.fixture
 def twice(monkeypatch):
     """A kernel of which 3 is the fastest."""
-    monkeypatch.setattr(bench, "interleaved", interleaved_with(lambda cfg: 1.0 if cfg == 3 else 2.0 + cfg))
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(lambda cfg: 1.0 if cfg == 3 else 2.0 + cfg))
     return Twice()
 
 

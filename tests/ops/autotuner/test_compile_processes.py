@@ -21,9 +21,11 @@ from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+pytestmark = pytest.mark.slow
 
 X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 HERE = Target.named("here")

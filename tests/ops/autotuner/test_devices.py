@@ -12,8 +12,16 @@ import pytest
 from tests.ops.faulty_kernels import BEST, SHAPE, plain
 
 from ejkernel.ops.autotuner.process import devices
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.devices import spread
-from ejkernel.ops.autotuner.process.worker import WorkerDiedError, WorkerSlot, in_slot, reports, shared_worker
+from ejkernel.ops.autotuner.process.worker import (
+    WorkerDiedError,
+    WorkerSlot,
+    in_slot,
+    reports,
+    shared_worker,
+    this_slot,
+)
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
@@ -21,6 +29,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.execution.offline import tune_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+
+pytestmark = pytest.mark.slow
 
 
 def ask(function, *args, **options):
@@ -40,7 +50,7 @@ def only_the_first():
 
 def until_asked():
     """Work until the parent asks for the end."""
-    while not reports().must_stop():
+    while not reports().cancellation.is_requested:
         os.sched_yield()
     return "ended"
 
@@ -111,7 +121,7 @@ def test_ctrl_c_asks_for_the_end_and_begins_nothing_new(ctrl_c):
     def work(item):
         taken.append(item)
         begun.set()
-        results.append(ask(until_asked, stopping=False))
+        results.append(ask(until_asked, cancellation=Cancellation(within=this_slot().cancellation)))
 
     with pytest.raises(KeyboardInterrupt):
         spread(work, range(9), devices=1, fingerprint=device_fingerprint())
@@ -124,7 +134,7 @@ def test_a_second_ctrl_c_ends_the_workers(ctrl_c):
     def work(item):
         begun.set()
         try:
-            ask(for_ever, stopping=False)
+            ask(for_ever, cancellation=Cancellation(within=this_slot().cancellation))
         except BaseException as error:
             errors.append(error)
             raise
@@ -137,7 +147,7 @@ def test_a_second_ctrl_c_ends_the_workers(ctrl_c):
     assert isinstance(errors[0], (WorkerDiedError, KeyboardInterrupt))
 
 
-def test_a_seat_that_was_abandoned_gets_no_other_worker():
+def test_a_slot_that_was_abandoned_gets_no_other_worker():
     slot = WorkerSlot()
     slot.abandon()
     with in_slot(slot), pytest.raises(KeyboardInterrupt):

@@ -11,15 +11,20 @@ from tests.ops.faulty_kernels import BEST, HEURISTIC, SHAPE
 
 from ejkernel.ops.autotuner.trials.events import (
     CandidateFinished,
+    Counter,
     SearchFinished,
     SearchStarted,
     WorkerRestarted,
     on_event,
 )
+from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningWarning
+
+pytestmark = pytest.mark.slow
 
 KERNEL = faulty_kernels.failing_on_device
 INV = Invocation(kernel=KERNEL, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),))
@@ -95,3 +100,33 @@ def test_a_worker_that_died_is_an_event_and_nothing_is_told_or_counted_twice():
     assert counts == sorted(set(counts))
     assert progress[0] == (0, len(data.outcomes))
     assert progress[-1] == (len(data.outcomes), len(data.outcomes))
+
+
+# --- counting ---
+
+
+def finished(key, *configs):
+    return [CandidateFinished(key, Outcome(config=config, status=Status.READY)) for config in configs]
+
+
+def test_a_counter_counts_each_candidate_once_and_tells_each_number_once():
+    told = []
+    counter = Counter(lambda *numbers: told.append(numbers))
+    for event in (SearchStarted(INV.key, 3), *finished(INV.key, 1, 1, 2), *finished(INV.key, 2)):
+        counter(event)
+    assert told == [(INV.key, 0, 3), (INV.key, 1, 3), (INV.key, 2, 3)]
+
+
+def test_a_counter_tells_searches_apart_and_never_more_than_there_are():
+    told, other = [], INV.key._replace(call="0" * 16)
+    counter = Counter(lambda *numbers: told.append(numbers))
+    for event in (SearchStarted(INV.key, 1), SearchStarted(other, 9), *finished(INV.key, 1, 2), *finished(other, 1)):
+        counter(event)
+    assert told == [(INV.key, 0, 1), (other, 0, 9), (INV.key, 1, 1), (other, 1, 9)]
+
+
+def test_a_search_that_ends_early_is_counted_to_its_end():
+    told = []
+    tune(progress=lambda *numbers: told.append(numbers), candidates=[BEST])
+    assert told[-1] == (2, 2)
+    assert told == sorted(set(told))

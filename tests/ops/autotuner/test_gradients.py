@@ -29,6 +29,8 @@ from ejkernel.ops import (
     Kernel,
 )
 
+pytestmark = pytest.mark.slow
+
 _rng = np.random.default_rng(1)
 
 

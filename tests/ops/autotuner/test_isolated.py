@@ -21,17 +21,19 @@ from tests.ops import faulty_kernels
 from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.faulty_kernels import BEST, SHAPE
 
+from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.autotuner.bench.limits import Limits
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 from ejkernel.ops.autotuner.process.serve import reports
 from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, worker_session
-from ejkernel.ops.autotuner.tasks import bench
-from ejkernel.ops.autotuner.tasks.bench import Limits
 from ejkernel.ops.autotuner.trials.events import SearchStarted, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
+
+pytestmark = pytest.mark.slow
 
 X = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
 
@@ -144,7 +146,7 @@ def test_a_fast_candidate_with_a_wrong_gradient_is_not_admitted(monkeypatch):
     def time_of(config):
         return 0.5 if config.kind else 1.0 + config.repeats
 
-    monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
     data = tune(faulty_kernels.failing, isolate=False)
     assert data.config == BEST
     assert fates(data)["wrong gradient"][0] == "wrong"

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from ejkernel.ops.autotuner.bench.oracle import REFERENCE
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.tasks.bench import REFERENCE
 from ejkernel.ops.autotuner.tasks.journal import Journal
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted
@@ -36,7 +36,7 @@ class Search:
     def __init__(self, budget=None, heard=True):
         self.now = 100.0
         task = TuningTask(inv=INV, policy=AutotunePolicy(budget_s=budget))
-        self.journal = Journal(task, None, clock=lambda: self.now)
+        self.journal = Journal(task, clock=lambda: self.now)
         self.journal.task()
         if heard:
             self.journal.note(SearchStarted(INV.key, 3, HEURISTIC))

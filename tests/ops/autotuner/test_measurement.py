@@ -12,14 +12,21 @@ import numpy as np
 import pytest
 
 from ejkernel.ops.autotuner.measure import timers
-from ejkernel.ops.autotuner.measure.measurement import Measurement, Runner, apart, benchmark, interleaved, sets_for_cold
+from ejkernel.ops.autotuner.measure.measurement import (
+    Measurement,
+    Runner,
+    benchmark,
+    interleaved,
+    on_measuring_thread,
+    sets_for_cold,
+)
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.measure.timers import Timer, TimerError, wall_sample
+from ejkernel.ops.autotuner.process.threads import is_measuring
 from ejkernel.ops.config.cache import overlay_cache
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.registry import recording
-from ejkernel.ops.utils import services
 
 X = np.ones(4, np.float32)
 
@@ -289,47 +296,49 @@ def test_benchmark_needs_a_positive_number_of_calls(options):
 
 
 def test_work_is_done_on_another_thread():
-    assert apart(threading.current_thread) is not threading.current_thread()
+    assert on_measuring_thread(threading.current_thread) is not threading.current_thread()
 
 
 def test_work_for_one_device_is_done_on_one_thread():
-    assert apart(threading.current_thread) is apart(threading.current_thread)
+    assert on_measuring_thread(threading.current_thread) is on_measuring_thread(threading.current_thread)
 
 
 def test_work_for_another_device_is_done_on_another_thread():
     with jax.default_device(jax.devices()[-1]):
-        other = apart(threading.current_thread)
-    assert other is not apart(threading.current_thread)
+        other = on_measuring_thread(threading.current_thread)
+    assert other is not on_measuring_thread(threading.current_thread)
 
 
 def test_work_inside_work_has_a_thread_of_its_own():
-    outer, inner = apart(lambda: (threading.current_thread(), apart(threading.current_thread)))
+    outer, inner = on_measuring_thread(
+        lambda: (threading.current_thread(), on_measuring_thread(threading.current_thread))
+    )
     assert outer is not inner
 
 
 def test_work_inside_a_trace_inside_work_meets_no_tracer():
     @jax.jit
     def function(x):
-        assert not isinstance(apart(lambda: jnp.ones(3) + 1), jax.core.Tracer)
+        assert not isinstance(on_measuring_thread(lambda: jnp.ones(3) + 1), jax.core.Tracer)
         return x
 
-    apart(lambda: function(X))
+    on_measuring_thread(lambda: function(X))
 
 
 def test_a_thread_knows_whether_it_measures():
-    seen = [services.is_measuring(), *apart(lambda: (services.is_measuring(), apart(services.is_measuring)))]
-    assert [*seen, services.is_measuring()] == [False, True, True, False]
+    seen = [is_measuring(), *on_measuring_thread(lambda: (is_measuring(), on_measuring_thread(is_measuring)))]
+    assert [*seen, is_measuring()] == [False, True, True, False]
 
 
 def test_an_error_of_the_work_is_the_callers():
     with pytest.raises(ZeroDivisionError):
-        apart(lambda: 1 / 0)
+        on_measuring_thread(lambda: 1 / 0)
 
 
 def test_the_thread_serves_again_after_an_error():
     with pytest.raises(ZeroDivisionError):
-        apart(lambda: 1 / 0)
-    assert apart(lambda: (services.is_measuring(), 1)) == (True, 1)
+        on_measuring_thread(lambda: 1 / 0)
+    assert on_measuring_thread(lambda: (is_measuring(), 1)) == (True, 1)
 
 
 def test_precision_and_64_bit_mode_and_device_hold_there():
@@ -338,19 +347,19 @@ def test_precision_and_64_bit_mode_and_device_hold_there():
 
     device = jax.devices()[2]
     with jax.default_matmul_precision("float32"), jax.enable_x64(True), jax.default_device(device):
-        assert apart(state) == ("float32", True, {device})
+        assert on_measuring_thread(state) == ("float32", True, {device})
 
 
 def test_overlays_hold_there():
     with overlay_cache({("cpu:some", "op@v0", "0" * 16): 1}):
-        assert apart(current_scope).layers == current_scope().layers
+        assert on_measuring_thread(current_scope).layers == current_scope().layers
 
 
 def test_recording_does_not_hold_there():
     with recording():
-        assert (apart(current_scope).recording, bool(current_scope().recording)) == ((), True)
+        assert (on_measuring_thread(current_scope).recording, bool(current_scope().recording)) == ((), True)
 
 
 def test_a_mesh_does_not_hold_there():
     with jax.set_mesh(jax.make_mesh((8,), ("data",))):
-        assert len(apart(lambda: jnp.ones(8)).devices()) == 1
+        assert len(on_measuring_thread(lambda: jnp.ones(8)).devices()) == 1

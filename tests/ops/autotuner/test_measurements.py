@@ -185,7 +185,7 @@ def test_a_log_without_the_newest_column_is_read():
     assert loaded(lines_with_digest(older)).outcomes == loaded(dump(search, {})).outcomes
 
 
-NEWER = ("twins", "why", "standing", "undecided", "interrupted")  # what logs of before do not have
+NEWER = ("twins", "why", "standing", "undecided", "interrupted", "rule_fault")  # what logs of before do not have
 
 
 def told_of(**more):
@@ -202,12 +202,16 @@ def told_of(**more):
     )
 
 
-@pytest.mark.parametrize("flags", [{}, {"undecided": True}, {"interrupted": True}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"undecided": True}, {"interrupted": True}, {"rule_fault": "rule_fault: the gradient of x differs"}]
+)
 def test_a_log_tells_why_a_search_came_out_so(flags):
     data = told_of(**flags)
     stored = loaded(dump(data, {}))
     assert stored.standing.data() == data.standing.data()
     assert (stored.why, stored.undecided, stored.interrupted) == (data.why, data.undecided, data.interrupted)
+    assert stored.rule_fault == data.rule_fault
+    assert data.rule_fault in stored.summary()
     lines = stored.summary().splitlines()
     assert lines[2].endswith("candidates in 1.5 s; the heuristic stays: a tie")
     assert lines[3].startswith("rows=2 order=row in a race of the two alone: 1.0 us, the heuristic 2.0 us; faster in 9")
@@ -224,7 +228,13 @@ def test_a_log_of_before_has_neither_a_standing_nor_twins():
     first, *lines = dump(told_of(), {}).splitlines()
     header = {name: value for name, value in json.loads(first).items() if name not in NEWER}
     older = loaded(lines_with_digest("\n".join([json.dumps(header), *lines, ""])))
-    assert (older.standing, older.why, older.undecided, older.interrupted) == (None, "", False, False)
+    assert (older.standing, older.why, older.undecided, older.interrupted, older.rule_fault) == (
+        None,
+        "",
+        False,
+        False,
+        "",
+    )
     assert len(older.summary().splitlines()) == 3 + 1 + 4  # all four outcomes are rows
 
 
@@ -353,6 +363,7 @@ def save_one(folder, us):
     MeasurementStore(folder).save(searched(call(), {Tile(1): us}))
 
 
+@pytest.mark.slow
 def test_processes_that_save_at_once_keep_all(folder):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         pool.starmap(save_one, [(folder, 1.0), (folder, 2.0), (folder, 3.0)])

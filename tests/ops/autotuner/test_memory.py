@@ -73,6 +73,7 @@ def huge():
     return Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((2**22, 2**20), jnp.float32),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
 def test_inputs_that_the_device_cannot_hold_are_an_error_before_anything_is_compiled(isolate):
     inv = huge()

@@ -16,7 +16,7 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops import GradientWarning, Invocation, TuningWarning, autotune, default_executor
-from ejkernel.ops.autotuner.tasks import bench
+from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
 
@@ -125,7 +125,7 @@ class Ranked(wrong_kernels.GradientOfOneArgument):
 
 
 def test_a_kernel_with_such_a_rule_is_tuned_all_the_same(monkeypatch):
-    monkeypatch.setattr(bench, "interleaved", interleaved_with({0: 3.0, 1: 2.0, 2: 1.0}.__getitem__))
+    monkeypatch.setattr(timing, "interleaved", interleaved_with({0: 3.0, 1: 2.0, 2: 1.0}.__getitem__))
     with pytest.warns(GradientWarning):
         data = tune(Ranked())
     assert [outcome.status for outcome in data.outcomes] == ["measured", "measured", "wrong"]

@@ -21,7 +21,7 @@ from ejkernel.ops.autotuner.search.strategies import (
     default_strategy,
     seeds_of,
 )
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 
 STRATEGIES = [Exhaustive, Random, ModelSearch]
 
@@ -132,6 +132,7 @@ def test_a_search_depends_on_ratios_of_times_and_not_on_their_unit():
     assert [config for config, _ in runs[0]] == [config for config, _ in runs[1]]
 
 
+@pytest.mark.slow
 def test_the_model_finds_the_best_much_sooner_than_chance():
     model = np.mean([evaluations_to_best(ModelSearch(TILES, seed=seed)) for seed in range(5)])
     chance = np.mean([evaluations_to_best(Random(TILES, seed=seed)) for seed in range(40)])
@@ -150,6 +151,7 @@ def test_the_model_learns_where_configurations_fail():
     assert all(best in [t for _, t in asked] for asked in searches)
 
 
+@pytest.mark.slow
 def test_a_promising_region_that_fails_does_not_hide_the_best_of_the_rest():
     def measure(config):
         return None if config["block_q"] * config["warps"] > 128 or config["order"] == "column" else seconds(config)
@@ -159,17 +161,20 @@ def test_a_promising_region_that_fails_does_not_hide_the_best_of_the_rest():
     assert 2 * model < chance
 
 
+@pytest.mark.slow
 def test_a_record_of_a_like_device_leads_to_the_best_at_once():
     record = Record("like", tuple((config, 3 * seconds(config)) for config in TILES))
     assert evaluations_to_best(ModelSearch(TILES, records=[record])) == 1
 
 
+@pytest.mark.slow
 def test_a_record_with_gaps_still_helps():
     record = Record("like", tuple((c, seconds(c)) for c in list(TILES)[::7] if c["block_kv"] != 96))
     warm = [evaluations_to_best(ModelSearch(TILES, records=[record], seed=seed)) for seed in range(3)]
     assert max(warm) <= 10
 
 
+@pytest.mark.slow
 def test_a_misleading_record_is_dropped():
     like = Record("like", tuple((c, seconds(c, best=(64, 64, 4))) for c in TILES))
     misleading = Record("misleading", tuple((c, 1e-8 / seconds(c)) for c in TILES))
@@ -177,6 +182,7 @@ def test_a_misleading_record_is_dropped():
     assert evaluations_to_best(ModelSearch(TILES, records=[misleading])) <= 40
 
 
+@pytest.mark.slow
 def test_a_record_that_knows_only_another_optimum_does_not_hold_the_search_there():
     """What is fastest elsewhere is nearly so here, but the best is far from it, where the record is slow."""
 
@@ -245,6 +251,7 @@ def test_configurations_under_measurement_are_not_proposed_again():
     assert len({key(config) for config in pending}) == 10
 
 
+@pytest.mark.slow
 def test_a_large_space_is_searched_without_being_listed():
     @dataclasses.dataclass(frozen=True)
     class Config:

@@ -10,8 +10,7 @@ import jax
 import pytest
 
 from ejkernel.ops.autotuner.process import threads
-from ejkernel.ops.autotuner.process.threads import LeftError, apart, carried
-from ejkernel.ops.utils import services
+from ejkernel.ops.autotuner.process.threads import AbandonedError, in_callers_context, is_measuring, on_measuring_thread
 
 
 @pytest.fixture
@@ -35,20 +34,20 @@ def interrupted(monkeypatch):
 def test_ctrl_c_at_the_very_end_does_not_lose_the_result(interrupted):
     interrupted(1)
     asked = []
-    assert apart(lambda: "the result", on_interrupt=lambda: asked.append(True)) == "the result"
+    assert on_measuring_thread(lambda: "the result", on_interrupt=lambda: asked.append(True)) == "the result"
     assert asked == [True]
 
 
 def test_a_second_ctrl_c_is_raised(interrupted):
     interrupted(2)
     with pytest.raises(KeyboardInterrupt):
-        apart(lambda: None, on_interrupt=lambda: None)
+        on_measuring_thread(lambda: None, on_interrupt=lambda: None)
 
 
 def test_ctrl_c_is_raised_where_nobody_can_end_the_work(interrupted):
     interrupted(1)
     with pytest.raises(KeyboardInterrupt):
-        apart(lambda: None)
+        on_measuring_thread(lambda: None)
 
 
 def test_a_keyboard_interrupt_of_the_work_itself_is_no_ctrl_c():
@@ -58,7 +57,7 @@ def test_a_keyboard_interrupt_of_the_work_itself_is_no_ctrl_c():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        apart(work, on_interrupt=lambda: asked.append(True))
+        on_measuring_thread(work, on_interrupt=lambda: asked.append(True))
     assert asked == []
 
 
@@ -70,11 +69,11 @@ def test_work_that_is_left_goes_on_by_itself_and_other_work_has_another_thread()
         ended.set()
 
     def look():
-        raise LeftError("it takes too long")
+        raise AbandonedError("it takes too long")
 
-    with pytest.raises(LeftError, match="it takes too long"):
-        apart(work, look=look)
-    assert apart(ended.is_set) is False
+    with pytest.raises(AbandonedError, match="it takes too long"):
+        on_measuring_thread(work, look=look)
+    assert on_measuring_thread(ended.is_set) is False
     may_end.set()
     assert ended.wait(60)
 
@@ -82,12 +81,12 @@ def test_work_that_is_left_goes_on_by_itself_and_other_work_has_another_thread()
 def test_work_apart_has_the_caller_s_device_and_precision_and_knows_that_it_measures():
     last = jax.devices()[-1]
     with jax.default_device(last), jax.default_matmul_precision("highest"), jax.enable_x64(True):
-        found = apart(lambda: (jax.numpy.ones(2).devices(), jax.numpy.ones(2).dtype, services.is_measuring()))
+        found = on_measuring_thread(lambda: (jax.numpy.ones(2).devices(), jax.numpy.ones(2).dtype, is_measuring()))
     assert found == ({last}, "float64", True)
-    assert not services.is_measuring()
+    assert not is_measuring()
 
 
 def test_what_is_carried_to_another_thread_is_no_deeper_unless_it_is_said_so():
     with concurrent.futures.ThreadPoolExecutor(1) as other:
-        assert not other.submit(carried(services.is_measuring)).result()
-        assert other.submit(carried(services.is_measuring, deeper=True)).result()
+        assert not other.submit(in_callers_context(is_measuring)).result()
+        assert other.submit(in_callers_context(is_measuring, deeper=True)).result()

@@ -19,8 +19,10 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import WithResiduals, WithRule, told_apart
 
 from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, tune
-from ejkernel.ops.autotuner.tasks import bench
+from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.tuner import Autotuner
+
+pytestmark = pytest.mark.slow
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 flash_attention_module = importlib.import_module("ejkernel.modules.flash_attention")
@@ -62,7 +64,7 @@ def made_up_times(monkeypatch):
     def time_of(config):
         return SECONDS[config["block"] if isinstance(config, dict) else config]
 
-    monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
 
 
 def mesh():

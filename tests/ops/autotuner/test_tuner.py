@@ -14,8 +14,8 @@ from tests.ops import faulty_kernels
 from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 
+from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.race import Sample, Work
-from ejkernel.ops.autotuner.tasks import bench
 from ejkernel.ops.autotuner.trials.events import SearchFinished, on_event
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -23,6 +23,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.utils import fingerprint
+
+pytestmark = pytest.mark.slow
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 
@@ -52,7 +54,7 @@ def race(monkeypatch):
         def time_of(config):
             return costs[config["block"] if isinstance(config, dict) else config]
 
-        monkeypatch.setattr(bench, "interleaved", interleaved_with(time_of))
+        monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
 
     return setup
 
@@ -394,7 +396,7 @@ def races_one_after_the_other(monkeypatch, *races):
     def interleaved(functions, **options):
         return interleaved_with(next(remaining).__getitem__)(functions, **options)
 
-    monkeypatch.setattr(bench, "interleaved", interleaved)
+    monkeypatch.setattr(timing, "interleaved", interleaved)
 
 
 def test_a_winner_that_loses_the_second_race_is_not_admitted(monkeypatch):

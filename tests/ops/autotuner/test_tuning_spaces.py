@@ -12,13 +12,17 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 from tests.ops.sample_kernels import told_apart
 
 from ejkernel.ops import AutotunePolicy, ConfigSpace, Invocation, Kernel
+from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.measurement import Measurement
-from ejkernel.ops.autotuner.tasks import bench
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
+from ejkernel.ops.autotuner.process.watch import Unwatched
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.errors import ConfigError, TuningError
+
+pytestmark = pytest.mark.slow
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 ROUNDS = 5
@@ -67,7 +71,7 @@ def races(monkeypatch):
         seen.append((race.plan.rounds, [function.function.candidate.config for function in functions]))
         return measure(functions, race=race, **options)
 
-    monkeypatch.setattr(bench, "interleaved", interleaved)
+    monkeypatch.setattr(timing, "interleaved", interleaved)
     return seen
 
 
@@ -165,13 +169,29 @@ def measured(tile, spilled=None):
     return Outcome(config=tile, status="measured", measurement=measurement, spilled=spilled)
 
 
-def go_on(known, stop=lambda: False, abandoned=lambda: False, **task):
+class Requested(Cancellation):
+    """By which the end is asked for as soon as a function says so."""
+
+    def __init__(self, stop):
+        super().__init__()
+        self._stop = stop
+
+    @property
+    def is_requested(self):
+        return self._stop()
+
+
+class Abandoned(Unwatched):
+    def is_abandoned(self):
+        return True
+
+
+def go_on(known, stop=lambda: False, watch=None, **task):
     kernel = Double("double")
     inv = dataclasses.replace(Invocation(kernel=kernel, args=(X,)).abstract(), kernel=kernel)
     task.setdefault("policy", AutotunePolicy(max_candidates=30))
-    return TuningRun(
-        TuningTask(inv=inv, known=tuple(known), rounds=ROUNDS, **task), stop=stop, abandoned=abandoned
-    ).run()
+    task = TuningTask(inv=inv, known=tuple(known), rounds=ROUNDS, **task)
+    return TuningRun(task, watch=watch, cancellation=Requested(stop)).run()
 
 
 def test_the_heuristic_is_measured_again_beside_what_was_known(races):
@@ -202,7 +222,7 @@ def test_the_time_of_earlier_attempts_counts(races):
 
 def test_a_search_that_nobody_waits_for_ends_at_once(races):
     with pytest.raises(TuningError, match="none of 1 candidate could be measured"):
-        go_on([], abandoned=lambda: True)
+        go_on([], watch=Abandoned())
     assert races == []
 
 

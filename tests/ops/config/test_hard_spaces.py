@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.ops.autotuner.search.strategies import ModelSearch, Random, default_strategy
-from ejkernel.ops.config import _chains, _parts
-from ejkernel.ops.config import space as space_module
-from ejkernel.ops.config._parts import Part
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces import chains, parts
+from ejkernel.ops.config.spaces import space as space_module
+from ejkernel.ops.config.spaces.parts import Part
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ArgumentError, ConfigError
 
 TWELVE = {f"axis{i}": [1, 2, 3, 4, 5] for i in range(12)}
@@ -34,6 +34,7 @@ def whole(request):
     return ConfigSpace(TWELVE, constraints=WHOLE[request.param])
 
 
+@pytest.mark.slow
 def test_what_only_the_last_axis_can_tell_is_sampled_all_the_same(whole):
     sample = whole.sample(np.random.default_rng(0), 100)
     assert len({tuple(config.values()) for config in sample}) == 100
@@ -46,6 +47,7 @@ def test_a_sample_of_such_a_space_depends_on_the_generator_alone(whole):
     assert one == whole.sample_points(np.random.default_rng(1), 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy_of", "name"), [(ModelSearch, "equal"), (Random, "low")])
 def test_such_a_space_is_searched(strategy_of, name):
     strategy = strategy_of(ConfigSpace(TWELVE, constraints=WHOLE[name]))
@@ -156,9 +158,9 @@ def test_what_is_found_without_listing_is_valid_and_never_called_nothing(made, s
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Part, "find_all", lambda self, effort: None)
         for limit in ("_DRAWN", "_AIMED", "_DESCENDED", "_REPAIRED"):
-            patched.setattr(_chains, limit, 5_000)
-        patched.setattr(_parts, "_ESTIMATING", 20_000)
-        patched.setattr(_chains, "_SPREAD", 8)
+            patched.setattr(chains, limit, 5_000)
+        patched.setattr(parts, "_ESTIMATING", 20_000)
+        patched.setattr(chains, "_SPREAD", 8)
         space = ConfigSpace(axes, constraints=constraints)
         if not allowed:
             with pytest.raises(ConfigError, match="none was found"):

@@ -30,7 +30,7 @@ from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-from ejkernel.ops.utils.sealed import sealed_object
+from ejkernel.ops.utils.storage.sealed import sealed_object
 
 KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
 OTHER = KEY._replace(call="fedcba9876543210")
@@ -230,6 +230,7 @@ configs = st.dictionaries(st.text(), plain | st.lists(plain, max_size=3), max_si
 keys = st.text() | st.integers() | st.builds(ConfigKey, st.text(), st.text(), st.text()) | st.tuples(st.text(), plain)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(keys, configs), max_size=5))
 def test_the_cache_behaves_as_a_dict(pairs):
     expected = {_files.identity(key): config for key, config in pairs}
@@ -685,6 +686,7 @@ def test_a_file_may_be_read_by_whom_the_umask_allows(cache):
 # --- processes ---
 
 
+@pytest.mark.slow
 def test_two_processes_keep_all_entries_readable(cache):
     calls = [(KEY._replace(call=f"{index:016x}"), {"index": index}) for index in range(40)]
     calls += [(OTHER, {"index": index, "padding": "x" * 5000}) for index in range(40)]
@@ -698,6 +700,7 @@ def test_two_processes_keep_all_entries_readable(cache):
     assert len(files(cache.path)) == 41
 
 
+@pytest.mark.slow
 def test_writing_an_entry_initialises_no_device(tmp_path):
     probe = (
         "import sys\n"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel.ops.config.space import ENUMERATED, ConfigSpace
+from ejkernel.ops.config.spaces.space import ENUMERATED, ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
 

@@ -182,6 +182,7 @@ for round in range(25):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_what_was_put_is_there_however_the_process_ends(tmp_path):
     path = os.pathsep.join(entry for entry in sys.path if entry)

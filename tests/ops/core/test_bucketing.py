@@ -30,10 +30,12 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.examples import example_arrays
-from ejkernel.ops.core.nodes import Choice
-from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.registry import recording
+
+pytestmark = pytest.mark.slow
 
 W = np.ones((4, 2), np.float32)
 

@@ -27,7 +27,7 @@ from ejkernel import ops
 from ejkernel.ops import Invocation, Kernel
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.registry import recording
-from ejkernel.ops.utils.signature import describe
+from ejkernel.ops.utils.values.signature import describe
 
 
 class Anything(Kernel[int, Any]):
@@ -126,6 +126,7 @@ STATICS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), STATICS, max_size=5))
 def test_the_order_of_a_dictionary_does_not_matter(options):
     assert key_of(X, dict(reversed(options.items()))) == key_of(X, options)
@@ -414,6 +415,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_find_the_same_keys_in_a_script_and_in_a_module(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     commands = [["script.py"], ["-c", "import script; print(*script.keys())"], ["-m", "script"]]

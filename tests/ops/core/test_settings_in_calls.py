@@ -110,6 +110,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scope", "kernel"), SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("program", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_numbers_are_those_that_the_function_itself_gives_under_a_setting(program, scope, kernel):

@@ -19,6 +19,8 @@ import pytest
 from ejkernel.ops import Invocation, Kernel, UnstableKeyError, UnstableKeyWarning, tune
 from ejkernel.ops.registry import recording
 
+pytestmark = pytest.mark.slow
+
 X = np.array([1.0, 2.0, 3.0], np.float32)
 
 

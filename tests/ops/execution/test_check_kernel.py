@@ -19,6 +19,8 @@ from ejkernel.ops.execution.checks.check_kernel import GROUPS
 from ejkernel.ops.execution.checks.report import CheckReport
 from ejkernel.ops.execution.checks.subject import Subject
 
+pytestmark = pytest.mark.slow
+
 _rng = np.random.default_rng(0)
 x, w = (_rng.standard_normal(shape, np.float32) for shape in ((4, 5), (5, 3)))
 index, mask = np.array([0, 2, 2, 1]), np.array([True, False, True, True])

@@ -26,6 +26,8 @@ from ejkernel.ops import (
     PersistentCache,
     policy_override,
 )
+from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, emit
+from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.offline import discover, tune_invocations
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation, recording
@@ -55,12 +57,12 @@ class FakeTuner:
     def __init__(self, fails=()):
         self.fails, self.asked = fails, []
 
-    def tune(self, inv, kernel, *, policy=None, progress=None):
+    def tune(self, inv, kernel, *, policy=None):
         self.asked.append(inv)
         if inv.op_id in self.fails:
             raise TuningError(f"{inv.op_id}: nothing compiles")
-        if progress is not None:
-            progress(1, 1)
+        emit(SearchStarted(inv.key, 1, 7))
+        emit(CandidateFinished(inv.key, Outcome(config=7, status="ready")))
         return types.SimpleNamespace(config=7, interrupted=False, summary_data=lambda: {"candidates": 1})
 
 
@@ -358,7 +360,7 @@ def test_progress_is_told_call_by_call_and_a_failed_search_is_a_warning(chain, k
             calls,
             progress=lambda inv, done, total: steps.append((inv.op_id, done, total)),
         )
-    assert steps == [("Square", 1, 1)]
+    assert steps == [("Square", 0, 1), ("Square", 1, 1)]
 
 
 def test_a_result_keeps_its_searches(chain, kernel):
@@ -371,7 +373,7 @@ def test_the_policy_in_force_holds_for_the_searches(kernel):
     seen = []
 
     class Watched(FakeTuner):
-        def tune(self, inv, kernel, *, policy, progress):
+        def tune(self, inv, kernel, *, policy):
             seen.append((policy.budget_s, policy.validate))
             return super().tune(inv, kernel)
 
@@ -407,6 +409,7 @@ print(json.dumps([value, ops.default_executor().explain(kernel, x).source, *inv.
 """
 
 
+@pytest.mark.slow
 def test_the_next_process_starts_with_what_was_tuned_and_tunes_nothing(tmp_path):
     inv = Invocation(op_id="Telling", args=(np.ones((2, 3), np.float32),))
     PersistentCache(tmp_path).put(inv.key, 7)

@@ -26,6 +26,8 @@ from tests.ops.sample_kernels import (
 
 from ejkernel.ops import ConfigKey, ConfigSelectorChain, Executor, Invocation, Kernel, overlay_cache
 
+pytestmark = pytest.mark.slow
+
 KERNELS = [Plain("plain"), WithRule("rule"), WithResiduals("residuals")]
 
 _rng = np.random.default_rng(0)

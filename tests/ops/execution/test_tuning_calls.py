@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from tests.ops.sample_kernels import told_apart
 
-from ejkernel.ops.autotuner.process.threads import apart
+from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
@@ -24,6 +24,8 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import KernelError, TuningError, TuningWarning
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.registry import recording
+
+pytestmark = pytest.mark.slow
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 ROUNDS = 4
@@ -153,7 +155,7 @@ def test_a_search_inside_a_candidate_does_not_wait_for_a_thread_that_waits_for_i
             tuned = functools.partial(types.SimpleNamespace, config=7, summary_data=dict, interrupted=False)
             if inv is second:
                 second_has_its_lock.set()
-                return apart(tuned)
+                return on_measuring_thread(tuned)
 
             def candidate():
                 first_is_measured.set()
@@ -161,7 +163,7 @@ def test_a_search_inside_a_candidate_does_not_wait_for_a_thread_that_waits_for_i
                 chain.resolve(second, kernel)
                 return tuned()
 
-            return apart(candidate)
+            return on_measuring_thread(candidate)
 
     chain = ConfigSelectorChain(autotune=True, tuner=Crossing())
     threads = [threading.Thread(target=chain.resolve, args=(inv, kernel), daemon=True) for inv in (first, second)]

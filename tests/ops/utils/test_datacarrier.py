@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-from ejkernel.ops.utils.serialize import from_json, to_json
+from ejkernel.ops.utils.storage.serialize import from_json, to_json
 
 FIELDS = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
 both = pytest.mark.parametrize("cls", [FwdParams, BwdParams])

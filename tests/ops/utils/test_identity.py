@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from ejkernel.ops.utils.identity import by_is, identity, identity_of_node, token_of
 from ejkernel.ops.utils.perobject import Bounded, IdentitySet, PerObject
+from ejkernel.ops.utils.values.identity import by_is, identity, identity_of_node, token_of
 
 NAN, OTHER_NAN = (struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in (0x7FF8 << 48, (0x7FF8 << 48) + 1))
 
@@ -299,6 +299,7 @@ def test_by_is_does_not_ask_the_object():
     assert by_is(1000) != by_is(int("1000"))
 
 
+@pytest.mark.slow
 def test_a_reference_to_what_is_gone_equals_itself_alone():
     one = Plain()
     first, second = by_is(one), by_is(one)
@@ -333,6 +334,7 @@ def test_such_an_object_does_not_keep_what_it_holds_alive():
     assert token != token_of(Slotted(Plain()))
 
 
+@pytest.mark.slow
 def test_neither_identity_nor_token_keeps_an_object_alive():
     one = Plain()
     held = functools.partial(function, one)

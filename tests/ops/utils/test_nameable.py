@@ -19,10 +19,10 @@ import pytest
 from ejkernel.ops import Invocation, Kernel, KernelError, PersistentCache, nameable, tune
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.declared import names_of
-from ejkernel.ops.utils import typenames
-from ejkernel.ops.utils.nameable import Names, marked, quoted
-from ejkernel.ops.utils.signature import describe
-from ejkernel.ops.utils.typenames import decode_config
+from ejkernel.ops.utils.values import typenames
+from ejkernel.ops.utils.values.nameable import Names, marked, quoted
+from ejkernel.ops.utils.values.signature import describe
+from ejkernel.ops.utils.values.typenames import decode_config
 
 if TYPE_CHECKING:
     from decimal import Decimal

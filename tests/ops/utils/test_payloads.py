@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ejkernel.ops import Kernel, label, recording
 from ejkernel.ops.utils.meta import LABEL_RE, extract_labels_from_hlo_text
-from ejkernel.ops.utils.payloads import MAX_PAYLOAD, labels_with_payloads
+from ejkernel.ops.utils.values.payloads import MAX_PAYLOAD, labels_with_payloads
 
 KEY = "0123456789abcdef"
 NAME = label("op@v0", KEY)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.datacarrier import FwdParams
-from ejkernel.ops.utils.serialize import from_data, from_json, stable_json, to_data, to_json
+from ejkernel.ops.utils.storage.serialize import from_data, from_json, stable_json, to_data, to_json
 
 T = TypeVar("T")
 Warps = NewType("Warps", int)
@@ -322,9 +322,10 @@ def test_stable_json_is_ascii_without_spaces_between_tokens(value):
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
 
 
+@pytest.mark.slow
 def test_stable_json_is_the_same_under_every_hash_seed():
     probe = (
-        "from ejkernel.ops.utils.serialize import stable_json; import numpy as np;"
+        "from ejkernel.ops.utils.storage.serialize import stable_json; import numpy as np;"
         "print(stable_json({'b': {'x', 'y', 'zz', 'é'}, 'a': np.dtype('bfloat16'), 'c': 0.1}))"
     )
     texts = {
@@ -586,6 +587,7 @@ def test_data_of_any_other_form_raises_the_documented_error(value):
         from_data(value, Outer)  # never by chance: `inner` has to be an object with a `block`
 
 
+@pytest.mark.slow
 def test_the_module_does_not_import_cattrs_before_it_is_needed():
-    probe = "import sys, ejkernel.ops.utils.serialize; sys.exit('cattrs' in sys.modules)"
+    probe = "import sys, ejkernel.ops.utils.storage.serialize; sys.exit('cattrs' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False, env=_environment()).returncode == 0

@@ -16,7 +16,7 @@ import pytest
 
 from ejkernel.ops import Invocation, Kernel
 from ejkernel.ops.errors import UnstableKeyError
-from ejkernel.ops.utils.signature import describe, name_of
+from ejkernel.ops.utils.values.signature import describe, name_of
 
 
 class Anything(Kernel[int, Any]):

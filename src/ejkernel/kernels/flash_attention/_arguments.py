@@ -14,7 +14,7 @@ import numpy as np
 from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 SlidingWindow = int | tuple[int | None, int | None]
 

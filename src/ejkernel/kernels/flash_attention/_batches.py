@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 
 def has_one_batch_axis(query: Any) -> bool:

@@ -15,7 +15,7 @@ from jax import lax
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.fingerprint import platform_kind
-from ejkernel.ops.utils.signature import is_known
+from ejkernel.ops.utils.values.signature import is_known
 
 from .common import AttentionCall, Operands, Rules, accumulator
 

@@ -82,6 +82,7 @@ class AttentionCall(OperationCall):
     Attributes:
         query: Shape, as in `Operands`; so are `key`, `value`, `bias` and `attention_mask`.
         dtype: Name of the dtype of query, key and value.
+        bias_dtype: Name of the dtype of `bias`, if there is one.
         segments: Whether segment ids are given.
         rules: The static part.
         query_lengths: Whether they are given; so with `key_lengths`.
@@ -95,6 +96,7 @@ class AttentionCall(OperationCall):
     dtype: str
     rules: Rules
     bias: tuple[int, ...] | None = None
+    bias_dtype: str | None = None
     attention_mask: tuple[int, ...] | None = None
     segments: bool = False
     query_lengths: bool = False
@@ -225,6 +227,7 @@ def describe(
         dtype=str(operands.query.dtype),
         rules=rules,
         bias=None if bias is None else tuple(bias.shape),
+        bias_dtype=None if bias is None else str(bias.dtype),
         attention_mask=None if mask is None else tuple(mask.shape),
         segments=operands.query_segments is not None,
         query_lengths=operands.query_lengths is not None,

@@ -12,7 +12,7 @@ from jax.custom_batching import custom_vmap
 
 from ejkernel import compat, settings
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.ops.utils.signature import is_known
+from ejkernel.ops.utils.values.signature import is_known
 
 from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules
 

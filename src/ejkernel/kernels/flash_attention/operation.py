@@ -45,6 +45,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     implementations = Implementations(
         {
             "cudnn": LazyImplementation(f"{__package__}.cudnn:Cudnn", platforms=("gpu",)),
+            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)),
             "cudnn_packed": LazyImplementation(f"{__package__}.cudnn_packed:CudnnPacked", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
         }

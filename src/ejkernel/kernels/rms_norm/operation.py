@@ -14,14 +14,45 @@ from ejkernel.kernels._numbers import is_number
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.implementation import Implementations, OperationConfig
+from ejkernel.ops.implementation import Implementations, OperationCall, OperationConfig
 from ejkernel.ops.operation import Operation
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
-from .common import RmsNormCall
 from .reference import normalize
 
 _Invocation = Invocation["RmsNormConfig", jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RmsNormCall(OperationCall):
+    """A call without its arrays.
+
+    Attributes:
+        rows: How many rows are normalised, those of enclosing `vmap`s left out.
+        dim: How long they are.
+        dtype: Name of their dtype.
+        eps: Added to the mean of squares.
+        weight: Whether there is one.
+        weight_offset: Added to the weight.
+    """
+
+    rows: int
+    dim: int
+    dtype: str
+    eps: float
+    weight: bool = True
+    weight_offset: float = 0.0
+
+    @property
+    def features(self) -> frozenset[str]:
+        """See `OperationCall`."""
+        asked = {"weight=None": not self.weight, "weight_offset": self.weight_offset != 0}
+        return frozenset(name for name, is_asked in asked.items() if is_asked)
+
+    @property
+    def all_rows(self) -> int:
+        """How many rows are normalised at once."""
+        return self.rows * self.examples
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +96,15 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, jax.Array]):
         offset = {"weight_offset": float(weight_offset)} if weight_offset else {}
         return (x, weight), {"eps": float(eps), "implementation": self.requested(implementation)} | offset
 
-    def describe(self, *args: Any, **options: Any) -> RmsNormCall:
+    def describe(self, x: Any, weight: Any, *, eps: float = 1e-6, weight_offset: float = 0.0) -> RmsNormCall:
         """Return the number of rows, their length, and their dtype."""
-        x, weight = args
         return RmsNormCall(
             rows=math.prod(x.shape[:-1]),
             dim=x.shape[-1],
             dtype=str(x.dtype),
-            eps=options.get("eps", 0),
+            eps=eps,
             weight=weight is not None,
-            weight_offset=options.get("weight_offset", 0.0),
+            weight_offset=weight_offset,
         )
 
     def reference(self, *args: Any, **options: Any) -> Any:

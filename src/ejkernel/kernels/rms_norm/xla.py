@@ -19,9 +19,9 @@ from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
-from ejkernel.ops.utils.signature import is_known
+from ejkernel.ops.utils.values.signature import is_known
 
-from .common import RmsNormCall
+from .operation import RmsNormCall
 
 # On a CPU, measured: elements of one block, and how many elements a call must have for blocks to pay. They pay most
 # where XLA would keep a wide copy of narrow rows, and never in a float32 forward.

@@ -7,26 +7,27 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.threads import on_device_of
 from ejkernel.ops.autotuner.search.strategies import Record
-from ejkernel.ops.autotuner.tasks.bench import Limits
 from ejkernel.ops.autotuner.tasks.in_process import tune_here
-from ejkernel.ops.autotuner.tasks.task import Progress, TuningTask
-from ejkernel.ops.autotuner.trials.events import SearchFinished, emit
+from ejkernel.ops.autotuner.tasks.task import TuningTask
+from ejkernel.ops.autotuner.trials.events import Counter, SearchFinished, emit, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
-from ejkernel.ops.utils import services
 from ejkernel.ops.utils.checks import check_argument, is_count
+from ejkernel.ops.utils.tables import ratio
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
@@ -79,7 +80,7 @@ class Autotuner:
         policy: AutotunePolicy | None = None,
         records: Sequence[Record] = (),
         compiled: BundledCall | None = None,
-        progress: Progress | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> AutotuneData:
         """Return the search for the best configuration of `inv`.
 
@@ -93,7 +94,8 @@ class Autotuner:
             policy: All is heeded but what concerns the tiers, and `devices`.
             records: What was measured elsewhere for the same operation, the nearest first.
             compiled: The candidates, compiled before; they replace `candidates`.
-            progress: Called with how many candidates are compiled and checked, and how many there are.
+            progress: Called with how many candidates are compiled and checked, and how many there are. Events tell more
+                (`on_event`).
 
         Raises:
             TuningError: no candidate could be measured, or the reference itself failed.
@@ -116,26 +118,32 @@ class Autotuner:
             width=self.width,
             limits=copy.deepcopy(self.limits),  # what one call's candidates teach does not hold for another's
         )
-        data = self._in_worker(task, progress) if task.policy.isolate else self._here(task, progress)
-        _report(data)
-        emit(SearchFinished(inv.key, data))
+        with contextlib.nullcontext() if progress is None else on_event(_counter_of(inv.key, progress)):
+            data = self._in_worker(task) if task.policy.isolate else self._here(task)
+            _report(data)
+            emit(SearchFinished(inv.key, data))
         return data
 
-    def _here(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
-        stop = threading.Event()
+    def _here(self, task: TuningTask) -> AutotuneData:
+        cancellation = Cancellation()
         try:
             with process_session(task.policy), on_device_of(task.inv):
-                data = tune_here(task, progress, stop=stop, clock=self._clock)
+                data = tune_here(task, cancellation=cancellation, clock=self._clock)
         except TuningError:
-            if stop.is_set():  # the reason why nothing was measured
+            if cancellation.is_requested:  # the reason why nothing was measured
                 raise KeyboardInterrupt from None
             raise
-        return dataclasses.replace(data, interrupted=data.interrupted or stop.is_set())
+        return dataclasses.replace(data, interrupted=data.interrupted or cancellation.is_requested)
 
-    def _in_worker(self, task: TuningTask, progress: Progress | None) -> AutotuneData:
+    def _in_worker(self, task: TuningTask) -> AutotuneData:
         from ejkernel.ops.autotuner.tasks.isolated import tune_isolated  # imports multiprocessing
 
-        return tune_isolated(task, progress)
+        return tune_isolated(task)
+
+
+def _counter_of(key: ConfigKey, progress: Callable[[int, int], object]) -> Counter:
+    """Return what counts the candidates of one search, and not of those that its candidates begin."""
+    return Counter(lambda of, done, total: progress(done, total) if of == key else None)
 
 
 def process_session(policy: AutotunePolicy) -> contextlib.AbstractContextManager[None]:
@@ -167,8 +175,5 @@ def _report(data: AutotuneData) -> None:
         data.seconds,
         len(data.outcomes),
         data.config,
-        "the heuristic could not be measured" if speedup is None else f"{speedup:.2f}x the heuristic's speed",
+        "the heuristic could not be measured" if speedup is None else f"{ratio(speedup)} the heuristic's speed",
     )
-
-
-services.provide(default_tuner=Autotuner)

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, EjkernelError
-from ejkernel.ops.utils.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 ENTRY: Final = ".json"  # how the name of an entry ends; whatever else lies beside it ends otherwise
 _SLUG_LENGTH: Final = 48

@@ -9,12 +9,13 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
+from ejkernel.ops.config.tiers import Tier, tier_named
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +24,11 @@ class Remembered:
 
     config: Any
     source: str
+
+    @property
+    def tier(self) -> Tier:
+        """That tier."""
+        return tier_named(self.source)
 
 
 def split_put(arguments: tuple[Any, ...]) -> tuple[Hashable, Any]:
@@ -42,10 +48,6 @@ def join_key(arguments: tuple[Any, ...]) -> Hashable:
     if len(arguments) == 3:
         return ConfigKey(*arguments)
     raise TypeError(f"get takes (key) or (device, op, call), got {len(arguments)} arguments.")
-
-
-# Answers that hold only as long as nobody has measured: they are remembered, but never pre-empt a better tier.
-PROVISIONAL: Final = ("heuristic", "forward")
 
 
 class ConfigCache:
@@ -75,11 +77,11 @@ class ConfigCache:
         with self._lock:
             before = self._entries.get(key)
             self._entries[key] = Remembered(config, source)
-        if source in PROVISIONAL:
+        if tier_named(source).is_provisional:
             self._answered_provisionally.add(_family(key))
             return
         # What was answered without measuring, here or for a call that asks this one, is answered by this entry now.
-        provisional = before.source in PROVISIONAL if before else _family(key) in self._answered_provisionally
+        provisional = before.tier.is_provisional if before else _family(key) in self._answered_provisionally
         if provisional or (before is not None and not same_config(before.config, config)):
             self._changed()
 

@@ -15,8 +15,8 @@ from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, SerializationError
-from ejkernel.ops.utils.sealed import read_object, sealed_json
-from ejkernel.ops.utils.serialize import describe, from_plain
+from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
+from ejkernel.ops.utils.storage.serialize import describe, from_plain
 
 SCHEMA: Final = 2
 FOLDER: Final = "missed"

@@ -33,9 +33,9 @@ from ejkernel.ops.config._files import (
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
-from ejkernel.ops.utils.sealed import read_object, sealed_json
-from ejkernel.ops.utils.serialize import describe, from_data, from_plain, to_data
-from ejkernel.ops.utils.typenames import decode_config, type_name
+from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
+from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, to_data
+from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 SCHEMA: Final = 2  # raise when the layout of an entry changes; entries of another schema are a warned miss
 _LARGEST: Final = 4 << 20  # bytes of an entry; real ones have a few thousand

@@ -4,18 +4,29 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Generic
 
-from ejkernel.ops.config.cache import PROVISIONAL, ConfigCache, same_config
+from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
+from ejkernel.ops.config.tiers import (
+    AUTOTUNE,
+    CHOOSER,
+    FORWARD,
+    HEURISTIC,
+    MEMORY,
+    OVERLAY,
+    OVERRIDE,
+    PERSISTENT,
+    Tier,
+    tier_named,
+)
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
@@ -26,8 +37,6 @@ from ejkernel.ops.errors import (
     ConfigError,
     KernelWarning,
     NoConfigError,
-    TuningError,
-    TuningWarning,
     UnstableKeyError,
     UnstableKeyWarning,
 )
@@ -48,6 +57,11 @@ class Resolution(Generic[Cfg]):
     config: Cfg
     source: str
     key: ConfigKey | None
+
+    @property
+    def tier(self) -> Tier:
+        """That tier."""
+        return tier_named(self.source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,8 +85,8 @@ class _Request:
     policy: AutotunePolicy
     dry: bool
 
-    def answer(self, config: Any, source: str) -> Resolution[Any]:
-        return Resolution(config, source, self.key)
+    def answer(self, config: Any, tier: Tier) -> Resolution[Any]:
+        return Resolution(config, tier.name, self.key)
 
 
 class ConfigSelectorChain(Generic[Cfg, Out]):
@@ -106,10 +120,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self.persist_autotune = persist_autotune
         policy = policy or AutotunePolicy()
         self.policy = policy if autotune is None else dataclasses.replace(policy, autotune=autotune)
-        self._tuner = tuner
-        self._store: Any = None
-        self._locks: dict[ConfigKey, threading.RLock] = {}
-        self._locks_guard = threading.Lock()
+        self._given_tuner = tuner
+        self._autotune_tier: Any = None
+        self._making_tier = threading.Lock()
         self._warned: set[str] = set()
         self._known = IdentitySet()
         self._namesakes: set[str] = set()
@@ -118,22 +131,24 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     @property
     def tuner(self) -> Any:
         """Who measures."""
-        if self._tuner is None:
-            self._tuner = services.default_tuner()
-        return self._tuner
+        return self._autotune.default_tuner if self._given_tuner is None else self._given_tuner
 
     @tuner.setter
     def tuner(self, tuner: Any) -> None:
-        self._tuner = tuner
+        self._given_tuner = tuner
+
+    @property
+    def _autotune(self) -> Any:
+        # Made when it is first asked for: it brings the whole tuner, which a program that only runs does not need.
+        with self._making_tier:
+            if self._autotune_tier is None:
+                self._autotune_tier = services.autotune_tier()
+            return self._autotune_tier
 
     @property
     def store(self) -> Any:
         """The `MeasurementStore` beside `persistent`, which searches start from; `None` without a `PersistentCache`."""
-        if not isinstance(self.persistent, PersistentCache):
-            return None
-        if self._store is None or self._store.cache is not self.persistent:
-            self._store = services.store_of(self.persistent)
-        return self._store
+        return self._autotune.store_beside(self.persistent)
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call the bound method `listener` whenever an answer that was given before no longer holds."""
@@ -156,7 +171,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             tried.append(consulted.tier)
             if consulted.resolution is not None:
                 self._remember(consulted.resolution, shared=overrides(kernel, "bucket"))
-                if consulted.resolution.source in PROVISIONAL:
+                if consulted.resolution.tier.is_provisional:
                     self._note_miss(request, consulted.resolution.source)
                 logger.debug("resolved %s from %s", inv.op_id_v, consulted.resolution.source)
                 return consulted.resolution
@@ -189,18 +204,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             TuningError: nothing could be measured.
             KeyboardInterrupt: the search was interrupted; the best so far is remembered.
         """
-        tuner, store = self.tuner if tuner is None else tuner, self.store
-        if store is not None and _takes(tuner.tune, "records"):
-            options["records"] = store.records(inv)
-        tuned = tuner.tune(inv.representative, kernel, **options)
-        self.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
-        if store is not None and self.persist_autotune:
-            store.save(tuned)
-        if tuned.interrupted:
-            raise KeyboardInterrupt
-        return tuned
+        return self._autotune.search(self, inv, kernel, tuner, **options)
 
-    def remember(self, key: ConfigKey, config: Any, source: str = "autotune", **evidence: Any) -> None:
+    def remember(self, key: ConfigKey, config: Any, source: str = AUTOTUNE.name, **evidence: Any) -> None:
         """Store a tuned configuration in memory and, with `persist_autotune`, on disk with its `evidence`."""
         self.cache.remember(key, config, source)
         if self.persistent is not None and self.persist_autotune:
@@ -212,10 +218,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _remember(self, resolution: Resolution[Any], *, shared: bool) -> None:
         """Remember an answer; of the heuristic's for several calls that share a key, the first, for each holds."""
         key, source = resolution.key, resolution.source
-        if key is None or source in ("override", "overlay"):
+        if key is None or resolution.tier.is_passing:
             return
         before = self.cache.remembered(key)
-        if before is not None and shared and before.source == source and source in PROVISIONAL:
+        if before is not None and shared and before.source == source and before.tier.is_provisional:
             return
         if before is None or before.source != source or not same_config(before.config, resolution.config):
             self.cache.remember(key, resolution.config, source)
@@ -263,26 +269,26 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             warnings.warn(text, KernelWarning, stacklevel=2)
 
     def _consult(self, request: _Request) -> Iterator[Consulted]:
-        tiers = (
-            ("override", self._from_override),
-            ("overlay", self._from_overlay),
-            ("memory", self._from_memory),
-            ("persistent", self._from_persistent),
-            ("autotune", self._from_tuning),
-            ("forward", self._from_forward),
-            ("heuristic", self._from_heuristic),
+        tiers = (  # the order is the contract
+            (OVERRIDE, self._from_override),
+            (OVERLAY, self._from_overlay),
+            (MEMORY, self._from_memory),
+            (PERSISTENT, self._from_persistent),
+            (AUTOTUNE, self._from_tuning),
+            (FORWARD, self._from_forward),
+            (HEURISTIC, self._from_heuristic),
         )
-        for name, tier in tiers:
-            found = tier(request)
+        for tier, ask in tiers:
+            found = ask(request)
             if isinstance(found, Resolution):
-                yield Consulted(name, found)
+                yield Consulted(tier.name, found)
                 return
-            yield Consulted(name, None, found)
+            yield Consulted(tier.name, None, found)
 
     def _from_override(self, request: _Request) -> Resolution[Any] | str:
         if request.inv.override_cfg is None:
             return "no cfg= was given"
-        return request.answer(request.inv.override_cfg, "override")
+        return request.answer(request.inv.override_cfg, OVERRIDE)
 
     def _from_overlay(self, request: _Request) -> Resolution[Any] | str:
         layers = current_scope().layers
@@ -295,7 +301,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             if config is None:
                 continue
             misfit = self._misfit(request, config, "the overlay's configuration")
-            return misfit or request.answer(config, "overlay")
+            return misfit or request.answer(config, OVERLAY)
         return f"not among the entries of {counted(len(layers), 'overlay')}"
 
     def _from_memory(self, request: _Request) -> Resolution[Any] | str:
@@ -304,10 +310,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         found = self.cache.remembered(request.key)
         if found is None:
             return "nothing remembered"
-        if found.source in PROVISIONAL:
+        if found.tier.is_provisional:
             return f"remembered only what the {found.source} tier said"
         misfit = self._misfit(request, found.config, "the configuration in memory")
-        return misfit or request.answer(found.config, found.source)
+        return misfit or request.answer(found.config, found.tier)
 
     def _misfit(self, request: _Request, config: Any, what: str) -> str:
         """Return why a configuration that was found is not one of the kernel's, and warn; empty if it is one."""
@@ -329,7 +335,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if config is None:
             return "no entry"
         misfit = self._misfit(request, config, "its entry in the persistent cache")
-        return misfit or request.answer(config, "persistent")
+        return misfit or request.answer(config, PERSISTENT)
 
     def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.autotune:
@@ -338,29 +344,13 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return request.no_key
         if request.dry:
             return "would measure the candidates"
-        lock = self._lock_of(request.key)
-        # A candidate that calls a kernel comes here on a measuring thread. It must not wait for whoever has the lock,
-        # who may be waiting for that thread: better to measure twice.
-        held = lock.acquire(blocking=not services.is_measuring())
-        try:
-            again = self._from_memory(request)  # another thread may have tuned it meanwhile
-            return again if isinstance(again, Resolution) else self._tune(request)
-        finally:
-            if held:
-                lock.release()
 
-    def _tune(self, request: _Request) -> Resolution[Any] | str:
-        try:
-            tuned = self.search(request.inv, request.kernel, policy=request.policy)
-        except TuningError as error:
-            text = f"{request.inv.op_id}: tuning found no configuration, the heuristic is used: {error}"
-            warnings.warn(text, TuningWarning, stacklevel=2)
-            return str(error)
-        return request.answer(tuned.config, "autotune")
+        def known() -> Resolution[Any] | None:
+            found = self._from_memory(request)
+            return found if isinstance(found, Resolution) else None
 
-    def _lock_of(self, key: ConfigKey) -> threading.RLock:
-        with self._locks_guard:
-            return self._locks.setdefault(key, threading.RLock())
+        found: Resolution[Any] | str = self._autotune.answer(self, request.inv, request.kernel, request.policy, known)
+        return found
 
     def _from_forward(self, request: _Request) -> Resolution[Any] | str:
         forward = request.inv.forward
@@ -368,9 +358,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return "the call is a forward"
         for consulted in self._consult(self._request(forward, request.kernel, dry=True)):
             found = consulted.resolution
-            if found is not None and found.source not in PROVISIONAL:
+            if found is not None and not found.tier.is_provisional:
                 # an overlay's answer stays one, for it holds only as long as the overlay
-                return request.answer(found.config, "overlay" if found.source == "overlay" else "forward")
+                return request.answer(found.config, OVERLAY if found.tier is OVERLAY else FORWARD)
         return "its forward has no measured configuration either"
 
     def _from_heuristic(self, request: _Request) -> Resolution[Any] | str:
@@ -380,10 +370,30 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             config = hook(request.kernel, "heuristic_cfg", request.inv.platform)(request.inv)
         except NoConfigError:
             return "the kernel has neither heuristic_cfg nor config_space"
-        return request.answer(config, "heuristic")
+        return request.answer(config, HEURISTIC)
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a tuner's method has such a parameter: one of the user's own may have fewer than ours."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+class BareChooser(Generic[Cfg, Out]):
+    """A chooser of the user's, which has `choose` alone, asked as a chain is.
+
+    Args:
+        chooser: Who chooses.
+    """
+
+    def __init__(self, chooser: Any) -> None:
+        self._chooser = chooser
+
+    def resolve(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Resolution[Cfg]:
+        """Return the configuration for `inv`: the override, or what is chosen."""
+        try:
+            key = inv.key
+        except UnstableKeyError:
+            key = None
+        if inv.override_cfg is not None:
+            return Resolution(inv.override_cfg, OVERRIDE.name, key)
+        return Resolution(self._chooser.choose(inv, kernel), CHOOSER.name, key)
+
+    def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
+        """Return what it says."""
+        found = self.resolve(inv, kernel)
+        return [Consulted(found.source, found)]

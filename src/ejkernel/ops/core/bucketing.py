@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ejkernel.ops.core.callspec import CallSpec, take_apart
-from ejkernel.ops.core.derived import with_spec
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.nodes import Node
+from ejkernel.ops.core.transformations.autodiff import with_spec
+from ejkernel.ops.core.transformations.nodes import Node
 from ejkernel.ops.errors import ArgumentError, KernelError
 from ejkernel.ops.utils.checks import asked
-from ejkernel.ops.utils.signature import abstract, is_array
+from ejkernel.ops.utils.values.signature import abstract, is_array
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation

@@ -16,8 +16,8 @@ import numpy as np
 
 from ejkernel.ops.core.kernel import Kernel, overrides, run_forms
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
-from ejkernel.ops.utils.signature import as_array, is_array, stands_for_array
+from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
+from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 METHODS = ("shard_map",)  # ways in which an executor can be asked to run a call

@@ -10,8 +10,8 @@ from typing import Any
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, config_type_of, hook, run_forms
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.nameable import Names
-from ejkernel.ops.utils.typenames import note_type
+from ejkernel.ops.utils.values.nameable import Names
+from ejkernel.ops.utils.values.typenames import note_type
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.batched import Level, Vmapped
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides
-from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.core.transformations.batching import Level, Vmapped
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.checks import asked
-from ejkernel.ops.utils.signature import is_array
 from ejkernel.ops.utils.telling import value_text
+from ejkernel.ops.utils.values.signature import is_array
 
 _LARGE = 1 << 20  # elements from which random arrays are made on the device
 

@@ -14,18 +14,18 @@ from typing import Any, Final, Generic
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.batched import Level, Vmapped
 from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.derived import wiring, with_spec
 from ejkernel.ops.core.kernel import Kernel, hook, overrides
-from ejkernel.ops.core.nodes import Choice, Forward, Node
+from ejkernel.ops.core.transformations.autodiff import wiring, with_spec
+from ejkernel.ops.core.transformations.batching import Level, Vmapped
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, UnstableKeyError
 from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
-from ejkernel.ops.utils.payloads import key_of
-from ejkernel.ops.utils.signature import abstract, abstract_tree, describe, describe_static, is_array
+from ejkernel.ops.utils.values.payloads import key_of
+from ejkernel.ops.utils.values.signature import abstract, abstract_tree, describe, describe_static, is_array
 
 # What JAX begins with; only what differs from it is in a description.
 DEFAULT_PRNG: Final = "threefry2x32"

@@ -183,6 +183,10 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
         return random_inputs(inv.args, rng), random_inputs(inv.kwargs, rng)
 
+    def refusals(self, inv: Invocation[Cfg, Out]) -> Mapping[str, str]:
+        """Return why implementations that there are do not run a call, by their names; for people to read."""
+        return {}
+
     def _check_cfg(self, config: Any, name: str) -> None:
         """Raise unless `config`, which the message calls `name`, is a configuration of this kernel."""
         expected = self.config_type

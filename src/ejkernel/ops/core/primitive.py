@@ -17,17 +17,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel import compat
 from ejkernel.compat import ad
-from ejkernel.ops.core.batched import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.context import Settings, settings_in_force
-from ejkernel.ops.core.derived import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
-from ejkernel.ops.core.nodes import Choice, Forward, Node, is_inexact, zero_tangent
+from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
+from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
 from ejkernel.ops.errors import ArgumentError, GradientError, NoConfigError
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
-from ejkernel.ops.utils.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.perobject import Bounded, PerObject
-from ejkernel.ops.utils.signature import abstract_tree
+from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
+from ejkernel.ops.utils.values.signature import abstract_tree
 
 
 class Body(Protocol):
@@ -278,7 +278,7 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     if len(platforms) > 1:
         return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     with call.settings.entered(), compat.lowering(ctx):
-        # Equal calls of a program come here once: JAX repeats what it keeps of the first (`LoweringCacheKey`).
+        # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
         body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
         if body.jaxpr is None:
             return _lower_computed(ctx, body, call, *values)

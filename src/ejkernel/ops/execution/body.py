@@ -15,21 +15,18 @@ import jax
 from ejkernel import compat, settings
 from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.selection import Resolution
+from ejkernel.ops.config.tiers import HEURISTIC
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import hook
-from ejkernel.ops.core.nodes import Choice, Node
 from ejkernel.ops.core.primitive import Call, Types, known_types, types_of
+from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CacheWarning, KernelError, NoConfigError, SerializationError
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.meta import label, stamp
-from ejkernel.ops.utils.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 logger = logging.getLogger(__name__)
-
-# Where an answer comes from that was given for this very call, rather than for all calls of its bucket.
-_FOR_THE_CALL_ITSELF = ("override", "heuristic", "chooser")
-_SAVED = ("persistent", "forward")  # found by another process, maybe for another version of the kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,9 +100,9 @@ class ResolvedCall:
             choice = Choice(config=resolution.config, platform=inv.platform, out_tree=self._out_tree)
             return resolution, node.flat(choice)(*arrays)
         except Exception as error:
-            if inv.representative is not inv and resolution.source not in _FOR_THE_CALL_ITSELF:
+            if inv.representative is not inv and not resolution.tier.is_for_one_call:
                 raise _does_not_fit(inv, resolution) from error
-            if resolution.source not in _SAVED:
+            if not resolution.tier.is_saved:
                 raise
             try:
                 config = hook(node.spec.kernel, "heuristic_cfg", inv.platform)(inv)
@@ -117,7 +114,7 @@ class ResolvedCall:
             )
             warnings.warn(text, CacheWarning, stacklevel=2)
         out = node.flat(Choice(config=config, platform=inv.platform))(*arrays)
-        return Resolution(config, "heuristic", resolution.key), out
+        return Resolution(config, HEURISTIC.name, resolution.key), out
 
 
 def resolved(

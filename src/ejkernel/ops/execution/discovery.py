@@ -13,7 +13,7 @@ from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.registry import recording
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 
 def discover(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocation[Any, Any]]:

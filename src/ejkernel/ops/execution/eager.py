@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.utils.identity import identity, identity_of_node, token_of
 from ejkernel.ops.utils.perobject import Bounded, PerObject
-from ejkernel.ops.utils.signature import as_array, is_array, stands_for_array
+from ejkernel.ops.utils.values.identity import identity, identity_of_node, token_of
+from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
 
 Plan = Callable[..., Any]
 

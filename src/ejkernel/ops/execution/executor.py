@@ -14,23 +14,23 @@ from ejkernel import compat, settings
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
-from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
+from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, check_config, unbound
-from ejkernel.ops.core.nodes import Forward
 from ejkernel.ops.core.primitive import Call, Override, call_of, call_p, types_of
+from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError, UnstableKeyError
+from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError
 from ejkernel.ops.execution.body import ResolvedCall, resolved
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.identity import identity, token_of
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
-from ejkernel.ops.utils.serialize import stable_json
-from ejkernel.ops.utils.signature import as_array, stands_for_array
+from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.values.identity import identity, token_of
+from ejkernel.ops.utils.values.signature import as_array, stands_for_array
 
 
 class ConfigChooser(Protocol[Cfg, Out]):
@@ -133,13 +133,8 @@ class Executor(Generic[Cfg, Out]):
         resolve = getattr(self.chooser, "resolve", None)
         if resolve is not None and not _chooses_by_itself(self.chooser):
             return cast("Resolution[Cfg]", resolve(inv, kernel))
-        try:
-            key = inv.key
-        except UnstableKeyError:
-            key = None
-        if inv.override_cfg is not None:
-            return Resolution(inv.override_cfg, "override", key)
-        return Resolution(self.chooser.choose(inv, kernel), "chooser", key)
+        bare: BareChooser[Cfg, Out] = BareChooser(self.chooser)
+        return bare.resolve(inv, kernel)
 
     @property
     def generation(self) -> int:
@@ -307,4 +302,10 @@ def set_default_executor(executor: Executor[Any, Any] | None) -> None:
     _default.set(executor)
 
 
-services.provide(default_executor=default_executor)
+def _autotune_tier() -> Any:
+    from ejkernel.ops.autotuner.tier import AutotuneTier  # what tunes is loaded when something is to be tuned
+
+    return AutotuneTier()
+
+
+services.provide(default_executor=default_executor, autotune_tier=_autotune_tier)

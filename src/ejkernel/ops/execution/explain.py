@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.selection import Consulted, Resolution
+from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
+from ejkernel.ops.config.tiers import PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.nearest import why_no_entry
@@ -31,6 +33,7 @@ class Explanation:
         label_note: Why the text carries no label.
         tiers: Every tier that was asked, and what it said.
         resolution: The answer; `None` if there was none.
+        refusals: Why implementations that there are do not run the call, by their names.
     """
 
     op_id_v: str
@@ -40,6 +43,7 @@ class Explanation:
     label_note: str
     tiers: tuple[Consulted, ...]
     resolution: Resolution[Any] | None
+    refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -55,6 +59,7 @@ class Explanation:
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
         lines = [f"{self.op_id_v}  key {key}"]
         lines += [f"  {t.tier:<10} {t.resolution.config if t.resolution else '- ' + t.note}" for t in self.tiers]
+        lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
         lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
         return "\n".join(map(printable, lines))
@@ -70,15 +75,12 @@ class Explanations(tuple[Explanation, ...]):
 def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explanation:
     """Ask every tier of `chooser` about `inv`, without measuring or remembering anything."""
     kernel = inv.kernel
-    consult = getattr(chooser, "consult", None)
+    consult: Callable[..., list[Consulted]] = getattr(chooser, "consult", None) or BareChooser(chooser).consult
     try:
         key, key_note = inv.key, ""
     except UnstableKeyError as error:
         key, key_note = None, str(error)
-    if consult is not None:
-        tiers = tuple(consult(inv, kernel))
-    else:
-        tiers = (Consulted("chooser", Resolution(chooser.choose(inv, kernel), "chooser", key)),)
+    tiers = tuple(consult(inv, kernel))
     if key is not None:
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
@@ -91,13 +93,14 @@ def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explan
         label_note=note,
         tiers=tiers,
         resolution=resolution,
+        refusals={} if kernel is None else kernel.refusals(inv),
     )
 
 
 def _with_reason(tier: Consulted, chooser: Any, inv: Invocation[Any, Any], key: ConfigKey) -> Consulted:
     """Say more about why the persistent tier has no answer."""
     store = getattr(chooser, "persistent", None)
-    if tier.tier != "persistent" or tier.resolution is not None or not isinstance(store, PersistentCache):
+    if tier.tier != PERSISTENT.name or tier.resolution is not None or not isinstance(store, PersistentCache):
         return tier
     return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
 

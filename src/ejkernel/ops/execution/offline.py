@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.store.measurements import MeasurementStore as MeasurementStore  # which every chain asks for
+from ejkernel.ops.autotuner.trials.events import Counter, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.tuner import Autotuner, process_session
@@ -122,9 +123,9 @@ def tune_invocations(
     policy = effective_policy(selector.policy, selector)
 
     def search(inv: Invocation[Any, Any]) -> AutotuneData:
-        return _tune_one(selector, inv, progress, (compiled or {}).get(inv.key))
+        return _tune_one(selector, inv, (compiled or {}).get(inv.key))
 
-    with process_session(policy):
+    with process_session(policy), _counted(calls, progress):
         for inv, data in zip(calls, _searches(search, calls, policy), strict=True):
             if isinstance(data, TuningError):
                 warnings.warn(str(data), TuningWarning, stacklevel=3)
@@ -135,6 +136,24 @@ def tune_invocations(
             searches.append(data)
     device = calls[0].device_fingerprint if calls else device_fingerprint()
     return AutotuningResult(device, tuple(entries), tuple(searches))
+
+
+@contextlib.contextmanager
+def _counted(
+    calls: Sequence[Invocation[Any, Any]], progress: Callable[[Invocation[Any, Any], int, int], None] | None
+) -> Iterator[None]:
+    """Tell of each call how many of its candidates are done, inside the `with` block."""
+    if progress is None:
+        yield
+        return
+    by_key = {inv.key: inv for inv in calls}
+
+    def tell(key: ConfigKey, done: int, total: int) -> None:
+        if key in by_key:  # else it is of a search that a candidate has begun
+            progress(by_key[key], done, total)
+
+    with on_event(Counter(tell)):
+        yield
 
 
 def _searches(
@@ -158,14 +177,12 @@ def _searches(
 def _tune_one(
     selector: ConfigSelectorChain[Any, Any],
     inv: Invocation[Any, Any],
-    progress: Callable[[Invocation[Any, Any], int, int], None] | None,
     compiled: BundledCall | None,
 ) -> AutotuneData:
-    step = None if progress is None else (lambda done, total: progress(inv, done, total))
     policy = effective_policy(selector.policy, selector)
     more: dict[str, Any] = {} if compiled is None else {"compiled": compiled}
     with compat.numerics(inv.numerics):  # the call's, which may not be the ones in force here
-        data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, progress=step, **more)
+        data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, **more)
     return data
 
 

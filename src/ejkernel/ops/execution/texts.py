@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.rebuild import rebuild
 from ejkernel.ops.errors import DescriptionError
 from ejkernel.ops.utils.meta import is_scope
-from ejkernel.ops.utils.payloads import labels_with_payloads
+from ejkernel.ops.utils.values.payloads import labels_with_payloads
 
 MAX_LABELS: Final = 10_000  # of which calls are rebuilt; programs have hundreds at most
 _SHOWN: Final = 3

@@ -22,7 +22,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.signature import describe
+from ejkernel.ops.utils.values.signature import describe
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lower floors need of higher ones, put here by the higher ones when they are imported."""
+"""What lower floors need of higher ones, put here by the higher ones when they are imported.
+
+There are four such things, which nobody could hand down as arguments:
+
+- the default executor, which `kernel(a, b)` asks without being given one;
+- the tier that searches, which a chain has by itself, and which needs all of the tuner;
+- whether this thread measures, which a call that is resolved there cannot know;
+- the configurations' types, which a file names, and which kernel classes know.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +19,7 @@ from typing import Any
 @dataclasses.dataclass(slots=True)
 class _Services:
     default_executor: Callable[[], Any] | None = None
-    default_tuner: Callable[[], Any] | None = None
-    store_of: Callable[[Any], Any] | None = None
+    autotune_tier: Callable[[], Any] | None = None
     is_measuring: Callable[[], bool] | None = None
     config_types: Callable[[], Iterable[type]] | None = None
 
@@ -41,15 +48,13 @@ def provide_executor(executor: Any) -> None:
 def provide(
     *,
     default_executor: Callable[[], Any] | None = None,
-    default_tuner: Callable[[], Any] | None = None,
-    store_of: Callable[[Any], Any] | None = None,
+    autotune_tier: Callable[[], Any] | None = None,
     is_measuring: Callable[[], bool] | None = None,
     config_types: Callable[[], Iterable[type]] | None = None,
 ) -> None:
     """Register the functions that make or return the given services."""
     _services.default_executor = default_executor or _services.default_executor
-    _services.default_tuner = default_tuner or _services.default_tuner
-    _services.store_of = store_of or _services.store_of
+    _services.autotune_tier = autotune_tier or _services.autotune_tier
     _services.is_measuring = is_measuring or _services.is_measuring
     _services.config_types = config_types or _services.config_types
 
@@ -60,22 +65,15 @@ def default_executor() -> Any:
     return _services.default_executor()
 
 
-def default_tuner() -> Any:
-    """Return the tuner of chains that were not given one."""
-    assert _services.default_tuner is not None  # `import ejkernel.ops` provides it
-    return _services.default_tuner()
-
-
-def store_of(persistent: Any) -> Any:
-    """Return the store of measurements beside a persistent cache."""
-    assert _services.store_of is not None  # `import ejkernel.ops` provides it
-    return _services.store_of(persistent)
+def autotune_tier() -> Any:
+    """Return what searches for a chain."""
+    assert _services.autotune_tier is not None  # `import ejkernel.ops` provides it
+    return _services.autotune_tier()
 
 
 def is_measuring() -> bool:
-    """Return whether this thread is one that candidates are measured on."""
-    assert _services.is_measuring is not None  # `import ejkernel.ops` provides it
-    return _services.is_measuring()
+    """Return whether this thread is one that candidates are measured on; none is before such threads are loaded."""
+    return _services.is_measuring is not None and _services.is_measuring()
 
 
 def config_types() -> Iterable[type]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.serialize import to_data
+from ejkernel.ops.utils.storage.serialize import to_data
 
 _LONGEST = 1000  # characters of a call or a configuration: a file may hold any number of them
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
@@ -118,10 +118,22 @@ def _compact(data: Any) -> str:
     return " ".join(parts)
 
 
-def duration(seconds: float) -> str:
-    """Return a time in microseconds, or in milliseconds from ten of them on."""
+def duration(seconds: float | None) -> str:
+    """Return a time in microseconds, or in milliseconds from ten of them on; `-` for one that is not known."""
+    if seconds is None:
+        return "-"
     microseconds = seconds * 1e6
     return f"{microseconds:.1f} us" if microseconds < 1e4 else f"{microseconds / 1e3:.1f} ms"
+
+
+def ratio(times: float | None) -> str:
+    """Return how many times faster something is, such as `1.25x`; `-` if that is not known."""
+    return "-" if times is None else f"{times:.2f}x"
+
+
+def size(count: int) -> str:
+    """Return so many bytes in units that people read."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def arguments(call: Any) -> str:

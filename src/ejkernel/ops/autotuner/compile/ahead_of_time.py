@@ -13,9 +13,10 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.trials.programs import Program, program_digest
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 
 # XLA chooses how to compute these by timing on the device, and chooses badly where there is none.
+# With such programs a bundle would compare kernels with a handicapped XLA.
 _TUNED_BY_XLA = re.compile(r"stablehlo\.(dot|convolution)|__cudnn|__cublas")
 _MOSAIC = re.compile(r"mosaic_gpu")
 

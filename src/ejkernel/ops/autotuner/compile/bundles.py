@@ -2,8 +2,9 @@
 """Candidates compiled on one machine and measured on another, which has the device.
 
 A bundle is a folder: `manifest.json` with the calls and the fate of each candidate, and one file of machine code for
-each program. The manifest ends with its own digest, and has that of each program. The code runs as it is when the
-bundle is measured: a bundle is a program, not data. Measure your own.
+each program. The manifest is data: configurations decode strictly, into types that the user's modules made; it ends
+with its own digest, and has that of each program. The code runs as it is when the bundle is measured: a bundle is a
+program, not data, and no check of ours would make it otherwise. Measure your own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
 from ejkernel.ops.autotuner.compile.processes import compile_processes
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, Done
-from ejkernel.ops.autotuner.process.threads import carried
+from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.outcome import Outcome
@@ -33,14 +34,14 @@ from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file, version
 from ejkernel.ops.config._writing import write_file
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
-from ejkernel.ops.utils.sealed import digest_of, read_object, sealed_json
-from ejkernel.ops.utils.serialize import describe, from_plain, to_data
-from ejkernel.ops.utils.typenames import decode_config, type_name
+from ejkernel.ops.utils.storage.sealed import digest_of, read_object, sealed_json
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
+from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 _SCHEMA = 2
 _MANIFEST = "manifest.json"
@@ -50,7 +51,7 @@ _FILE = re.compile(r"\d+-\d+\.bin")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
+class BundledCandidate:
     """What became of one candidate of a bundle.
 
     Attributes:
@@ -73,7 +74,7 @@ class BundledCall:
     """
 
     description: dict[str, Any]
-    candidates: tuple[Compiled, ...]
+    candidates: tuple[BundledCandidate, ...]
     reference: Program | None = None
 
     @property
@@ -224,8 +225,9 @@ def _compile_call(
         choice = Choice(config=configs[0], platform=inv.platform, reference=True)
         jobs.append(how.job(timeout, inv, choice, True))
     ended: dict[int, Done[Program]] = {}
-    carried_jobs = [carried(job, deeper=True) for job in jobs]  # a kernel in a kernel is not to be tuned meanwhile
-    for done in CompileThreads(carried_jobs, width=how.processes or None, timeout=timeout).results():
+    # A kernel in a kernel is not to be tuned meanwhile.
+    inside = [in_callers_context(job, deeper=True) for job in jobs]
+    for done in CompileThreads(inside, width=how.processes or None, timeout=timeout).results():
         ended[done.index] = done
         if progress is not None:
             progress(inv, len(ended), len(jobs))
@@ -326,6 +328,7 @@ def read_bundle(folder: Path) -> list[BundledCall]:
         manifest = from_plain(read_object(raw, _SCHEMA, "the manifest of one"), _Manifest)
     except (UnusableError, SerializationError) as error:
         raise ConfigError(f"{folder} is no bundle that can be measured: {error}; make it anew.") from error
+    # The format of executables is not stable.
     here = device_and_versions()
     wanted = (manifest.target, manifest.jax, manifest.jaxlib)
     if wanted != here:
@@ -349,7 +352,7 @@ def _bundled(call: _Call, folder: Path) -> BundledCall:
     )
 
 
-def _compiled(row: _Row, folder: Path) -> Compiled:
+def _compiled(row: _Row, folder: Path) -> BundledCandidate:
     try:
         config = decode_config(row.config, row.config_type)
     except SerializationError as error:
@@ -367,7 +370,7 @@ def _compiled(row: _Row, folder: Path) -> Compiled:
         compile_seconds=row.compile_seconds,
         spilled=row.spilled,
     )
-    return Compiled(outcome=outcome, program=program)
+    return BundledCandidate(outcome=outcome, program=program)
 
 
 def _whole(program: Program | None) -> tuple[Program | None, str]:
@@ -375,6 +378,7 @@ def _whole(program: Program | None) -> tuple[Program | None, str]:
     if program is None or not isinstance(program.code, CodeFile):
         return None, ""
     try:
+        # The digests tell which file belongs to which row.
         program.code.read()
     except CandidateError as error:
         warnings.warn(f"a candidate is compiled here: {error}", TuningWarning, stacklevel=2)

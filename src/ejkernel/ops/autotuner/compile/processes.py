@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that compile: Python's lock does not slow them, and what ends one costs one candidate."""
+"""Processes that compile: Python's lock does not slow them, and what ends one costs one candidate.
+
+Threads do where compiling is XLA's work. Some kernels, those of GPUs above all, spend their time in Python, where the
+lock is held. A process needs a description of the device (`targets.py`), and no device.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,12 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import default_width
 from ejkernel.ops.autotuner.process.outputs import flush
 from ejkernel.ops.autotuner.process.serve import reports, write_to
-from ejkernel.ops.autotuner.process.threads import carried
+from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, WorkerStatus, at_session_end
 from ejkernel.ops.autotuner.trials.programs import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.nodes import Choice
+from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.fingerprint import default_device
 from ejkernel.ops.utils.telling import error_text
@@ -37,6 +41,8 @@ _CHATTER = re.compile(r"I\d{4} |ptxas (info|warning)\b|\s*\d+ bytes stack frame|
 
 class CompileProcesses:
     """Processes that compile one program at a time each; one that dies or takes too long is replaced.
+
+    One at a time, so that it is known who ended a process, and one that hangs can be ended alone.
 
     Args:
         count: How many there are at most; each is started when it is needed.
@@ -125,6 +131,10 @@ class _Process:
         self._worker = Worker(is_leaf=True)
         try:
             self._worker.call(os.getpid)  # it takes seconds to start, and the file is there for no longer than needed
+            # To its output, and nowhere else, the GPU's compilers say how many registers a program spills (Mosaic GPU's
+            # when `MOSAIC_GPU_DUMP_PTXAS` is set, XLA's as a log message), and why they end the process. In a process
+            # of several programs it could not be told whose is meant. It is a file, and no pipe: a compiler that dumps
+            # a module while it holds Python's lock would wait for ever for a thread that reads.
             descriptor, path = tempfile.mkstemp(prefix="ejkernel-compiler-")
             self._output = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
             try:
@@ -193,6 +203,7 @@ def _prepare(output: str) -> None:
     """Have this process write to `output`, and leave the devices to others."""
     write_to(output)
     settings.tell_of_spills()
+    # An accelerator may be open to one process alone, or have most of its memory taken by the first.
     compat.leave_devices_alone()
     compat.forget_compilations()
 
@@ -202,7 +213,7 @@ def _carry_out(work: Callable[[], Program], scope: Scope) -> Program:
     assert mine is not None  # only workers are sent here
     try:
         with entered(scope):
-            return carried(work, deeper=True)()  # a kernel in a kernel is not to be tuned here
+            return in_callers_context(work, deeper=True)()  # a kernel in a kernel is not to be tuned here
     except Exception:
         raise
     except BaseException as error:  # noqa: BLE001 - as it is it would be taken for the user's Ctrl-C
@@ -219,6 +230,7 @@ _guard = threading.Lock()
 def compile_processes(count: int) -> CompileProcesses:
     """Return the session's `count` processes that compile (see `worker_session`)."""
     with _guard:
+        # To start one takes seconds, so they last for a program's searches, or a worker's life.
         if count not in _pools:
             _pools[count] = CompileProcesses(count)
             at_session_end(functools.partial(_close, count))
@@ -237,7 +249,7 @@ def usual_processes(target: Target | None) -> int:
 
 
 class Compiler:
-    """Compiles the candidates of one search in processes; see `Bench.compile_elsewhere`.
+    """Compiles the candidates of one search in processes; see `Preparation.compile_elsewhere`.
 
     Args:
         target: What for.

@@ -69,6 +69,7 @@ class Target:
             yield
             return
         cores = int(_field(self.description, "core_count"))
+        # Kernels choose by the device that they are traced for: its name, and how many processors it has.
         with compat.abstract_gpu(_field(self.description, "device_description_str"), cores):
             yield
 

@@ -29,6 +29,8 @@ _POLL = 0.05  # seconds between two looks at the deadlines, and at whether to st
 class AdaptiveTimeout:
     """How long something may take before it is given up: long at first, then a multiple of what was usual.
 
+    Any fixed time is too short for one kernel and too long for another.
+
     Args:
         first: Seconds that are allowed while nothing is known.
         least: Seconds that are always allowed.
@@ -137,6 +139,8 @@ class CompileThreads(Generic[T]):
             with self._lock:
                 self._under_way[index] = None
                 self._on_change(list(self._under_way))  # before it begins: it may end the process
+            # Threads do, because XLA lets go of the interpreter's lock. They are daemons, because one that is stuck
+            # cannot be stopped, only left.
             thread = threading.Thread(target=self._work, args=(index, job, start), name="ejkernel-compile", daemon=True)
             _threads.add(thread)
             thread.start()
@@ -146,6 +150,7 @@ class CompileThreads(Generic[T]):
         error: BaseException | None = None
         try:
             result = job()
+        # Be it `KeyboardInterrupt`: Ctrl-C comes to the main thread alone, so that a candidate's is its own.
         except BaseException as raised:  # noqa: BLE001 - whoever asks for the result decides
             error = raised.with_traceback(None)
         try:

@@ -23,10 +23,10 @@ from ejkernel.ops.autotuner.measure.timers import (
     wall_sample,
     work_between,
 )
-from ejkernel.ops.autotuner.process.threads import apart
+from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.checks import check_argument, is_count
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 logger = logging.getLogger(__name__)
 
@@ -182,26 +182,27 @@ def interleaved(
         race = Race(len(functions), plan=RacePlan.fixed(rounds or 0), incumbents=())
     if race.count != len(functions):
         raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
-    meet = _Meet(functions, race, stop, on_error)
-    calls = meet.warmed_up(warmup)
+    sampler = _Sampler(functions, race, stop, on_error)
+    calls = sampler.warmed_up(warmup)
+    # One way for all: times that were taken in two ways cannot be compared.
     timer = choose_timer([functions[index] for index in race.running])
     try:
         try:
-            meet.run(timer, calls)
+            sampler.run(timer, calls)
         finally:
             timer.end()
     except TimerError as error:
         logger.warning("measuring anew, all by the wall clock: %s", error)
         timer = WALL
         race.restart()
-        meet.run(timer, calls)
+        sampler.run(timer, calls)
     witness, samples = race.judged
     method = PROCESSOR if witness == PROCESSOR else timer.method
     return [_measurement(function, values, method) for function, values in zip(functions, samples, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Meet:
+class _Sampler:
     """Functions under a race's rules."""
 
     functions: Sequence[Callable[[], Any]]
@@ -212,6 +213,7 @@ class _Meet:
     def warmed_up(self, warmup: int) -> dict[int, int]:
         """Return how many calls make a sample of each function; after `stop`, others than the first leave the race."""
         calls: dict[int, int] = {}
+        # As many calls a sample as a candidate's work says: the clock would say too few on a busy machine.
         count_calls = functools.partial(calls_per_sample, threads=choose_timer([]).threads)
         for index in list(self.race.running):
             if calls and self.stop():
@@ -224,6 +226,7 @@ class _Meet:
         """Sample whom the race asks for, until it is decided or `stop` ends it."""
         while indices := self.race.next_round():
             for index in indices:
+                # Somebody has a sample by then, so that an interrupted search has an answer.
                 if any(self.race.samples) and self.stop():
                     return
                 before = timer.threads()
@@ -266,7 +269,8 @@ def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warm
     def work() -> float:
         for _ in range(num_warmup):
             jax.block_until_ready(fn(*args, **kwargs))
+        # Each call by itself: what the user would see.
         times = [wall_sample(lambda: fn(*args, **kwargs), 1) for _ in range(num_iters)]
         return float(np.median(times)) * 1e3
 
-    return apart(work)
+    return on_measuring_thread(work)

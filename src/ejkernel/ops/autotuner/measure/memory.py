@@ -10,6 +10,7 @@ from typing import Any
 from ejkernel import compat
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.tables import size
 
 
 def num_bytes(like: Any) -> int:
@@ -54,8 +55,4 @@ def check_room(needed: int, what: str) -> None:
     """
     available = device_bytes()
     if available is not None and needed > available:
-        raise TuningError(f"{what} would take {_readable(needed)}; the device has {_readable(available)}.")
-
-
-def _readable(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+        raise TuningError(f"{what} would take {size(needed)}; the device has {size(available)}.")

@@ -130,6 +130,7 @@ _BY_PLATFORM = {"cpu": HOST, "gpu": CUPTI, "tpu": PROFILER}
 def choose_timer(functions: Sequence[Callable[[], Any]]) -> Timer:
     """Return how to time `functions`, all alike: by what the device says of itself, if it does so of each of them."""
     timer = _BY_PLATFORM.get(platform_kind(default_device().platform))
+    # Others may fail to tell, such as when another profiler has the device, which is known once they are tried.
     if timer is None or timer is HOST:
         return timer or WALL
     try:
@@ -150,6 +151,7 @@ def calls_per_sample(
     some candidates' samples be of one call and some of many, which are not alike.
     """
     least = math.inf
+    # The first call may still load and allocate, so that it does not count.
     for count in range(max(2, warmup)):
         before = threads()
         seconds = wall_sample(function, 1)

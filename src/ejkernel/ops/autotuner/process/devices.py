@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from ejkernel import settings
-from ejkernel.ops.autotuner.process.threads import carried
+from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, close_first, in_slot, shared_worker, worker_session
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -42,7 +42,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, devices: int, fingerpr
     with worker_session():
         close_first()  # whoever found the calls has a device, or all of them
         pool = concurrent.futures.ThreadPoolExecutor(len(slots), thread_name_prefix="ejkernel-device")
-        members = [pool.submit(carried(_Member(team, slot))) for slot in slots]
+        members = [pool.submit(in_callers_context(_Member(team, slot))) for slot in slots]
         pool.shutdown(wait=False)  # it takes nothing else
         _wait_for(members, team, slots)
     if team.waiting:
@@ -96,6 +96,7 @@ class _Member(Generic[T, R]):
         team = self._team
         while True:
             try:
+                # A call is one device's, because times of two are not comparable.
                 index, item = team.waiting.popleft()
             except IndexError:
                 return
@@ -113,7 +114,7 @@ def _wait_for(
     except KeyboardInterrupt:
         team.waiting.clear()
         for slot in slots:
-            slot.stop.set()
+            slot.cancellation.request()
         try:
             _look_at(members)
         except KeyboardInterrupt:

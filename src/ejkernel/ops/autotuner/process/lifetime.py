@@ -27,6 +27,7 @@ def end_with(parent: int) -> None:
     Args:
         parent: Who started this process, which may be gone by now.
     """
+    # A thread of ours cannot run while a kernel keeps the interpreter's lock.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -24,7 +24,7 @@ class Outputs:
     def __init__(self, *, is_ours: bool) -> None:
         self._is_ours = is_ours
         self._lock = threading.Lock()
-        self._harm = 0
+        self._damage = 0
         self._copies = {number: copy for number in (_STDOUT, _STDERR) if (copy := _copied(number)) is not None}
         self._streams: dict[str, TextIO | None] = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
@@ -40,8 +40,8 @@ class Outputs:
                 lost += self._mend_descriptor(number, copy, is_ours=is_idle and self._is_ours)
             for name, stream in self._streams.items():
                 lost += self._mend_stream(name, stream, is_ours=is_idle and self._is_ours)
-            self._harm += bool(lost)
-            return self._harm
+            self._damage += bool(lost)
+            return self._damage
 
     def _mend_descriptor(self, number: int, copy: int, *, is_ours: bool) -> bool:
         """Return whether it was closed."""

@@ -78,6 +78,7 @@ class Exchange:
         Raises:
             EOFError: none comes any more.
         """
+        # What came before the end is taken before the end is told of.
         if len(self._incoming) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._incoming)
             end = _HEADER.size + length

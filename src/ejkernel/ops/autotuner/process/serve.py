@@ -14,7 +14,9 @@ from typing import Any
 
 from ejkernel import settings
 from ejkernel.ops.autotuner.process import outputs
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.lifetime import end_with, ignore_interrupts
+from ejkernel.ops.autotuner.process.messages import Began, Compiling, Message, Raised, Request, Returned, Warned
 from ejkernel.ops.autotuner.process.outputs import Outputs
 from ejkernel.ops.autotuner.process.pipes import read_message, write_message
 from ejkernel.ops.errors import TuningError
@@ -22,7 +24,7 @@ from ejkernel.ops.utils.telling import error_text, traceback_text
 
 # What parent and worker share without a lock, which one that is killed would keep: the index of the candidate that
 # runs, a number that changes with each sign of life, one that changes as long as the interpreter's lock is to be had,
-# and whether to end the search.
+# and whether to end the search. Messages would not do: one for every call would be measured too.
 RUNNING, BEATS, WAKES, STOP = range(4)
 SHARED = 4
 WAKE_UP = 0.5  # seconds between two changes of `WAKES`
@@ -37,48 +39,65 @@ class Reports:
     outputs: Outputs
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
-    def send(self, kind: str, value: Any) -> None:
+    def send(self, message: Message) -> None:
         """Send a message."""
-        data = pickle.dumps((kind, value))
+        data = pickle.dumps(message)
         with self.lock:
             write_message(self.pipe, data)
 
     def compiling(self, configs: Sequence[Any]) -> None:
         """See `Watch`."""
         self.outputs.mend(is_idle=not configs)
-        self.send("compiling", list(configs))
+        self.send(Compiling(list(configs)))
 
     def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
         """See `Watch`."""
         self.outputs.mend()
         self.pulse[RUNNING] = 0  # here and not in the parent, which hears of it when another may be running
-        self.send("begin", (doing, list(configs), allowed))
+        self.send(Began(doing, list(configs), allowed))
 
     def running(self, index: int) -> None:
         """See `Watch`."""
         self.pulse[RUNNING] = index
-        self.beat()
+        self._beat()
 
-    def harm(self) -> int:
+    def damage(self) -> int:
         """See `Watch`."""
         return self.outputs.mend()
 
-    def beat(self) -> bool:
-        """Show a sign of life, and return `False`: nobody has abandoned the search."""
-        self.pulse[BEATS] += 1
+    def is_abandoned(self) -> bool:
+        """See `Watch`; a parent that waits no longer ends the worker."""
+        self._beat()
         return False
+
+    def _beat(self) -> None:
+        self.pulse[BEATS] += 1
 
     def warn(self, message: Warning | str, *_: Any, **__: Any) -> None:
         """Have the parent warn, in place of `warnings.showwarning`."""
         try:
-            self.send("warning", message)
+            self.send(Warned(message))
         except Exception:  # noqa: BLE001 - a warning of the user's own that cannot be pickled: its text has to do
             text = error_text(message) if isinstance(message, Warning) else message
-            self.send("warning", text)
+            self.send(Warned(text))
 
-    def must_stop(self) -> bool:
-        """Return whether the parent asks for the search's end."""
-        return bool(self.pulse[STOP])
+    @property
+    def cancellation(self) -> Cancellation:
+        """By which the parent asks for the search's end."""
+        return _ByParent(self.pulse)
+
+
+class _ByParent(Cancellation):
+    """The parent's, as its worker sees it."""
+
+    def __init__(self, pulse: Any) -> None:
+        super().__init__()
+        self._pulse = pulse
+
+    @property
+    def is_requested(self) -> bool:
+        """See `Cancellation`."""
+        return bool(self._pulse[STOP])
 
 
 _reports: list[Reports] = []  # of this process, if it is a worker
@@ -100,7 +119,7 @@ def begin_serving(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool, p
         parent: The parent's process.
     """
     if leads:
-        os.setsid()  # Ctrl-C is the parent's to handle
+        os.setsid()  # Ctrl-C is the parent's to handle, and what it starts ends with its group
     else:
         os.setpgid(0, 0)  # a worker's own worker is ended with it, as part of its session, or alone, with its children
     end_with(parent)
@@ -134,22 +153,22 @@ def serve() -> None:
             request = read_message(mine.pipe)
         except (EOFError, OSError):  # or a candidate has closed it; the parent knows by now
             return
-        kind, value = _carry_out(request)
+        answer = _carry_out(request)
         try:
-            mine.send(kind, value)
+            mine.send(answer)
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises any of these
-            mine.send("error", _unsendable(error))
+            mine.send(Raised(_unsendable(error)))
 
 
-def _carry_out(request: bytes) -> tuple[str, Any]:
+def _carry_out(sent: bytes) -> Returned | Raised:
     try:
-        function, args = unpickled(request)
+        request: Request = unpickled(sent)
     except BaseException as error:  # noqa: BLE001 - such as of a class that is not where its name says
-        return "error", _unsendable(error)
+        return Raised(_unsendable(error))
     try:
-        return "done", function(*args)
+        return Returned(request.function(*request.args))
     except BaseException as error:  # noqa: BLE001 - it is raised in the parent
-        return "error", _sendable(error)
+        return Raised(_sendable(error))
 
 
 def pickled(value: Any) -> bytes:

@@ -24,17 +24,17 @@ from ejkernel.ops.utils.fingerprint import default_device, device_called, device
 
 T = TypeVar("T")
 
-_LOOK = 0.2  # seconds between two looks at what is done apart
+_LOOK = 0.2  # seconds between two looks at what is done there
 _AT_EXIT = 30.0  # seconds that the end of the process waits for what is under way
 _AT_EXIT_LEFT = 1.0  # and for what was left, because it does not end
 _inside = threading.local()
 
 
-class LeftError(TuningError):
-    """What was done apart was left, because it does not end."""
+class AbandonedError(TuningError):
+    """What was done on a measuring thread was left, because it does not end."""
 
 
-class _Lane:
+class _MeasuringThread:
     """A thread that works off what it is given; a daemon, because it may have to be left at what it is at."""
 
     def __init__(self, name: str) -> None:
@@ -66,33 +66,33 @@ class _Lane:
             done.set()
 
 
-_lanes: dict[tuple[jax.Device, int], _Lane] = {}
-_left: list[_Lane] = []
+_threads: dict[tuple[jax.Device, int], _MeasuringThread] = {}
+_abandoned: list[_MeasuringThread] = []
 _guard = threading.Lock()
 
 
-def _lane_of(device: jax.Device, depth: int) -> _Lane:
+def _thread_of(device: jax.Device, depth: int) -> _MeasuringThread:
     with _guard:
-        if (device, depth) not in _lanes:
-            _lanes[device, depth] = _Lane(f"ejkernel-measure-{device.id}-{depth}")
-        return _lanes[device, depth]
+        if (device, depth) not in _threads:
+            _threads[device, depth] = _MeasuringThread(f"ejkernel-measure-{device.id}-{depth}")
+        return _threads[device, depth]
 
 
-def _leave(lane: _Lane) -> None:
+def _abandon(thread: _MeasuringThread) -> None:
     """Have others take another thread from now on."""
     with _guard:
-        _left.append(lane)
-        for place in [place for place, there in _lanes.items() if there is lane]:
-            del _lanes[place]
+        _abandoned.append(thread)
+        for place in [place for place, there in _threads.items() if there is thread]:
+            del _threads[place]
 
 
 def _wait_at_exit() -> None:
     """Wait for what is measured still: the interpreter's end would meet it in the middle of C++."""
     end = time.monotonic() + _AT_EXIT
-    for lane in list(_lanes.values()):
-        lane.wait(max(0.0, end - time.monotonic()))
-    for lane in _left:
-        lane.wait(_AT_EXIT_LEFT)
+    for thread in list(_threads.values()):
+        thread.wait(max(0.0, end - time.monotonic()))
+    for thread in _abandoned:
+        thread.wait(_AT_EXIT_LEFT)
 
 
 atexit.register(_wait_at_exit)
@@ -103,7 +103,12 @@ def _depth() -> int:
     return getattr(_inside, "depth", 0)
 
 
-def carried(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
+def is_measuring() -> bool:
+    """Return whether this thread is one that candidates are measured on."""
+    return _depth() > 0
+
+
+def in_callers_context(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
     """Return `work` for another thread, with this thread's matmul precision, 64-bit mode, device and overlays.
 
     Recording does not carry over. With `deeper`, the other thread is one level of searches further down.
@@ -128,13 +133,13 @@ def carried(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
     return inside
 
 
-def apart(
+def on_measuring_thread(
     work: Callable[[], T],
     *,
     on_interrupt: Callable[[], None] | None = None,
     look: Callable[[], None] | None = None,
 ) -> T:
-    """Run `work` on the default device's measuring thread, with the caller's settings; see `carried`.
+    """Run `work` on the default device's measuring thread, with the caller's settings; see `in_callers_context`.
 
     Called on a measuring thread, by a candidate that runs a kernel itself, `work` has another one: the candidate's
     trace is open on the first, which waits.
@@ -144,8 +149,9 @@ def apart(
         on_interrupt: Called on Ctrl-C, after which `work` is waited for; a second one is raised.
         look: Called again and again meanwhile; if it raises, so does this, and `work` is left to go on by itself.
     """
-    lane = _lane_of(default_device(), _depth())
-    future = lane.submit(carried(work, deeper=True))
+    # Under an open trace, mesh or transformation, a thread of its own is the only place where JAX behaves as usual.
+    thread = _thread_of(default_device(), _depth())
+    future = thread.submit(in_callers_context(work, deeper=True))
     try:
         _wait_for(future, look)
     except KeyboardInterrupt:  # the user's: what `work` raises is not seen here
@@ -153,8 +159,8 @@ def apart(
             raise
         on_interrupt()  # even if the work has just been done: it is not lost
         _wait_for(future, look)
-    except LeftError:
-        _leave(lane)
+    except AbandonedError:
+        _abandon(thread)
         raise
     return future.result()
 
@@ -172,6 +178,7 @@ def on_device_of(inv: Invocation[Any, Any]) -> Iterator[None]:
     Raises:
         TuningError: this process has no such device.
     """
+    # JAX answers a GPU that cannot be had with the CPU, and its times would be remembered as the GPU's.
     device = device_called(inv.device_fingerprint)
     if device is None:
         raise TuningError(
@@ -182,4 +189,4 @@ def on_device_of(inv: Invocation[Any, Any]) -> Iterator[None]:
         yield
 
 
-services.provide(is_measuring=lambda: _depth() > 0)
+services.provide(is_measuring=is_measuring)

@@ -19,8 +19,14 @@ class Watch(Protocol):
     def running(self, index: int) -> None:
         """Say that the candidate at `index` of those that `begin` named last is called now; a sign of life."""
 
-    def harm(self) -> int:
+    def damage(self) -> int:
         """Return how often something was found damaged, and mended, that others need too."""
+
+    def is_abandoned(self) -> bool:
+        """Return whether nobody waits for the search any more.
+
+        Whoever waits for compilations asks again and again; that is a sign of life, for threads that compile show none.
+        """
 
 
 class Unwatched:
@@ -35,6 +41,10 @@ class Unwatched:
     def running(self, index: int) -> None:
         """See `Watch`."""
 
-    def harm(self) -> int:
+    def damage(self) -> int:
         """See `Watch`."""
         return 0
+
+    def is_abandoned(self) -> bool:
+        """See `Watch`."""
+        return False

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of its own for what a process may not survive: a crash, a kernel that never returns.
 
-The worker holds the device, carries out tuning tasks, and says what it is at. The parent keeps what was found out so
-far, ends a worker that shows no sign of life, and lets a new one go on without the candidate that was to blame.
+The worker holds the device, carries out tuning tasks, and says what it is at, before it does it. The parent keeps what
+was found out so far, ends a worker that shows no sign of life, and lets a new one go on without the candidate that was
+to blame. It is not a process pool's worker, because a pool does not say what its worker was at; and one serves a whole
+session, because to start JAX and a device takes seconds.
 
 Tasks and answers are pickled: they go between a process and its own child, and nowhere else.
 """
@@ -24,7 +26,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.lifetime import start_process
+from ejkernel.ops.autotuner.process.messages import (
+    Began,
+    Compiling,
+    Happened,
+    Message,
+    Raised,
+    Request,
+    Returned,
+    Warned,
+)
 from ejkernel.ops.autotuner.process.pipes import Exchange
 from ejkernel.ops.autotuner.process.serve import (
     BEATS,
@@ -101,7 +114,6 @@ class Worker:
 
     Args:
         environ: Variables to set in the worker's environment, such as `CUDA_VISIBLE_DEVICES`.
-        stop: Set by another thread to ask the worker for the end of its search.
         is_leaf: Whether it starts no workers itself.
     """
 
@@ -109,7 +121,6 @@ class Worker:
         self,
         environ: Mapping[str, str] | None = None,
         *,
-        stop: threading.Event | None = None,
         is_leaf: bool = False,
     ) -> None:
         _check_that_main_is_there()
@@ -121,8 +132,7 @@ class Worker:
         start_process(self._process.start)
         other.close()
         self._pipe = Exchange(pipe)
-        self._can_stop = False
-        self._stop = stop or threading.Event()
+        self._cancellation: Cancellation | None = None
         self._is_leaf = is_leaf
         self.is_busy = False  # true, too, once it has died at work, or nobody has waited for its answer
         self.doing = WorkerStatus()
@@ -144,17 +154,12 @@ class Worker:
         configs = self.doing.configs
         return configs[min(self._pulse[RUNNING], len(configs) - 1)] if configs else None
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether it was asked to end its search."""
-        return bool(self._pulse[STOP])
-
     def call(
         self,
         function: Callable[..., Any],
         *args: Any,
         on_event: Callable[[Any], None] | None = None,
-        stopping: bool | None = None,
+        cancellation: Cancellation | None = None,
         doing: WorkerStatus | None = None,
         deadline: Deadline | None = None,
     ) -> Any:
@@ -164,8 +169,8 @@ class Worker:
             function: Something at the top of a module.
             *args: What it is called with.
             on_event: Called with what the worker tells meanwhile.
-            stopping: Whether it is asked to stop from the start; if not, the first Ctrl-C asks it to, and a second
-                one is raised. If left out it cannot be asked, and the first is raised.
+            cancellation: Asks it for the end of its search; the first Ctrl-C requests that, and a second one is raised.
+                If left out it cannot be asked, and the first is raised.
             doing: What it is at, until it says so itself.
             deadline: For how long it is waited for; without one, for as long as it says itself.
 
@@ -174,9 +179,10 @@ class Worker:
             WorkerDiedError: the worker ended, or showed no sign of life for as long as is allowed; it is gone.
             TuningError: the function or its arguments cannot be sent to another process.
         """
-        request = pickled((function, args))
+        request = pickled(Request(function, args))
         self.doing = doing or WorkerStatus(what="receiving its task")
-        self._can_stop, self._pulse[STOP] = stopping is not None, bool(stopping)
+        self._cancellation = cancellation
+        self._pass_on_cancellation()
         self.is_busy = True
         with interrupts_held_back() as interrupts:
             self._pipe.post(request)
@@ -188,21 +194,20 @@ class Worker:
         alive = awake = time.monotonic()
         beats, wakes, is_dead = self._pulse[BEATS], self._pulse[WAKES], False
         while True:
-            if self._can_stop and self._stop.is_set():
-                self._pulse[STOP] = True
-            message = self._next_message(interrupts)
+            self._pass_on_cancellation()
+            sent = self._next_message(interrupts)
             now = time.monotonic()
             if self._pulse[WAKES] != wakes:
                 awake, wakes = now, self._pulse[WAKES]
-            if message is not None:
+            if sent is not None:
                 alive = now
-                kind, value = unpickled(message)
-                self.is_busy = kind not in ("done", "error")
-                if kind == "done":
-                    return value
-                if kind == "error":
-                    raise value
-                self._take_note(kind, value, on_event)
+                message: Message = unpickled(sent)
+                self.is_busy = not isinstance(message, Returned | Raised)
+                if isinstance(message, Returned):
+                    return message.value
+                if isinstance(message, Raised):
+                    raise message.error
+                self._take_note(message, on_event)
             elif self._pulse[BEATS] != beats:
                 alive, beats = now, self._pulse[BEATS]
             elif is_dead:
@@ -210,6 +215,9 @@ class Worker:
             else:
                 is_dead = not self._process.is_alive()  # what it said last may be there by now, so look once more
             self._check_time(now - alive, deadline, is_stuck=now - awake > _STUCK)
+
+    def _pass_on_cancellation(self) -> None:
+        self._pulse[STOP] = self._cancellation is not None and self._cancellation.is_requested
 
     def _next_message(self, interrupts: list[Callable[[], object]]) -> bytes | None:
         """Return the next message, `None` if none comes soon.
@@ -224,10 +232,11 @@ class Worker:
             while interrupts:
                 interrupts.pop()()
         except KeyboardInterrupt:
-            if not self._can_stop or self.is_stopping:
+            if self._cancellation is None or self._cancellation.is_requested:
                 self.kill()
                 raise
-            self._pulse[STOP] = True
+            self._cancellation.request()
+            self._pass_on_cancellation()
         try:
             message = self._pipe.take()
             if message is None:
@@ -254,15 +263,17 @@ class Worker:
         self.kill()
         raise WorkerDiedError(text)
 
-    def _take_note(self, kind: str, value: Any, on_event: Callable[[Any], None] | None) -> None:
-        if kind == "begin":
-            self.doing.what, self.doing.configs, self.doing.allowed = value
-        elif kind == "compiling":
-            self.doing.compiling = value
-        elif kind == "warning":
-            warnings.warn(value, stacklevel=2)
-        elif on_event is not None:
-            on_event(value)
+    def _take_note(self, message: Message, on_event: Callable[[Any], None] | None) -> None:
+        match message:
+            case Began():
+                self.doing.what, self.doing.configs = message.what, message.configs
+                self.doing.allowed = message.allowed
+            case Compiling():
+                self.doing.compiling = message.configs
+            case Warned():
+                warnings.warn(message.warning, stacklevel=2)
+            case Happened() if on_event is not None:
+                on_event(message.event)
 
     def _last_words(self) -> str:
         code = self._process.exitcode
@@ -346,14 +357,14 @@ class WorkerSlot:
 
     Attributes:
         environ: Variables to set in the worker's environment.
-        stop: Set to ask the worker for the end of its search.
+        cancellation: By which the worker is asked for the end of its search, whichever that is.
         is_closed: Whether no other worker is to come.
         worker: Who is there.
         lock: Held by the thread that the worker works for.
     """
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+    cancellation: Cancellation = dataclasses.field(default_factory=Cancellation)
     is_closed: bool = False
     worker: Worker | None = None
     lock: Any = dataclasses.field(default_factory=threading.RLock)
@@ -411,22 +422,28 @@ def in_slot(slot: WorkerSlot) -> Iterator[None]:
     with _guard:
         if slot not in _taken:
             _taken.append(slot)
-    before, _here.slot = getattr(_here, "slot", _first), slot
+    before, _here.slot = this_slot(), slot
     try:
         yield
     finally:
         _here.slot = before
 
 
+def this_slot() -> WorkerSlot:
+    """Return this thread's slot."""
+    slot: WorkerSlot = getattr(_here, "slot", _first)
+    return slot
+
+
 @contextlib.contextmanager
 def shared_worker() -> Iterator[Worker]:
     """Give the worker of this thread's slot, to one thread at a time; one that has died is replaced the next time."""
-    slot: WorkerSlot = getattr(_here, "slot", _first)
+    slot = this_slot()
     with worker_session(), slot.lock:
         if slot.is_closed:
             raise KeyboardInterrupt
         if slot.worker is None:
-            slot.worker = Worker(slot.environ, stop=slot.stop)
+            slot.worker = Worker(slot.environ)
         worker = slot.worker
         try:
             yield worker

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ejkernel.ops.config._axes import Floats
+from ejkernel.ops.config.spaces.axes import Floats
 
 Ints = npt.NDArray[np.intp]
 
@@ -111,6 +111,7 @@ class Pool:
 
     def without_records(self) -> Pool:
         """Return the same configurations as a process sees them that knows no records."""
+        # All that is costly, the columns and their distinct values, is shared.
         plain = copy.copy(self)
         plain.mean, plain.spread = np.zeros(self.size), 0.0
         return plain
@@ -148,6 +149,7 @@ class Pool:
     def fit(self, hyper: Hyper, rows: Ints, values: Floats, scale: Scale) -> Hyper:
         """Return better hyperparameters for these values of these configurations."""
         if len(rows) > _FITTED:
+            # The fastest, for that is where it must be right, and the latest, which the last fit did not know.
             keep = np.union1d(np.argsort(values)[: _FITTED // 2], np.arange(len(rows) - _FITTED // 2, len(rows)))
             rows, values = rows[keep], values[keep]
         columns = self.columns[rows].T
@@ -199,6 +201,7 @@ class Process:
         count = len(rows)
         known = pool.covariance(hyper, np.array(rows, dtype=np.intp))
         covariance = known[:, self.rows] + (hyper.noise + _JITTER) * np.eye(count)
+        # A measurement adds a row to the factor's inverse; to factor anew each time would cost a power more.
         self._inverse: Floats = np.linalg.inv(np.linalg.cholesky(covariance))  # of the Cholesky factor
         self._projected = np.zeros((max(16, 2 * count), pool.size))  # that times the covariance with the pool
         self._projected[:count] = self._inverse @ known
@@ -216,6 +219,7 @@ class Process:
         inverse[count, :count] = -(factor @ self._inverse) / last
         inverse[count, count] = 1.0 / last
         if count == len(self._projected):
+            # Twice as many rows, so that what is added costs no copy of all before it.
             self._projected = np.concatenate([self._projected, np.zeros_like(self._projected)])
         projected = (covariance - factor @ self._projected[:count]) / last
         self._projected[count] = projected
@@ -307,6 +311,7 @@ def _descend(hyper: Hyper, loss: Callable[[Hyper], float]) -> Hyper:
             if step is None:
                 break
             value = loss(step)
+            # A step is taken at once: the next is tried from there.
             if value < least - 1e-9:
                 hyper, least = step, value
         if least == before:

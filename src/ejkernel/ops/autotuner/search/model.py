@@ -12,8 +12,8 @@ import numpy as np
 
 from ejkernel.ops.autotuner.search.feasibility import Failing
 from ejkernel.ops.autotuner.search.gaussian_process import Hyper, Pool, Process, Scale, expected_improvement
-from ejkernel.ops.config._axes import ALIGNED_FROM, Floats
-from ejkernel.ops.config.space import ConfigSpace, Point
+from ejkernel.ops.config.spaces.axes import ALIGNED_FROM, Floats
+from ejkernel.ops.config.spaces.space import ConfigSpace, Point
 from ejkernel.ops.errors import ConfigError
 
 LEAST = 3  # measurements below which a model without records says nothing, and a record nothing to a model
@@ -267,6 +267,7 @@ class Model:
         informed = [hyper.informed for hyper in self.hypers]
         if all(informed) or not any(informed):
             return [1 / len(informed)] * len(informed)
+        # A record that is believed to the end keeps the search where another device's optimum is.
         trust = _TRUST / (_TRUST + waited)
         return [trust / sum(informed) if i else (1 - trust) / (len(informed) - sum(informed)) for i in informed]
 

@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.search.gaussian_process import Hyper
 from ejkernel.ops.autotuner.search.model import LEAST, Candidates, Model, Prior, Scatter, is_time
 from ejkernel.ops.autotuner.search.model import Record as Record
 from ejkernel.ops.autotuner.search.model import SearchOptions as SearchOptions
-from ejkernel.ops.config.space import ConfigSpace, Point
+from ejkernel.ops.config.spaces.space import ConfigSpace, Point
 from ejkernel.ops.errors import ConfigError
 
 _EXHAUSTIVE = 24  # configurations up to which all are measured anyway, so that their order does not matter
@@ -250,6 +250,7 @@ def default_strategy(
     space: ConfigSpace[Any], *, seeds: Iterable[Any] = (), records: Iterable[Record] = (), seed: int = 0
 ) -> Strategy:
     """Return the strategy for a space: all of a tiny one in its order; chance for hundreds of axes; else a model."""
+    seeds = (*seeds, *space.seeds)
     if space.has_at_most(_EXHAUSTIVE):
         return Exhaustive(space, seeds=seeds_of(records, seeds))
     if len(space.axes) > _MODELLED:

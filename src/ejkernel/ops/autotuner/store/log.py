@@ -25,10 +25,10 @@ from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.printable import printable, printable_json
-from ejkernel.ops.utils.sealed import check_schema, read_lines, sealed_lines
-from ejkernel.ops.utils.serialize import describe, from_data, from_plain, parse_json, to_data
+from ejkernel.ops.utils.storage.sealed import check_schema, read_lines, sealed_lines
+from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, to_data
 from ejkernel.ops.utils.tables import arguments
-from ejkernel.ops.utils.typenames import PLAIN, decode_config, type_name
+from ejkernel.ops.utils.values.typenames import PLAIN, decode_config, type_name
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class StoredSearch(Findings):
             except ConfigError as error:
                 refused.append(error)
             else:
-                times.append((config, None if outcome.measurement is None else outcome.measurement.median))
+                times.append((config, outcome.seconds))
         if refused:
             text = "%d of %d configurations in the log of %s cannot be decoded, such as one: %s"
             logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
@@ -152,7 +152,7 @@ class _Header:
         outcomes: How many lines follow.
         columns: What they hold.
         twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
-        why, standing, undecided, interrupted: As in `AutotuneData`.
+        why, standing, undecided, interrupted, rule_fault: As in `AutotuneData`.
     """
 
     schema: int
@@ -170,6 +170,7 @@ class _Header:
     standing: _Standing | None = None
     undecided: bool = False
     interrupted: bool = False
+    rule_fault: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +198,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
         SerializationError: a configuration has no JSON form.
     """
     configs = [to_data(outcome.config) for outcome in data.outcomes]
+    # Names of fields are written once, and not with each of hundreds of outcomes.
     fields = list(configs[0]) if isinstance(configs[0], dict) else None
     if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
         fields = None
@@ -217,6 +219,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
         standing=None if data.standing is None else _Standing(**data.standing.data()),
         undecided=data.undecided,
         interrupted=data.interrupted,
+        rule_fault=shortened(data.rule_fault),
     )
     rows = (
         _row(config if fields is None else [config[name] for name in fields], outcome)
@@ -231,7 +234,7 @@ def _row(config: Any, outcome: Outcome) -> _Row:
     measured, compiled = outcome.measurement, outcome.compile_seconds
     return _Row(
         config=config,
-        status=outcome.status.value,
+        status=str(outcome.status),
         samples_us=[] if measured is None else [float(f"{sample * 1e6:.5g}") for sample in measured.samples],
         method=None if measured is None else measured.method,
         compile_s=None if compiled is None else round(compiled, 3),
@@ -293,6 +296,7 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         standing=None if header.standing is None else header.standing.restored(),
         undecided=header.undecided,
         interrupted=header.interrupted,
+        rule_fault=header.rule_fault,
     )
 
 
@@ -320,8 +324,6 @@ def _outcome(line: str, number: int, header: _Header) -> Outcome:
         config = row.config if fields is None else dict(zip(fields, from_plain(row.config, list[Any]), strict=True))
     except (ValueError, TypeError) as error:  # of JSON or types, of columns too many or too few, of no list at all
         raise UnusableError(f"line {number}: {error}") from error
-    if row.status not in list(Status):
-        raise UnusableError(f"line {number}: its status is {describe(row.status)}; known are {', '.join(Status)}")
     least, most = _TIMES_US
     if not all(type(sample) in (int, float) and least <= sample <= most for sample in row.samples_us):
         text = f"samples must be between {least} and {most}, got {describe(row.samples_us)}"
@@ -329,7 +331,7 @@ def _outcome(line: str, number: int, header: _Header) -> Outcome:
     samples = tuple(sample / 1e6 for sample in row.samples_us)
     return Outcome(
         config=config,
-        status=Status(row.status),
+        status=row.status,
         reason=row.reason,
         measurement=Measurement(samples=samples, method=row.method or "") if samples else None,
         compile_seconds=row.compile_s,

@@ -34,14 +34,13 @@ from ejkernel.ops.config._files import (
 )
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
-from ejkernel.ops.utils import services
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.serialize import describe, stable_json, to_data
+from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +66,12 @@ class _Log:
 class MeasurementStore:
     """The searches of a persistent cache: one file each, beside the entry that it led to.
 
-    A file is never changed; of each call the newest eight stay, and the one that was written last is the newest,
-    whatever the clock says. A file that cannot be used is skipped with one `CacheWarning`. Where the cache's folder
-    cannot be written, searches stay in this object.
+    It holds measurements rather than winners: a record is where a search starts, and never an answer. Its best are
+    measured first, and its times are a prior that the model may drop.
+
+    A file is never changed, so two processes cannot lose each other's searches; of each call the newest eight stay, and
+    the one that was written last is the newest, whatever the clock says. A file that cannot be used is skipped with one
+    `CacheWarning`. Where the cache's folder cannot be written, searches stay in this object.
 
     Args:
         cache: Its folders are read, and its first one is written; a path stands for a cache in that folder alone.
@@ -138,6 +140,7 @@ class MeasurementStore:
         """
         by_key: dict[ConfigKey, tuple[tuple[int, float, str], list[_Log]]] = {}
         common, dimensions = dimensions_of(inv.description)
+        # To find one call's, those of its operation are read, and no others.
         for log in self._logs(inv.key.op):
             theirs = dimensions_of(log.call)
             if theirs[0] == common:
@@ -154,6 +157,7 @@ class MeasurementStore:
             record = _merged(label, [search.record(label, cfg_type) for search in searches])
             if record.times:
                 found.append(record)
+            # Logs of calls that are farther away are not decoded at all.
             if len(found) >= count:
                 break
         return found
@@ -320,6 +324,3 @@ def _remove(folder: Path, names: Iterable[str]) -> None:
             (folder / name).unlink(missing_ok=True)  # another process may do the same
         except OSError as error:
             logger.info("an old search stays: %s", printable(error))
-
-
-services.provide(store_of=MeasurementStore)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ejkernel.ops.utils.serialize import stable_json
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 _NO_PART = ("wiring",)  # says how a call came about, not what it is; see `Invocation.call_key`
 

@@ -1,34 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning tasks in this process, where what does not end can only be left."""
+"""Tuning tasks in this process, where what does not end can only be left.
+
+The thread that waits keeps the journal: a measuring thread that does not end is left, and another goes on.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.outputs import Outputs
-from ejkernel.ops.autotuner.process.threads import LeftError, apart
+from ejkernel.ops.autotuner.process.threads import AbandonedError, on_measuring_thread
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.run import TuningRun
-from ejkernel.ops.autotuner.tasks.task import Progress, TuningTask
+from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import Event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.errors import TuningWarning
 
 
 def tune_here(
-    task: TuningTask, progress: Progress | None, *, stop: threading.Event, clock: Callable[[], float]
+    task: TuningTask, *, cancellation: Cancellation, clock: Callable[[], float] = time.perf_counter
 ) -> AutotuneData:
     """Carry out a task on the measuring thread; with a budget, go on in another one as often as a candidate hangs.
 
     Args:
         task: What to search for.
-        progress: Called with how many candidates are compiled and checked, and how many there are.
-        stop: Set by Ctrl-C, which ends the search with the best so far.
+        cancellation: Requested by Ctrl-C, which ends the search with the best so far.
         clock: Source of seconds, for the budget. Only by the usual one can anybody wait for the budget's end.
 
     Raises:
@@ -36,10 +38,11 @@ def tune_here(
         KeyboardInterrupt: Ctrl-C came twice.
     """
     with _outputs_kept() as outputs:
+        # By another clock than the usual one nobody can wait for the budget's end.
         if task.policy.budget_s is None or clock is not time.perf_counter:
-            attempt = _Attempt(stop, outputs)
-            return attempt.carry_out(TuningRun(task, progress=progress, clock=clock, **attempt.signals))
-        return _within_budget(task, Journal(task, progress), stop, outputs)
+            attempt = _Attempt(cancellation, outputs)
+            return attempt.carry_out(TuningRun(task, watch=attempt, cancellation=cancellation, clock=clock))
+        return _within_budget(task, cancellation, outputs)
 
 
 @contextlib.contextmanager
@@ -53,20 +56,22 @@ def _outputs_kept() -> Iterator[Outputs]:
         outputs.close()
 
 
-def _within_budget(task: TuningTask, journal: Journal, stop: threading.Event, outputs: Outputs) -> AutotuneData:
+def _within_budget(task: TuningTask, cancellation: Cancellation, outputs: Outputs) -> AutotuneData:
+    journal = Journal(task)
     while True:
-        attempt = _Attempt(stop, outputs, journal)
+        attempt = _Attempt(cancellation, outputs, journal)
+        run = TuningRun(journal.task(), watch=attempt, cancellation=cancellation, tell=attempt.tell)
         try:
-            data = attempt.carry_out(TuningRun(journal.task(), tell=attempt.tell, **attempt.signals))
-        except LeftError as left:
-            text = f"{task.inv.op_id}: {left}{named(attempt.accused)}; it cannot be ended in this process, and is left "
+            return attempt.carry_out(run)
+        except AbandonedError as error:
+            text = (
+                f"{task.inv.op_id}: {error}{named(attempt.accused)}; it cannot be ended in this process, and is left "
+            )
             warnings.warn(f"{text}(AutotunePolicy(isolate=True) ends it).", TuningWarning, stacklevel=4)
-            if journal.is_over or stop.is_set():
-                return journal.conclude(f"{left}{named(attempt.accused)}")
-            journal.attribute_crash(str(left), attempt.what, attempt.accused)
-        else:
-            journal.close()
-            return data
+            # What Ctrl-C asks for is an end, and not another attempt.
+            if journal.is_over or cancellation.is_requested:
+                return journal.conclude(f"{error}{named(attempt.accused)}")
+            journal.attribute_crash(str(error), attempt.what, attempt.accused)
 
 
 class _Attempt:
@@ -76,9 +81,9 @@ class _Attempt:
         what: What it is at.
     """
 
-    def __init__(self, stop: threading.Event, outputs: Outputs, journal: Journal | None = None) -> None:
-        self._stop = stop
-        self._abandoned = threading.Event()
+    def __init__(self, cancellation: Cancellation, outputs: Outputs, journal: Journal | None = None) -> None:
+        self._cancellation = cancellation
+        self._is_abandoned = False
         self._outputs = outputs
         self._journal = journal
         self.what = "starting"
@@ -87,11 +92,6 @@ class _Attempt:
         self._compiling: Sequence[Any] = ()
         self._running = 0
         self._alive = time.monotonic()
-
-    @property
-    def signals(self) -> dict[str, Any]:
-        """What the run is to heed and to tell."""
-        return {"watch": self, "stop": self._stop.is_set, "abandoned": self._is_abandoned}
 
     @property
     def accused(self) -> list[Any]:
@@ -103,15 +103,16 @@ class _Attempt:
         """Have the measuring thread carry out a run, as long as there is time."""
         self._alive = time.monotonic()
         try:
-            return apart(run.run, on_interrupt=self._stop.set, look=None if self._journal is None else self._look)
-        except (KeyboardInterrupt, LeftError):
-            self._abandoned.set()
+            look = None if self._journal is None else self._look
+            return on_measuring_thread(run.run, on_interrupt=self._cancellation.request, look=look)
+        except (KeyboardInterrupt, AbandonedError):
+            self._is_abandoned = True
             raise
 
     def tell(self, event: Event) -> None:
         """Keep what happens; not what happens to one that was left."""
         self._alive = time.monotonic()
-        if self._journal is not None and not self._abandoned.is_set():
+        if self._journal is not None and not self._is_abandoned:
             self._journal.note(event)
 
     def compiling(self, configs: Sequence[Any]) -> None:
@@ -129,24 +130,25 @@ class _Attempt:
         """See `Watch`."""
         self._running, self._alive = index, time.monotonic()
 
-    def harm(self) -> int:
+    def damage(self) -> int:
         """See `Watch`."""
         return self._outputs.mend()
 
-    def _is_abandoned(self) -> bool:
+    def is_abandoned(self) -> bool:
+        """See `Watch`."""
         self._alive = time.monotonic()
-        return self._abandoned.is_set()
+        return self._is_abandoned
 
     def _look(self) -> None:
         """Give up what shows no sign of life.
 
         Raises:
-            LeftError: nothing is heard any more, or the time is over.
+            AbandonedError: nothing is heard any more, or the time is over.
         """
         assert self._journal is not None  # without a budget nobody looks
         silent = time.monotonic() - self._alive
         allowed = self._journal.silence(self.what, self.accused, self._allowed)
         if silent > allowed:
-            raise LeftError(f"no sign of life for {silent:.1f} s while {self.what} (allowed: {allowed:.1f} s)")
+            raise AbandonedError(f"no sign of life for {silent:.1f} s while {self.what} (allowed: {allowed:.1f} s)")
         if self._journal.left() <= 0:
-            raise LeftError(f"its time was over while {self.what}")
+            raise AbandonedError(f"its time was over while {self.what}")

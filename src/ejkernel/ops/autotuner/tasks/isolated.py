@@ -8,12 +8,21 @@ import time
 from typing import Any
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
+from ejkernel.ops.autotuner.process.messages import Happened
 from ejkernel.ops.autotuner.process.serve import reports
-from ejkernel.ops.autotuner.process.threads import apart, on_device_of
-from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, WorkerStatus, shared_worker, worker_session
+from ejkernel.ops.autotuner.process.threads import on_device_of, on_measuring_thread
+from ejkernel.ops.autotuner.process.worker import (
+    Worker,
+    WorkerDiedError,
+    WorkerStatus,
+    shared_worker,
+    this_slot,
+    worker_session,
+)
 from ejkernel.ops.autotuner.tasks.journal import Journal, named
 from ejkernel.ops.autotuner.tasks.run import TuningRun
-from ejkernel.ops.autotuner.tasks.task import Progress, TuningTask
+from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import WorkerRestarted, emit, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config.policy import PolicyChange
@@ -21,7 +30,7 @@ from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.errors import DeviceLostError, TuningError
 
 
-def tune_isolated(task: TuningTask, progress: Progress | None) -> AutotuneData:
+def tune_isolated(task: TuningTask) -> AutotuneData:
     """Carry out a task in a worker process, and go on in a new one as often as a candidate ends it.
 
     Raises:
@@ -29,7 +38,7 @@ def tune_isolated(task: TuningTask, progress: Progress | None) -> AutotuneData:
             reason that could be found.
         KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
     """
-    journal = Journal(task, progress)
+    journal = Journal(task)
     here = current_scope()
     # what a candidate tunes in its turn is tuned in the worker itself
     policies = (*here.policies, PolicyChange(None, (("isolate", False),)))
@@ -45,13 +54,12 @@ def tune_isolated(task: TuningTask, progress: Progress | None) -> AutotuneData:
                 journal.attribute_crash(str(death), attempt.what, attempt.accused)
                 emit(WorkerRestarted(task.inv.key, str(death)))
             except TuningError as error:
-                if attempt.is_stopping:  # the reason why nothing was measured
+                if attempt.cancellation.is_requested:  # the reason why nothing was measured
                     raise KeyboardInterrupt from None
                 if not str(error).startswith(task.inv.op_id):
                     raise TuningError(f"{task.inv.op_id}: {error}") from error
                 raise
             else:
-                journal.close()
                 return dataclasses.replace(data, inv=task.inv)
 
 
@@ -60,43 +68,40 @@ def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:
     mine = reports()
     assert mine is not None  # only workers are sent here
     task = dataclasses.replace(task, spent=task.spent + time.monotonic() - sent)  # this process had to start
-    run = TuningRun(task, watch=mine, stop=mine.must_stop, abandoned=mine.beat)
+    run = TuningRun(task, watch=mine, cancellation=mine.cancellation)
     with (
         entered(scope),
         on_device_of(task.inv),
         compat.numerics(task.inv.numerics),
-        on_event(lambda event: mine.send("event", event)),
+        on_event(lambda event: mine.send(Happened(event))),
     ):
-        return apart(run.run)
+        return on_measuring_thread(run.run)
 
 
 class _Attempt:
     """What a worker does of a task, one after the other until it is done; a `Deadline` for them.
 
     Attributes:
-        is_stopping: Whether Ctrl-C has asked for the end; the next worker must know.
+        cancellation: Of the task: the next worker must know, too, that Ctrl-C has asked for the end.
     """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._worker: Worker | None = None
-        self.is_stopping = False
+        self.cancellation = Cancellation(within=this_slot().cancellation)
 
     def carry_out(self, scope: Scope) -> AutotuneData:
         """Have the session's worker go on with the task."""
         with shared_worker() as self._worker:
-            try:
-                data: AutotuneData = self._worker.call(
-                    _carry_out,
-                    self._journal.task(),
-                    scope,
-                    time.monotonic(),
-                    on_event=self._journal.note,
-                    stopping=self.is_stopping,
-                    deadline=self,
-                )
-            finally:
-                self.is_stopping = self.is_stopping or self._worker.is_stopping
+            data: AutotuneData = self._worker.call(
+                _carry_out,
+                self._journal.task(),
+                scope,
+                time.monotonic(),
+                on_event=self._journal.note,
+                cancellation=self.cancellation,
+                deadline=self,
+            )
         return data
 
     @property

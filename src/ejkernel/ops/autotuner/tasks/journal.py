@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ejkernel.ops.autotuner.tasks.bench import REFERENCE
-from ejkernel.ops.autotuner.tasks.task import Progress, Tally, TuningTask
+from ejkernel.ops.autotuner.bench.oracle import REFERENCE
+from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.candidates import config_id
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
@@ -19,7 +19,7 @@ from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.telling import value_text
 
 _GRACE = 5.0  # seconds beyond its budget, at least, in which a search confirms its winner
-_GRACE_SHARE = 0.25  # of the budget
+_GRACE_SHARE = 0.25  # of the budget, if that is more
 _TURN = 10.0  # seconds beyond the budget, at least, in which the heuristic is measured if it was not before
 _START = 30.0  # seconds in which a worker starts that has a budget, at least
 _LEAST = 1.0  # seconds that a candidate may be silent, however little of the budget is left
@@ -30,23 +30,21 @@ class Journal:
     """What is known of a task, from attempt to attempt.
 
     With a budget, silence ends an attempt sooner than it would otherwise: when it lasts for half of what is left by
-    then, so that there is time for the other candidates. Where the search ends whatever is under way, is a small grace
-    after its budget, or after the heuristic has had its turn.
+    then, so that there is time for the other candidates. The heuristic has its turn even where the budget is spent,
+    alone and for as long again. Where the search ends whatever is under way, is a small grace after its budget, or
+    after that turn; what was not confirmed by then does not win.
 
     Args:
         task: What to search for.
-        progress: Called with how many candidates are compiled and checked, and how many there are.
         clock: Source of seconds.
     """
 
-    def __init__(
-        self, task: TuningTask, progress: Progress | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, task: TuningTask, clock: Callable[[], float] = time.monotonic) -> None:
         self._task = task
         self._clock = clock
         self._start = clock()
         self._heard: float | None = None
-        self._tally = Tally(progress)
+        self._has_started = False
         self._first: Any = None
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._told: dict[Any, Outcome] = {}
@@ -68,21 +66,17 @@ class Journal:
         if event.key != self._task.inv.key:  # of a search that a candidate has begun
             emit(event)
             return
+        # An attempt tells again what those before it have told; listeners hear what is new, and nothing twice.
         self._heard = self._heard or self._clock()
         is_new = True
         if isinstance(event, SearchStarted):
-            is_new, self._tally.total, self._first = self._tally.total == 0, event.candidates, event.first
+            is_new, self._has_started, self._first = not self._has_started, True, event.first
         elif isinstance(event, CandidateFinished):
             token = config_id(event.outcome.config)
             is_new = self._told.get(token) != event.outcome
             self._told[token] = self._known[token] = event.outcome
-        self._tally.note(len(self._told))
         if is_new:
             emit(event)
-
-    def close(self) -> None:
-        """Take note that the task is done."""
-        self._tally.note(self._tally.total)
 
     # --- time ---
 
@@ -101,6 +95,8 @@ class Journal:
             return min(allowed, max(_START, self._end - self._start))
         left = self._end - self._clock()
         others = [config for config in accused if config_id(config) != config_id(self._first)]
+        # A compilation too. What takes long by its nature, such as the reference or the confirmation of a winner, has
+        # all that is left, unless the worker's counter says that somebody keeps the interpreter's lock.
         if others and (is_stuck or what in _RUNS):
             return min(allowed, max(_LEAST, left / 2))
         return min(allowed, max(0.0, left) + self._grace)
@@ -109,6 +105,7 @@ class Journal:
         """Return the seconds after which an attempt is ended whatever it does."""
         if self._end is None or self._heard is None:
             return math.inf
+        # A worker that takes long to start has not used up the heuristic's turn.
         return max(self._end, self._heard) + self._grace - self._clock()
 
     @property
@@ -148,11 +145,10 @@ class Journal:
             raise TuningError(f"{inv.op_id}: nothing was measured within the budget of {budget:g} s: {why}")
         first = self._known[config_id(self._first)]
         others = [outcome for outcome in self._known.values() if outcome is not first]
-        self.close()
         return AutotuneData(
             inv=inv,
             config=first.config,
-            outcomes=(first, *map(_left, others)),
+            outcomes=(first, *map(_skipped, others)),
             seconds=self._clock() - self._start,
             checked=("outputs",) if self._task.policy.validate else (),
             why=f"the budget of {budget:g} s was spent before another could be confirmed: {why}",
@@ -182,6 +178,7 @@ class Journal:
                 CandidateFinished(self._task.inv.key, Outcome(config=culprit, status=Status.CRASHED, reason=reason))
             )
         elif accused:
+            # A thread that was given up is under way until it ends, and beside a reference that runs nobody is alone.
             self._suspects |= accused
         else:
             self._unexplained += 1
@@ -195,7 +192,7 @@ def named(accused: Iterable[Any]) -> str:
     return f": {', '.join(listed)}" if listed else ""
 
 
-def _left(outcome: Outcome) -> Outcome:
+def _skipped(outcome: Outcome) -> Outcome:
     if outcome.status != Status.READY:
         return outcome
     return dataclasses.replace(outcome, status=Status.SKIPPED, reason="the budget was spent before its turn")

@@ -11,15 +11,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ejkernel.ops.autotuner.bench.confirmation import confirm
+from ejkernel.ops.autotuner.bench.gradients import rule_fault
+from ejkernel.ops.autotuner.bench.oracle import Oracle
+from ejkernel.ops.autotuner.bench.preparation import Preparation
+from ejkernel.ops.autotuner.bench.timing import Timing
 from ejkernel.ops.autotuner.measure.duels import Duel
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
-from ejkernel.ops.autotuner.tasks.bench import Bench
-from ejkernel.ops.autotuner.tasks.confirmation import confirm
 from ejkernel.ops.autotuner.tasks.decisions import (
     Decision,
     are_measured,
@@ -30,19 +34,21 @@ from ejkernel.ops.autotuner.tasks.decisions import (
     finalists,
     why_it_stays,
 )
-from ejkernel.ops.autotuner.tasks.gradients import rule_fault
-from ejkernel.ops.autotuner.tasks.task import Progress, Tally, TuningTask
+from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_id, distinct, heuristic_of
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Standing
 from ejkernel.ops.autotuner.trials.status import REJECTED, Status
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.checks import check_candidates, named
 from ejkernel.ops.utils.tables import counted
 from ejkernel.ops.utils.telling import error_text
+
+if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.compile.processes import Compiler
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +64,8 @@ class TuningRun:
 
     Args:
         task: What to search for.
-        progress: Called with how many candidates are compiled and checked, and how many there are.
         watch: Who must know what is under way.
-        stop: Whether to end as soon as possible, with the best so far.
-        abandoned: Whether nobody waits for the result any more; asked again and again while candidates are compiled.
+        cancellation: By which it is asked for its end.
         tell: Called with every event.
         clock: Source of seconds.
     """
@@ -70,18 +74,14 @@ class TuningRun:
         self,
         task: TuningTask,
         *,
-        progress: Progress | None = None,
         watch: Watch | None = None,
-        stop: Callable[[], bool] = lambda: False,
-        abandoned: Callable[[], bool] = lambda: False,
+        cancellation: Cancellation | None = None,
         tell: Callable[[Event], None] = emit,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.task = task
-        self._tally = Tally(progress)
         self._watch = watch or Unwatched()
-        self._stop = stop
-        self._abandoned = abandoned
+        self._cancellation = cancellation or Cancellation()
         self._tell = tell
         self._clock = clock
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
@@ -92,7 +92,6 @@ class TuningRun:
         self._rounds = max(_DUEL, task.rounds)  # of a race that decides
         self._ranking: list[Candidate] = []
         self._tried: list[Candidate] = []
-        self._finished: set[int] = set()
 
     def run(self) -> AutotuneData:
         """Return what was found.
@@ -106,20 +105,8 @@ class TuningRun:
         first, others = self._configurations()
         with self._naming_the_kernel():
             baseline = _first(inv, first, others)
-        self._bench = Bench(
-            inv=inv,
-            baseline=baseline,
-            policy=task.policy,
-            seed=task.seed,
-            width=task.width or task.policy.compile_processes or None,
-            limits=task.limits,
-            watch=self._watch,
-            programs={config_id(config): program for config, program in task.programs},
-            reference=task.reference,
-            stop=self._must_end,
-            left=self._left,
-        )
-        with self._compiling_elsewhere(), self._naming_the_kernel():
+        with self._compiling_elsewhere() as compiler, self._naming_the_kernel():
+            self._set_up(baseline, compiler)
             if isinstance(others, ConfigSpace) and not others.has_at_most(LISTED):
                 self._ask(others, first)
             else:
@@ -127,9 +114,8 @@ class TuningRun:
             self._rule_fault = self._checked_rule()
             decision = self._decide()
         for candidate in self._tried:
-            if candidate.status == Status.READY:
+            if candidate.status == Status.READY:  # compiled, and then time was up
                 candidate.status = Status.SKIPPED
-        self._tally.note(self._tally.total)
         return AutotuneData(
             inv=inv,
             config=decision.winner.config,
@@ -139,8 +125,32 @@ class TuningRun:
             why=why_it_stays(decision.standing) if decision.winner is self._tried[0] else "",
             standing=decision.standing,
             undecided=decision.undecided,
-            interrupted=self._stop(),
+            interrupted=self._cancellation.is_requested,
             rule_fault=self._rule_fault,
+        )
+
+    def _set_up(self, baseline: Any, compiler: Compiler | None) -> None:
+        """Make the bench: what is right, what compiles and checks candidates, and what times them."""
+        task = self.task
+        self._oracle = Oracle(
+            inv=task.inv,
+            baseline=baseline,
+            validate=task.policy.validate,
+            seed=task.seed,
+            reference=task.reference,
+            watch=self._watch,
+            limits=task.limits,
+        )
+        self._preparation = Preparation(
+            oracle=self._oracle,
+            programs={config_id(config): program for config, program in task.programs},
+            compile_elsewhere=compiler,
+            width=task.width or task.policy.compile_processes or None,
+            left=self._left,
+            finished=self._one_finished,
+        )
+        self._timing = Timing(
+            oracle=self._oracle, warmup=task.warmup, cold_cache=task.policy.cold_cache, stop=self._must_end
         )
 
     def _configurations(self) -> tuple[list[Any], Collection[Any]]:
@@ -169,17 +179,16 @@ class TuningRun:
             raise TuningError(f"{op_id}: its configurations cannot be had: {why}") from error
 
     @contextlib.contextmanager
-    def _compiling_elsewhere(self) -> Iterator[None]:
-        """Have the policy's processes compile inside the `with` block."""
+    def _compiling_elsewhere(self) -> Iterator[Compiler | None]:
+        """Give what compiles in the policy's processes, if there are any, for the `with` block."""
         compiler = None
         if self.task.policy.compile_processes > 0:
             from ejkernel.ops.autotuner.compile.processes import compiler_for  # imports multiprocessing
 
             device, count = self.task.inv.device_fingerprint, self.task.policy.compile_processes
-            compiler = compiler_for(device, count, lambda: self._bench.limits.compile.within(self._left()))
-        self._bench.compile_elsewhere = compiler
+            compiler = compiler_for(device, count, lambda: self.task.limits.compile.within(self._left()))
         try:
-            yield
+            yield compiler
         finally:
             if compiler is not None:
                 compiler.close()
@@ -200,6 +209,7 @@ class TuningRun:
         points, most = space.points(), self.task.policy.max_candidates
         total = most if points is None else min(len(points), most)
         strategy = default_strategy(space, seeds=first, records=self.task.records, seed=self.task.seed)
+        # The heuristic alone, so that every later time stands beside it.
         batch = distinct(first) or distinct(strategy.ask(_BATCH))
         self._begin(total, batch)
         while batch:
@@ -209,6 +219,7 @@ class TuningRun:
             self._race([self._tried[0], *(c for c in fresh if c is not self._tried[0])], _SCREENING)
             for candidate in batch:
                 strategy.tell(candidate.config, candidate.seconds)
+            # Programs take memory on the device, which candidates to come may need.
             _release_losers(self._tried)
             room = 0 if self._must_end() else min(_BATCH, total - len(self._tried))
             batch = distinct(strategy.ask(room), but=self._tried) if room > 0 else []
@@ -225,29 +236,28 @@ class TuningRun:
         """Compile those that an earlier attempt measured; where time is up, the best of them alone."""
         missing = [candidate for candidate in finalists if candidate.compiled is None and candidate.measurement]
         if missing and self._must_end():
-            self._bench.stop = self._abandoned
-            missing = missing[:1]
-        self._prepare(missing)
-        self._bench.stop = self._must_end
+            self._prepare(missing[:1], stop=self._watch.is_abandoned)
+        else:
+            self._prepare(missing)
 
     def _recall(self, candidate: Candidate) -> bool:
         """Take over what an earlier attempt measured; return whether it did. The heuristic is in every race."""
+        # The heuristic is measured by each attempt: it is in every race, and owns its program.
         known = self._known.get(config_id(candidate.config))
         if candidate is self._tried[0] or known is None or known.measurement is None or known.status != Status.MEASURED:
             return False
         candidate.take_over(known)
-        self._bench.note_spills(candidate.spilled)
+        self._preparation.note_spills(candidate.spilled)
         return True
 
     # --- what is done with them ---
 
     def _begin(self, total: int, candidates: Sequence[Candidate]) -> None:
-        self._tally.total = total
         self._tell(SearchStarted(self.task.inv.key, total, candidates[0].config))
-        self._tally.note(0)
 
-    def _prepare(self, candidates: Sequence[Candidate]) -> None:
-        """Compile and check; those that an earlier attempt rejected stay rejected."""
+    def _prepare(self, candidates: Sequence[Candidate], stop: Callable[[], bool] | None = None) -> None:
+        """Compile and check, until it is to stop; those that an earlier attempt rejected stay rejected."""
+        stop = stop or self._must_end
         todo = []
         for candidate in candidates:
             rejected = self._rejected.get(config_id(candidate.config))
@@ -257,12 +267,12 @@ class TuningRun:
             else:
                 todo.append(candidate)
         if self._suspects:
-            self._bench.find_truth()  # so that each of them is alone indeed
+            self._oracle.find_truth()  # so that each of them is alone indeed
         groups = self._to_compile_together(todo)
-        for group in itertools.takewhile(lambda _: not self._bench.stop(), groups):
-            self._bench.prepare(group, self._one_finished)
+        for group in itertools.takewhile(lambda _: not stop(), groups):
+            self._preparation.prepare(group, stop=stop)
         if len(groups) > 1:
-            self._bench.settle(todo, self._one_finished)  # one that came late may be the first of its program
+            self._preparation.settle(todo)  # one that came late may be the first of its program
 
     def _to_compile_together(self, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
         """Return the candidates in groups: suspects alone, and after the others, who should not wait for them.
@@ -278,14 +288,12 @@ class TuningRun:
         return [group for group in (before, together, *([c] for c in alone if c is not first)) if group]
 
     def _one_finished(self, candidate: Candidate) -> None:
-        self._finished.add(id(candidate))
-        self._tally.note(len(self._finished))
         self._tell(CandidateFinished(self.task.inv.key, candidate.outcome()))
 
     def _race(self, candidates: Iterable[Candidate], plan: RacePlan) -> None:
         runners = [candidate for candidate in candidates if candidate.compiled is not None]
         if runners:
-            self._ranking = self._bench.race(runners, Race(len(runners), plan=plan), warmup=self.task.warmup)
+            self._ranking = self._timing.race(runners, Race(len(runners), plan=plan))
         else:
             self._ranking = []
         for candidate in runners:
@@ -296,11 +304,11 @@ class TuningRun:
 
     def _must_end(self) -> bool:
         """Return whether to end with the best so far: but the very first candidate has its turn."""
-        if self._abandoned():
+        if self._watch.is_abandoned():
             return True
         if not self._tried or self._tried[0].status == Status.SKIPPED:
             return False
-        return self._stop() or (self._deadline is not None and self._clock() > self._deadline)
+        return self._cancellation.is_requested or (self._deadline is not None and self._clock() > self._deadline)
 
     # --- who wins ---
 
@@ -311,7 +319,7 @@ class TuningRun:
         first = self._tried[0]
         if first.status == Status.WRONG and self.task.inv.direction == "bwd":  # which is a gradient
             return f"its gradients are wrong: {first.reason}"
-        return rule_fault(self._bench) if first.compiled is not None else ""
+        return rule_fault(self._oracle) if first.compiled is not None else ""
 
     def _decide(self) -> Decision:
         """Return who wins, after those that look faster all the same were measured again beside it.
@@ -370,7 +378,7 @@ class TuningRun:
         """Return what was checked of a winner; nothing if it failed."""
         self._note_suspicion(rival)
         try:
-            return confirm(self._bench, rival, rule_is_faulty=bool(self._rule_fault))
+            return confirm(self._oracle, rival, rule_is_faulty=bool(self._rule_fault))
         except CandidateError as error:
             rival.fail(Status.WRONG, error)
             self._tell(CandidateFinished(self.task.inv.key, rival.outcome()))
@@ -387,7 +395,8 @@ class TuningRun:
         verdict = None
         if not self._must_end():
             duel = Duel(self._rounds, may_go_on=self._for_so_long(_DUEL_SECONDS))
-            self._bench.race([heuristic, rival], duel, warmup=self.task.warmup)
+            # These samples are the figures that are kept.
+            self._timing.race([heuristic, rival], duel)
             verdict = duel.verdict
             if not are_measured(rival, heuristic):
                 return None

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tuning task as data, what it starts from, and how much of it is done."""
+"""A tuning task as data, and what it starts from."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
+from ejkernel.ops.autotuner.bench.limits import Limits
 from ejkernel.ops.autotuner.search.strategies import Record
-from ejkernel.ops.autotuner.tasks.bench import Limits
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,23 +55,3 @@ class TuningTask:
         """The call's kernel."""
         assert self.inv.kernel is not None  # who makes a task has put it there
         return self.inv.kernel
-
-
-class Tally:
-    """Tells how much of a task is done, each number once.
-
-    Args:
-        progress: Called with how many candidates are compiled and checked, and how many there are.
-    """
-
-    def __init__(self, progress: Progress | None) -> None:
-        self.total = 0
-        self._progress = progress
-        self._told: int | None = None
-
-    def note(self, done: int) -> None:
-        """Tell that so many are done: at most all."""
-        done = min(done, self.total)
-        if self._progress is not None and done != self._told:
-            self._progress(done, self.total)
-        self._told = done

@@ -17,7 +17,7 @@ from ejkernel.ops.core.kernel import Kernel, hook
 from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
 from ejkernel.ops.utils.telling import error_text, message_of
 
-LISTED = 24  # configurations up to which a space is measured whole
+LISTED = 24  # configurations up to which a space is measured whole, as a list always is
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -33,8 +33,8 @@ class Candidate:
     spilled: int | None = None
     measurement: Measurement | None = None
     twin: Candidate | None = None  # whose program is the same
-    held: Program | None = None  # its program, which spills much, until the others have been checked
-    harm: int = 0  # what the watch knew of harm when it was begun
+    deferred: Program | None = None  # its program, which spills much, until the others have been checked
+    damage: int = 0  # what the watch knew of damage when it was begun
 
     @property
     def seconds(self) -> float | None:
@@ -44,12 +44,12 @@ class Candidate:
 
     def fail(self, status: Status, error: BaseException) -> None:
         """Note the reason alone: a traceback would keep the candidate's arrays alive."""
-        self.status, self.compiled, self.measurement, self.held = status, None, None, None
+        self.status, self.compiled, self.measurement, self.deferred = status, None, None, None
         self.reason = message_of(error) if isinstance(error, CandidateError) else error_text(error)
 
     def take_over(self, known: Outcome) -> None:
         """Become what an earlier attempt found out."""
-        self.status, self.reason, self.measurement = known.status, known.reason, known.measurement
+        self.status, self.reason, self.measurement = Status(known.status), known.reason, known.measurement
         self.compile_seconds, self.peak_bytes, self.spilled = known.compile_seconds, known.peak_bytes, known.spilled
 
     def outcome(self) -> Outcome:

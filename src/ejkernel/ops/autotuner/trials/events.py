@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ejkernel.ops.autotuner.trials.candidates import config_id
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
@@ -98,6 +99,36 @@ def on_event(listener: Listener) -> Iterator[None]:
     finally:
         with _lock:
             _listeners.remove(listener)
+
+
+class Counter:
+    """A listener that counts the candidates of searches which are done.
+
+    Args:
+        tell: Called with the call, how many of its candidates are compiled and checked, and how many there are: each
+            number once.
+    """
+
+    def __init__(self, tell: Callable[[ConfigKey, int, int], object]) -> None:
+        self._tell = tell
+        self._totals: dict[ConfigKey, int] = {}
+        self._done: dict[ConfigKey, set[Any]] = {}
+        self._told: dict[ConfigKey, int] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take note of what happened."""
+        if isinstance(event, SearchStarted):
+            self._totals[event.key] = event.candidates
+        elif isinstance(event, CandidateFinished):
+            self._done.setdefault(event.key, set()).add(config_id(event.outcome.config))
+        total = self._totals.get(event.key)
+        if total is None:
+            return
+        is_over = isinstance(event, SearchFinished)  # be it that time was up before all had their turn
+        done = total if is_over else min(total, len(self._done.get(event.key, ())))
+        if done != self._told.get(event.key):
+            self._told[event.key] = done
+            self._tell(event.key, done, total)
 
 
 def emit(event: Event) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.derived import innermost
 from ejkernel.ops.core.kernel import Kernel, run_forms
-from ejkernel.ops.core.nodes import Node
+from ejkernel.ops.core.transformations.autodiff import innermost
+from ejkernel.ops.core.transformations.nodes import Node
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -15,8 +15,8 @@ from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.printable import printable, printable_lines
-from ejkernel.ops.utils.serialize import stable_json, to_data
-from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
+from ejkernel.ops.utils.storage.serialize import stable_json, to_data
+from ejkernel.ops.utils.tables import arguments, compact, counted, duration, ratio, text_table
 
 _REASON = 100  # characters of a reason that a table shows
 _KEPT_REASON = 400  # characters of one that a file keeps: a compiler's message may have thousands
@@ -30,7 +30,7 @@ class Outcome:
 
     Attributes:
         config: The candidate.
-        status: What became of it, in a word.
+        status: What became of it; a log of a later version may have a word for it that is none of `Status`.
         reason: Why it was not measured.
         twin: Of one that is `same`, the candidate whose program it is.
         measurement: Its times.
@@ -41,7 +41,7 @@ class Outcome:
     """
 
     config: Any
-    status: Status
+    status: Status | str
     reason: str = ""
     twin: Any = None
     measurement: Measurement | None = None
@@ -50,8 +50,14 @@ class Outcome:
     spilled: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "status", Status(self.status))  # a tuner of the user's may say it as a word
+        if self.status in list(Status):  # as a file, or a tuner of the user's, says it
+            object.__setattr__(self, "status", Status(self.status))
         object.__setattr__(self, "reason", printable_lines(self.reason))  # a file's, or a candidate's exception's
+
+    @property
+    def seconds(self) -> float | None:
+        """How long a call takes; `None` if it was not measured."""
+        return None if self.measurement is None else self.measurement.median
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +123,8 @@ class Findings:
             could not be measured.
         undecided: Whether the evidence was too little to tell who is the fastest, for all the rounds there was time
             for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
+        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
+            empty if they do not, or if that could not be known.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -125,6 +133,7 @@ class Findings:
     interrupted: bool = False
     standing: Standing | None = None
     undecided: bool = False
+    rule_fault: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,14 +144,11 @@ class AutotuneData(Findings):
         inv: The call.
         config: The winner.
         checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
-        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
-            empty if they do not, or if that could not be known.
     """
 
     inv: Invocation[Any, Any]
     config: Any
     checked: tuple[str, ...] = ()
-    rule_fault: str = ""
 
     @property
     def confidence(self) -> float | None:
@@ -170,19 +176,25 @@ class AutotuneData(Findings):
     @property
     def speedup(self) -> float | None:
         """How many times faster than the heuristic the winner is; `None` if the heuristic was not measured."""
-        before, after = self.heuristic.measurement, self.winner.measurement
-        return None if before is None or after is None else before.median / after.median
+        before, after = self.heuristic.seconds, self.winner.seconds
+        return None if before is None or after is None else before / after
+
+    @property
+    def in_a_word(self) -> str:
+        """What the search brought: how many times faster the winner is, or that the heuristic was kept."""
+        if self.winner is self.heuristic:
+            return "undecided" if self.undecided else "kept"
+        return ratio(self.speedup)
 
     def summary(self, *, width: int | None = None) -> str:
         """Return the fate of every candidate as a table for people, the fastest first, of at most `width` columns."""
         title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}", f"{self.key.device}, call {self.key.call}"
-        found = summary_of(title, self, self.winner, width=width)
-        return f"{found}\n{printable_lines(self.rule_fault)}" if self.rule_fault else found
+        return summary_of(title, self, self.winner, width=width)
 
     def summary_data(self) -> dict[str, Any]:
         """Return what a cache entry keeps of the search, as plain data."""
         failures = [
-            {"config": to_data(outcome.config), "status": outcome.status.value, "reason": shortened(outcome.reason)}
+            {"config": to_data(outcome.config), "status": str(outcome.status), "reason": shortened(outcome.reason)}
             for outcome in self.outcomes
             if outcome.status in FAULTY
         ][:_FAILURES]
@@ -218,32 +230,33 @@ def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width
         width: How wide the table may be; `None`: as wide as it is.
     """
     outcomes = search.outcomes
-    heuristic = outcomes[0].measurement
+    heuristic = outcomes[0].seconds
     if winner is outcomes[0]:
         found = f"the heuristic stays{': ' if search.why else ''}{search.why}"
-    elif heuristic is None or winner.measurement is None:
+    elif heuristic is None or winner.seconds is None:
         found = "the heuristic could not be measured"
     else:
-        found = f"{heuristic.median / winner.measurement.median:.2f}x the heuristic's speed"
+        found = f"{ratio(heuristic / winner.seconds)} the heuristic's speed"
     tried = f"{counted(len(outcomes), 'candidate')} in {search.seconds:.1f} s; {found}"
     rows = [_cells(program, program[0] is outcomes[0], program[0] is winner, heuristic) for program in ranked(outcomes)]
     header = ("", "configuration", "status", "median", "spread", "of heuristic", "reason")
     table = text_table(header, rows, width=width, optional=("of heuristic", "spread"))
-    return "\n".join((*map(printable, (*title, tried, *remarks(search))), table))
+    return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table))
 
 
 def remarks(search: Findings) -> list[str]:
-    """Return what else is to be said of a search, as lines: the figures that decided, and whether it was cut short."""
+    """Return what else is to be said of a search: the figures that decided, what cut it short, a rule's fault."""
     lines = [] if search.standing is None else [search.standing.line()]
     if search.undecided:
         lines.append("undecided: the evidence was too little to tell which is the fastest")
     if search.interrupted:
         lines.append("interrupted: this is the best so far")
-    return lines
+    return [*lines, search.rule_fault] if search.rule_fault else lines
 
 
 def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
     """Return the programs of a search, in order: the outcome of each, and those of the candidates that are the same."""
+    # A configuration need not be hashable, and one from a file is plain data.
     tokens = [stable_json(to_data(outcome.config)) for outcome in outcomes]
     twins: dict[str, list[Outcome]] = {token: [] for token in tokens}
     owners = []
@@ -258,7 +271,7 @@ def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
     """Return the programs of a search, the fastest first."""
-    return sorted(programs(outcomes), key=lambda p: p[0].measurement.median if p[0].measurement else math.inf)
+    return sorted(programs(outcomes), key=lambda p: math.inf if p[0].seconds is None else p[0].seconds)
 
 
 def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:
@@ -272,16 +285,16 @@ def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:
 
 
 def _cells(
-    program: tuple[Outcome, tuple[Outcome, ...]], first: bool, won: bool, heuristic: Measurement | None
+    program: tuple[Outcome, tuple[Outcome, ...]], first: bool, won: bool, heuristic: float | None
 ) -> tuple[str, ...]:
     outcome, _ = program
     measured, text = outcome.measurement, " ".join(outcome.reason.split())
     reason = text if len(text) <= _REASON else text[: _REASON - 3] + "..."
     times = ("-", "-", "-")
     if measured is not None:
-        share = "-" if heuristic is None else f"{measured.median / heuristic.median:.0%}"
+        share = "-" if heuristic is None else f"{measured.median / heuristic:.0%}"
         times = (duration(measured.median), f"{measured.spread:.0%}" if len(measured.samples) > 3 else "-", share)
-    return "*" if won else "h" if first else "", program_name(program), outcome.status.value, *times, reason
+    return "*" if won else "h" if first else "", program_name(program), str(outcome.status), *times, reason
 
 
 def _times(outcome: Outcome) -> dict[str, Any] | None:

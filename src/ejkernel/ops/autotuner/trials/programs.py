@@ -15,7 +15,7 @@ from ejkernel import compat
 from ejkernel.ops.config._files import UnusableError, read_file
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.fingerprint import default_device
-from ejkernel.ops.utils.sealed import digest_of
+from ejkernel.ops.utils.storage.sealed import digest_of
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file
 
@@ -105,4 +105,6 @@ def program_digest(text: str) -> str | None:
 
     The text of a program that calls back to the host does not say which function it calls.
     """
+    # The text decides, because configurations that differ may be one program all the same: block sizes larger than the
+    # array, fields that a platform ignores.
     return None if "callback" in text else hashlib.sha256(text.encode()).hexdigest()

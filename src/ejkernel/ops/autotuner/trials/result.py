@@ -16,10 +16,10 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.sealed import read_object, sealed_json
-from ejkernel.ops.utils.serialize import describe, from_plain, to_data
-from ejkernel.ops.utils.tables import arguments, compact, duration, text_table
-from ejkernel.ops.utils.typenames import decode_config, type_name
+from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
+from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
+from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 _SCHEMA = 2
 
@@ -46,7 +46,7 @@ class Entry:
         )
 
     def __hash__(self) -> int:
-        return hash((self.op_id_v, self.call_key))
+        return hash((self.op_id_v, self.call_key))  # a configuration need not have one
 
 
 class _Entered(threading.local):
@@ -85,7 +85,7 @@ class AutotuningResult:
         """Return a table: of each call its configuration and, of those that were tuned here, what that brought."""
         tuned = {(search.key.op, search.key.call): search for search in self.searches}
         rows = [_cells(entry, tuned.get((entry.op_id_v, entry.call_key))) for entry in self.entries]
-        title = f"{len(rows)} configuration{'s' * (len(rows) != 1)} for {printable(self.device)}"
+        title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
         header = ("operation", "call", "configuration", "arguments", "before", "after", "speed-up")
         return f"{title}\n{text_table(header, rows)}" if rows else title
 
@@ -143,6 +143,7 @@ class AutotuningResult:
         """
         if not isinstance(text, str):
             raise SerializationError(f"text must be what AutotuningResult.dumps() returned, got {describe(text)}.")
+        # The digest is of what ends with a line's end, which `dumps` and many an editor leave out.
         raw = (text.rstrip() + "\n").encode("utf-8", "surrogatepass")  # what is no Unicode is no UTF-8 either
         try:
             stored = from_plain(read_object(raw, _SCHEMA, "the text of an AutotuningResult"), _StoredResult)
@@ -157,12 +158,8 @@ def _cells(entry: Entry, search: AutotuneData | None) -> tuple[str, ...]:
     cells = (entry.op_id_v, entry.call_key, compact(entry.cfg))
     if search is None:
         return *cells, "-", "-", "-", "-"
-    before, after = search.heuristic.measurement, search.winner.measurement
-    times = ["-" if measured is None else duration(measured.median) for measured in (before, after)]
-    speedup = "-" if search.speedup is None else f"{search.speedup:.2f}x"
-    if search.winner is search.heuristic:
-        speedup = "undecided" if search.undecided else "kept"
-    return *cells, arguments(search.inv.description), *times, speedup
+    times = duration(search.heuristic.seconds), duration(search.winner.seconds)
+    return *cells, arguments(search.inv.description), *times, search.in_a_word
 
 
 @dataclasses.dataclass(frozen=True)

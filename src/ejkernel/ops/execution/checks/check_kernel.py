@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Final
 
-from ejkernel.ops.autotuner.process.threads import apart
+from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.checks.report import CheckReport
@@ -66,7 +66,9 @@ def check_kernel(
         raise ArgumentError(f"without must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
     from ejkernel.ops.execution.checks.running import checked  # which most programs never need
 
-    report = apart(lambda: checked(kernel, args, kwargs, configs=configs, without=frozenset(without), seed=seed))
+    report = on_measuring_thread(
+        lambda: checked(kernel, args, kwargs, configs=configs, without=frozenset(without), seed=seed)
+    )
     if strict:
         report.raise_if_failed()
     return report

@@ -16,13 +16,13 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.measure.correctness import deviations
+from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook, run_forms
-from ejkernel.ops.core.nodes import Choice, is_inexact
-from ejkernel.ops.core.rebuild import rebuild
+from ejkernel.ops.core.transformations.nodes import Choice, is_inexact
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.execution.checks.programs import Arrays, compiled, cotangents_of, pulled
-from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
+from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
@@ -37,8 +37,8 @@ _TARGET: Final = "nvidia_h200"  # the GPU that is lowered for where there is non
 _OTHER_DTYPES: Final = ("float32", "bfloat16")
 
 
-def _row(check: str, config: Any, reason: str, *, status: str = FAILED) -> CheckRow:
-    return CheckRow(check=check, config=config, status=status if reason else OK, reason=reason)
+def _row(check: str, config: Any, reason: str, *, status: CheckStatus = CheckStatus.FAILED) -> CheckRow:
+    return CheckRow(check=check, config=config, status=status if reason else CheckStatus.OK, reason=reason)
 
 
 def _told(error: BaseException) -> str:
@@ -64,7 +64,7 @@ def dtype_rows(subject: Subject, row_of: Callable[[Subject, str], CheckRow]) -> 
         try:
             yield row_of(subject.with_arrays(cast), dtype)
         except Exception as error:  # noqa: BLE001 - a kernel need not take every dtype
-            yield _row(dtype, None, f"the kernel does not take it: {_told(error)}", status=SKIPPED)
+            yield _row(dtype, None, f"the kernel does not take it: {_told(error)}", status=CheckStatus.SKIPPED)
 
 
 def _cast(array: Any, dtype: str) -> Any:
@@ -126,7 +126,7 @@ def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]]
         try:
             configs = configs_for(inv)
         except Exception as error:  # noqa: BLE001 - a kernel need not serve every platform
-            yield _row(check, None, _told(error), status=FAILED if claims else SKIPPED)
+            yield _row(check, None, _told(error), status=CheckStatus.FAILED if claims else CheckStatus.SKIPPED)
             continue
         for config in configs if claims else configs[:1]:
             with _seen_as(platform):
@@ -146,7 +146,7 @@ def _lowered_row(subject: Subject, check: str, platform: str, config: Any, claim
         jax.jit(run).trace(*arrays).lower(lowering_platforms=names)
     except Exception as error:  # noqa: BLE001 - the reason is the row's
         is_fault = claims and not compat.lacks_lowering(error)
-        return _row(check, config, _told(error), status=FAILED if is_fault else SKIPPED)
+        return _row(check, config, _told(error), status=CheckStatus.FAILED if is_fault else CheckStatus.SKIPPED)
     wrt = subject.differentiable()
     try:
         cotangents = cotangents_of(run, arrays, np.random.default_rng(subject.seed))
@@ -157,7 +157,9 @@ def _lowered_row(subject: Subject, check: str, platform: str, config: Any, claim
         if traced is not None:
             traced.lower(lowering_platforms=names)
     except Exception as error:  # noqa: BLE001 - the reason is the row's
-        return _row(check, config, f"gradient: {_told(error)}", status=FAILED if claims else SKIPPED)
+        return _row(
+            check, config, f"gradient: {_told(error)}", status=CheckStatus.FAILED if claims else CheckStatus.SKIPPED
+        )
     return _row(check, config, "")
 
 
@@ -218,7 +220,9 @@ def pickle_row(subject: Subject, config: Any) -> CheckRow:
     """Return whether the kernel, pickled and back, is the same: worker processes are sent one."""
     kernel = subject.kernel
     if kernel.__module__ == "__main__":
-        return _row("pickle", None, "the kernel is a script's own, which may be found nowhere else", status=SKIPPED)
+        return _row(
+            "pickle", None, "the kernel is a script's own, which may be found nowhere else", status=CheckStatus.SKIPPED
+        )
     try:
         copy = pickle.loads(pickle.dumps(kernel))  # noqa: S301 - see above
     except Exception as error:  # noqa: BLE001 - objects raise whatever they like
@@ -250,7 +254,7 @@ def export_row(subject: Subject, config: Any) -> CheckRow:
         results = _exported(run, arrays)
     except Exception as error:  # noqa: BLE001 - whether that is the kernel's fault, plain JAX tells
         plain = subject.plain(Choice(config=config, platform=subject.platform))
-        status = SKIPPED if _fails(plain, arrays) else FAILED
+        status = CheckStatus.SKIPPED if _fails(plain, arrays) else CheckStatus.FAILED
         return _row("export", config, _told(error), status=status)
     return _row("export", config, _difference(subject, results, jax.jit(run)(*arrays), "that of the call itself"))
 

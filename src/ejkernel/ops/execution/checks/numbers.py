@@ -15,7 +15,7 @@ from ejkernel import compat
 from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations
 from ejkernel.ops.core.examples import random_array, stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
-from ejkernel.ops.core.nodes import Choice, Flat, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.execution.checks.numeric import numeric_row
 from ejkernel.ops.execution.checks.programs import (
@@ -31,7 +31,7 @@ from ejkernel.ops.execution.checks.programs import (
     pulled,
     pushed,
 )
-from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
+from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.rules import rule_row
 from ejkernel.ops.execution.checks.subject import Subject
 
@@ -108,9 +108,11 @@ class Numbers:
         try:
             differs = self._types_differ(config)
         except Exception as error:  # noqa: BLE001 - a configuration may fail in every way; the reason is its row's
-            yield CheckRow(check="types", config=config, status=FAILED, reason=told(error))
+            yield CheckRow(check="types", config=config, status=CheckStatus.FAILED, reason=told(error))
             return
-        yield CheckRow(check="types", config=config, status=FAILED if differs else OK, reason=differs)
+        yield CheckRow(
+            check="types", config=config, status=CheckStatus.FAILED if differs else CheckStatus.OK, reason=differs
+        )
         if differs:
             return
         outputs = list(self._eager_rows(config))
@@ -142,7 +144,7 @@ class Numbers:
             first, fresh, *again = (run(*self._elements[index]) for index in (0, 1, *[0] * _REPEATS))
             jax.block_until_ready((first, fresh, again))
         except Exception as error:  # noqa: BLE001 - see above
-            yield CheckRow(check="outputs", config=config, status=FAILED, reason=told(error))
+            yield CheckRow(check="outputs", config=config, status=CheckStatus.FAILED, reason=told(error))
             return
         truths = [self._true(_ALONE, element).outs for element in (0, 1)]
         found = [*self._deviations(first, truths[0]), *self._deviations(fresh, truths[1])]
@@ -160,13 +162,13 @@ class Numbers:
             if _copied(array).tobytes() != before.tobytes()
         ]
         if not changed:
-            return CheckRow(check="arguments", config=config, status=OK)
+            return CheckRow(check="arguments", config=config, status=CheckStatus.OK)
         types = self._subject.types
         self._elements = [
             [_restored(array, like) for array, like in zip(kept, types, strict=True)] for kept in self._kept
         ]
         reason = f"the call changes its argument {', '.join(dict.fromkeys(changed))}"
-        return CheckRow(check="arguments", config=config, status=FAILED, reason=reason)
+        return CheckRow(check="arguments", config=config, status=CheckStatus.FAILED, reason=reason)
 
     def _compiled_rows(self, config: Any) -> Iterator[CheckRow]:
         run = self._subject.executed(config)
@@ -186,16 +188,16 @@ class Numbers:
         for pattern in batches:
             yield self._pattern_row(config, pattern, found[pattern.name])
         if self._why_no_batches and "vmap" not in self._without:
-            yield CheckRow(check="vmap", config=config, status=SKIPPED, reason=self._why_no_batches)
+            yield CheckRow(check="vmap", config=config, status=CheckStatus.SKIPPED, reason=self._why_no_batches)
         if with_gradient:
             yield from self._gradient_rows(config, found[_ALONE.name])
         elif "gradient" not in self._without:
-            status = SKIPPED if self._why_none else FAILED
+            status = CheckStatus.SKIPPED if self._why_none else CheckStatus.FAILED
             yield CheckRow(check="gradient", config=config, status=status, reason=self._why_none or why)
         if "tangents" in jobs:
             yield self._tangent_row(config, found["tangents"])
         elif with_tangents:
-            yield CheckRow(check="tangents", config=config, status=SKIPPED, reason=self._why_no_tangents)
+            yield CheckRow(check="tangents", config=config, status=CheckStatus.SKIPPED, reason=self._why_no_tangents)
 
     def _differentiates(self, config: Any, run: Flat) -> tuple[bool, str]:
         """Return whether a configuration has a gradient, and why not if the kernel otherwise has."""
@@ -209,12 +211,12 @@ class Numbers:
 
     def _outputs_row(self, check: str, config: Any, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
-            return CheckRow(check=check, config=config, status=FAILED, reason=told(found))
+            return CheckRow(check=check, config=config, status=CheckStatus.FAILED, reason=told(found))
         return self._judged(check, config, self._deviations(found.outs, self._true(_ALONE, 0).outs))
 
     def _pattern_row(self, config: Any, pattern: Pattern, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
-            return CheckRow(check=pattern.name, config=config, status=FAILED, reason=told(found))
+            return CheckRow(check=pattern.name, config=config, status=CheckStatus.FAILED, reason=told(found))
         true = self._gathered(pattern)
         gradients = [] if found.gradients is None else self._gradient_deviations(found.gradients, true.gradients)
         return self._judged(pattern.name, config, [*self._deviations(found.outs, true.outs), *gradients])
@@ -237,7 +239,7 @@ class Numbers:
 
     def _tangent_row(self, config: Any, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
-            return CheckRow(check="tangents", config=config, status=FAILED, reason=told(found))
+            return CheckRow(check="tangents", config=config, status=CheckStatus.FAILED, reason=told(found))
         true = self._true_tangents
         names = [f"the tangent of result {index}" for index in range(len(true.gradients or ()))]
         whose = "the reference's" if self._subject.has_reference else "JAX's of `run`"
@@ -317,7 +319,7 @@ class Numbers:
         found = found or [Deviation(0.0, 0.0)]
         wrong = next((deviation for deviation in found if deviation.reason), None)
         worst = wrong or max(found, key=lambda d: d.error / d.allowed if d.allowed else 0.0)
-        status = OK if wrong is None else FAILED
+        status = CheckStatus.OK if wrong is None else CheckStatus.FAILED
         return CheckRow(
             check=check,
             config=config,

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.core.examples import random_array
-from ejkernel.ops.core.nodes import is_inexact
+from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.execution.checks.programs import Arrays, Results, compiled
-from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckRow
+from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 
 _CHECK: Final = "gradient, by differences"
 _STEP: Final = {"float32": 1e-2, "float64": 1e-4}  # of an argument's size: rounding and curvature both cost little
@@ -40,7 +40,7 @@ def numeric_row(
     dtypes |= {str(cotangent.dtype) for cotangent in cotangents}
     if not dtypes <= set(_STEP):
         reason = f"differences say little in {', '.join(sorted(dtypes - set(_STEP)))}"
-        return CheckRow(check=_CHECK, config=config, status=SKIPPED, reason=reason)
+        return CheckRow(check=_CHECK, config=config, status=CheckStatus.SKIPPED, reason=reason)
     program = compiled(gradient, arrays, cotangents)
     rng, worst, reason = np.random.default_rng(0), 0.0, ""
     gradients = iter(program(arrays, cotangents).gradients or ())
@@ -55,8 +55,8 @@ def numeric_row(
             worst = max(worst, error)
     if not math.isfinite(worst):
         reason = "differences say nothing where results are not finite"
-        return CheckRow(check=_CHECK, config=config, status=SKIPPED, reason=reason)
-    status = FAILED if worst > _ALLOWED else OK
+        return CheckRow(check=_CHECK, config=config, status=CheckStatus.SKIPPED, reason=reason)
+    status = CheckStatus.FAILED if worst > _ALLOWED else CheckStatus.OK
     return CheckRow(check=_CHECK, config=config, status=status, reason=reason, error=worst, allowed=_ALLOWED)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.core.examples import random_array, stack, stacked
-from ejkernel.ops.core.nodes import Flat, is_inexact
+from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
 
 Arrays = list[Any]
 Levels = tuple[tuple[tuple[int | None, ...], int], ...]

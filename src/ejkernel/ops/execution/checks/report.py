@@ -4,21 +4,26 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any, Final
 
 from ejkernel.ops.errors import KernelCheckError
-from ejkernel.ops.utils.tables import compact, text_table
-
-OK: Final = "ok"
-FAILED: Final = "failed"
-SKIPPED: Final = "skipped"
+from ejkernel.ops.utils.tables import compact, counted, text_table
 
 _WIDTH: Final = 80
 _NAME: Final = 36  # characters of a check's name that fit beside the rest
 _SHOWN: Final = 3  # reasons of one check that the table shows
+
+
+class CheckStatus(enum.StrEnum):
+    """What came out of a check."""
+
+    OK = "ok"
+    FAILED = "failed"
+    SKIPPED = "skipped"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class CheckRow:
     Attributes:
         check: What was checked, such as `outputs` or `vmap over x`.
         config: The configuration; `None` where the check is of the kernel.
-        status: `ok`, `failed` or `skipped`.
+        status: What came out of it.
         reason: Why it failed, or was skipped.
         error: How far the worst array was from the reference; `None` where nothing was compared.
         allowed: How far it might have been.
@@ -36,7 +41,7 @@ class CheckRow:
 
     check: str
     config: Any
-    status: str
+    status: CheckStatus
     reason: str = ""
     error: float | None = None
     allowed: float | None = None
@@ -66,7 +71,7 @@ class CheckReport:
     @property
     def failures(self) -> tuple[CheckRow, ...]:
         """The rows that failed."""
-        return tuple(row for row in self.rows if row.status == FAILED)
+        return tuple(row for row in self.rows if row.status == CheckStatus.FAILED)
 
     def raise_if_failed(self) -> None:
         """Raise a `KernelCheckError`, whose message is the table, if anything failed."""
@@ -84,7 +89,7 @@ class CheckReport:
         for line, rows in zip(lines, by_check.values(), strict=True):
             name = [] if len(rows[0].check) <= _NAME else textwrap.wrap(rows[0].check, _WIDTH)
             shown += [*name, line, *_reasons(rows)]
-        count = f"{len(self.configs)} configuration{'s' * (len(self.configs) != 1)}"
+        count = counted(len(self.configs), "configuration")
         title = f"{self.call}: {count}, {len(self.failures)} of {len(self.rows)} checks failed"
         notes = textwrap.wrap(self.note, _WIDTH)
         return "\n".join([*textwrap.wrap(title, _WIDTH), *notes, table, *shown])
@@ -92,10 +97,10 @@ class CheckReport:
 
 def _cells(rows: Sequence[CheckRow]) -> tuple[str, ...]:
     statuses = [row.status for row in rows]
-    status = next(status for status in (FAILED, OK, SKIPPED) if status in statuses)
+    status = next(status for status in (CheckStatus.FAILED, CheckStatus.OK, CheckStatus.SKIPPED) if status in statuses)
     compared = [row for row in rows if row.error is not None and row.allowed is not None]
     worst = max(compared, key=_share, default=None)
-    of = str(len(rows)) if status != FAILED else f"{statuses.count(FAILED)} of {len(rows)}"
+    of = str(len(rows)) if status != CheckStatus.FAILED else f"{statuses.count(CheckStatus.FAILED)} of {len(rows)}"
     name = rows[0].check if len(rows[0].check) <= _NAME else ""  # a longer one has a line of its own
     if worst is None:
         return name, status, "-", "-", of
@@ -109,7 +114,7 @@ def _share(row: CheckRow) -> float:
 
 def _reasons(rows: Sequence[CheckRow]) -> list[str]:
     """Return why rows failed or were skipped, wrapped below their line."""
-    told = [row for row in rows if row.status == FAILED] or [row for row in rows if row.reason]
+    told = [row for row in rows if row.status == CheckStatus.FAILED] or [row for row in rows if row.reason]
     by_reason: dict[str, list[CheckRow]] = {}
     for row in told:
         by_reason.setdefault(row.reason, []).append(row)

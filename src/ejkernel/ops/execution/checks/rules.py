@@ -11,8 +11,8 @@ import numpy as np
 
 from ejkernel.ops.autotuner.trials.naming import array_names
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
-from ejkernel.ops.core.nodes import Choice, Forward, as_outputs, is_inexact
-from ejkernel.ops.execution.checks.report import FAILED, OK, CheckRow
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact
+from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 
 
@@ -24,7 +24,12 @@ def rule_row(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: S
         reasons = _wrong_types(subject, config, arrays, cotangents)
     except Exception as error:  # noqa: BLE001 - a rule may fail in every way; the reason is the row's
         reasons = [f"{type(error).__name__}: {error}"]
-    yield CheckRow(check="gradient types", config=config, status=FAILED if reasons else OK, reason="; ".join(reasons))
+    yield CheckRow(
+        check="gradient types",
+        config=config,
+        status=CheckStatus.FAILED if reasons else CheckStatus.OK,
+        reason="; ".join(reasons),
+    )
 
 
 def _wrong_types(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
@@ -22,7 +22,7 @@ from ejkernel.ops.execution.checks.forms import (
     weak_type_row,
 )
 from ejkernel.ops.execution.checks.numbers import Numbers
-from ejkernel.ops.execution.checks.report import FAILED, OK, SKIPPED, CheckReport, CheckRow
+from ejkernel.ops.execution.checks.report import CheckReport, CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.tables import arguments
 
@@ -46,7 +46,9 @@ def checked(
         for config in chosen:
             check_config(subject.kernel, config)
     except Exception as error:  # noqa: BLE001 - a kernel's own hooks; without a configuration nothing can be checked
-        row = CheckRow(check="configurations", config=None, status=FAILED, reason=f"{type(error).__name__}: {error}")
+        row = CheckRow(
+            check="configurations", config=None, status=CheckStatus.FAILED, reason=f"{type(error).__name__}: {error}"
+        )
         return CheckReport(call, (), (row,))
     return CheckReport(call, tuple(chosen), tuple(_rows(subject, chosen, without)), note)
 
@@ -60,14 +62,16 @@ def _arguments_of(inv: Invocation[Any, Any]) -> str:
 
 
 def _rows(subject: Subject, configs: Sequence[Any], without: frozenset[str]) -> Iterator[CheckRow]:
-    yield CheckRow(check="configurations", config=None, status=OK)
+    yield CheckRow(check="configurations", config=None, status=CheckStatus.OK)
     try:
         numbers = Numbers(subject, configs[0], tuple(without))
     except UnsupportedError as error:  # it is for another platform than this process has
-        yield CheckRow(check="outputs", config=None, status=SKIPPED, reason=str(error))
+        yield CheckRow(check="outputs", config=None, status=CheckStatus.SKIPPED, reason=str(error))
         without |= {"dtypes", "export", "pickle"}
     except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
-        yield CheckRow(check="outputs", config=configs[0], status=FAILED, reason=f"{type(error).__name__}: {error}")
+        yield CheckRow(
+            check="outputs", config=configs[0], status=CheckStatus.FAILED, reason=f"{type(error).__name__}: {error}"
+        )
         return
     else:
         for config in configs:
@@ -97,13 +101,13 @@ def _dtype_row(subject: Subject, name: str) -> CheckRow:
     """Return the worst of what a call under its heuristic shows."""
     config = _configs(subject, subject.inv, None)[0][0]
     found = list(Numbers(subject, config, ("tangents", "vmap")).rows(config))
-    first = next((row for row in found if row.status == FAILED), None)
+    first = next((row for row in found if row.status == CheckStatus.FAILED), None)
     if first is not None and first.error is None and first.check in ("types", "outputs"):
         reason = f"the kernel does not take it: {first.reason}"  # and need not
-        return CheckRow(check=name, config=config, status=SKIPPED, reason=reason)
+        return CheckRow(check=name, config=config, status=CheckStatus.SKIPPED, reason=reason)
     worst = first or max((row for row in found if row.error is not None), key=lambda row: row.error or 0.0)
     reason = "" if first is None else f"{worst.check}: {worst.reason}"
-    status = OK if first is None else FAILED
+    status = CheckStatus.OK if first is None else CheckStatus.FAILED
     return CheckRow(check=name, config=config, status=status, reason=reason, error=worst.error, allowed=worst.allowed)
 
 

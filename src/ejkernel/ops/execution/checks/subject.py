@@ -17,9 +17,9 @@ from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.examples import example_arrays, random_array
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides
-from ejkernel.ops.core.nodes import Choice, Flat, Forward, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
 from ejkernel.ops.execution.executor import Executor
-from ejkernel.ops.utils.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array
 
 Arrays = list[Any]
 Pulled = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]

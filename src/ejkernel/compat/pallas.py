@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pallas: what of it there is in this version of JAX."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+
+_MOSAIC_GPU_SINCE = (0, 11, 2)
+
+
+def mosaic_gpu_reason() -> str | None:
+    """Return why kernels in Pallas Mosaic GPU cannot be built in this environment, and what to do; `None` if they can.
+
+    Nothing is imported.
+    """
+    if jax.__version_info__ < _MOSAIC_GPU_SINCE:
+        return f"it needs JAX {'.'.join(map(str, _MOSAIC_GPU_SINCE))} or later, and this is {jax.__version__}"
+    if importlib.util.find_spec("absl") is None:
+        return "it needs the package absl-py, which Pallas Mosaic GPU imports: pip install absl-py"
+    return None
+
+
+def simulated_races() -> bool:
+    """Return whether the last simulation of a Mosaic GPU kernel, if it looked for races, found one."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return bool(interpret_pallas_call.get_races().races_found)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is static of one launch of the forward, and the shared memory that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ejkernel.kernels.flash_attention.common import Rules
+
+from .params import ForwardParams
+
+ROWS = 64  # of queries that a warpgroup owns: those of one tensor-core instruction
+MULTIPROCESSORS = 132  # of an H100 or H200 in an SXM module; a persistent launch is right on any other number
+REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}  # of a thread that copies and one that computes, by warpgroups
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardPlan:
+    """What is static of one launch.
+
+    Attributes:
+        bias: Itemsize of a bias with rows and keys, which is copied block by block; 0 if there is none.
+        mask: Whether there is a mask with rows and keys.
+        key_bias: Whether a bias that is the same for all rows is added.
+        key_mask: Whether keys are hidden from all rows.
+        segments: Whether segment ids are compared.
+        table: Whether the blocks of each tile are read from a table.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    groups: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    rules: Rules
+    params: ForwardParams
+    bias: int = 0
+    mask: bool = False
+    key_bias: bool = False
+    key_mask: bool = False
+    segments: bool = False
+    table: bool = False
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of queries in a tile."""
+        return ROWS if self.params.pack_heads else ROWS * self.params.warpgroups
+
+    @property
+    def tile_heads(self) -> int:
+        """Heads in a tile."""
+        return self.params.warpgroups if self.params.pack_heads else 1
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles that cover the queries of one head."""
+        return -(-self.queries // self.tile_rows)
+
+    @property
+    def tiles(self) -> int:
+        """All tiles."""
+        return self.batch * self.row_tiles * (self.heads // self.tile_heads)
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return min(MULTIPROCESSORS, self.tiles) if self.params.persistent else self.tiles
+
+    @property
+    def head_swizzle(self) -> int:
+        """Bytes that are swizzled together in queries and keys."""
+        return swizzle(self.head_dim * 2)
+
+    @property
+    def value_swizzle(self) -> int:
+        """Likewise in values, both along a row and along the keys: a product sums whole tiles of keys."""
+        return swizzle(math.gcd(self.value_dim, self.params.kv_block) * 2)
+
+    @property
+    def out_swizzle(self) -> int:
+        """Likewise in the output."""
+        return swizzle(self.value_dim * 2)
+
+    @property
+    def adds(self) -> bool:
+        """Whether anything but zero and minus infinity is added to the logits."""
+        return bool(self.bias) or self.key_bias
+
+    @property
+    def frees_late(self) -> bool:
+        """Whether a tile's buffer of queries is freed by the next tile, which has one of its own, and then by none."""
+        return self.params.share_buffer and self.params.query_buffers > 1
+
+    @property
+    def hides_tail(self) -> bool:
+        """Whether the last block of keys ends behind the last key, and the window does not hide that."""
+        right = self.rules.right
+        return self.keys % self.params.kv_block != 0 and (right is None or right > 0)
+
+    def shared_bytes(self) -> int:
+        """Return the bytes of shared memory that a block of threads takes."""
+        p = self.params
+        rows, extras = p.warpgroups * ROWS, self.bias or self.mask or self.key_bias or self.key_mask or self.segments
+        query, out = rows * self.head_dim * 2 * p.query_buffers, rows * self.value_dim * 2
+        block = p.stages * p.kv_block
+        buffers = [
+            query if p.share_buffer else query + out,
+            block * self.head_dim * 2,
+            block * self.value_dim * 2,
+            block * rows * self.bias,
+            block * rows * self.mask,
+            block * 4 * (self.key_bias or self.key_mask),
+            block * 4 * self.segments,
+            rows * 4,
+        ]
+        barriers = (6 if extras else 4) * p.stages + p.query_buffers * (p.warpgroups + 1) + p.warpgroups
+        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + 2 * _ALIGNMENT
+
+
+_ALIGNMENT = 1024  # that every buffer begins at a multiple of
+
+
+def padded_dim(size: int) -> int:
+    """Return the width, which swizzles divide, that heads of `size` are filled up to with zeros."""
+    return -(-size // 16) * 16
+
+
+def swizzle(row_bytes: int) -> int:
+    """Return the widest swizzle, in bytes, that divides a row; 0 if none does."""
+    return next((width for width in (128, 64, 32) if row_bytes % width == 0), 0)

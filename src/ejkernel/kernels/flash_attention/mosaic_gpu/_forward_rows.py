@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one warpgroup of the forward computes of one tile: 64 rows of one head."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
+
+from ._forward_plan import LOG2E, ROWS
+from ._forward_types import Memory, Part
+
+mgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # its types differ from version to version
+
+_LAYOUT = mgpu.Layout.WGMMA
+_BY_ROW, _BY_KEY = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
+_LOWEST = float(np.finfo(np.float32).min)  # the first maximum: finite, so that -inf - top is -inf and not NaN
+
+
+class _Sums(NamedTuple):
+    """What is carried from block to block.
+
+    Attributes:
+        acc: Sum of weighted values without the last block's, `[rows, value_dim]` in float32.
+        top: Largest logit so far, in the units of `Rows._exponent`.
+        total: Sum of the weights so far.
+        weights: Those of the last block, in the dtype of the values.
+        step: How many blocks this warpgroup has met in all its tiles.
+    """
+
+    acc: Any
+    top: Any
+    total: Any
+    weights: Any
+    step: Any
+
+
+class _Extras(NamedTuple):
+    """What else there is of one block; `None` for what there is not, or what does not matter.
+
+    Attributes:
+        bias, key_bias: Added to the logits, float32.
+        shown: Where the mask shows a key.
+        own: Where a key is of the row's segment.
+    """
+
+    bias: Any = None
+    key_bias: Any = None
+    shown: Any = None
+    own: Any = None
+
+
+class Rows:
+    """The rows of one warpgroup."""
+
+    def __init__(self, memory: Memory, part: Part) -> None:
+        self.memory, self.plan, self.params = memory, memory.plan, memory.plan.params
+        self.inputs, self.buffers, self.wait = memory.inputs, memory.buffers, memory.barriers
+        self.part, self.tile, self.warpgroup = part, part.tile, part.warpgroup
+        self.square = (ROWS, self.params.kv_block)
+        if self.plan.segments:
+            ids = self.inputs.query_segments.at[self.tile.batch, 0, pl.ds(part.row, ROWS)]
+            self.segments = mgpu.load(ids, layout=_BY_ROW, optimized=False)
+
+    def run(self, step: Any) -> Any:
+        """Compute and store the output and the log-sum-exp, and return the step after the last block's."""
+        plan, blocks = self.plan, self.tile.blocks
+        free_from = jnp.clip(blocks.free_from, blocks.first + 1, blocks.end)
+        free_until = jnp.clip(blocks.free_until, free_from, blocks.end)
+        next_block = self._overlapped if self.params.overlap else self._in_turn
+        sums = self._first_block(step)
+        self._release_before()
+        if plan.table or plan.rules.left is not None:
+            sums = lax.fori_loop(blocks.first + 1, free_from, lambda i, sums: next_block(sums, i, True), sums)
+        sums = lax.fori_loop(free_from, free_until, lambda i, sums: next_block(sums, i, False), sums)
+        if plan.table or plan.rules.right is not None or plan.hides_tail:
+            sums = lax.fori_loop(free_until, blocks.end, lambda i, sums: next_block(sums, i, True), sums)
+        if not self.params.share_buffer:
+            self._release(self.part.number)
+        self._store(sums._replace(acc=self._last_product(sums)))
+        return sums.step
+
+    def _first_block(self, step: Any) -> _Sums:
+        mgpu.barrier_wait(self.wait.query_full.at[self.part.slot])
+        stage = lax.rem(step, self.params.stages)
+        mgpu.barrier_wait(self.wait.key_full.at[stage])
+        self._await_turn()
+
+        def product(acc: Any) -> Any:
+            self._multiply_keys(acc, stage)
+            self._pass_turn()
+            return acc[...]
+
+        scores = pl.run_scoped(product, mgpu.ACC(self.square, jnp.float32))
+        mgpu.barrier_arrive(self.wait.key_free.at[stage])
+        nothing = mgpu.layout_cast(jnp.full((ROWS, self.plan.value_dim), 0, jnp.float32), _LAYOUT)
+        top = mgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), _BY_ROW)
+        total = mgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), _BY_ROW)
+        logits = self._logits(scores, self.tile.blocks.first, stage, True)
+        top, total, weights, _ = self._softmax(logits, top, total)
+        return _Sums(nothing, top, total, weights.astype(self.plan.dtype), step + 1)
+
+    def _overlapped(self, sums: _Sums, block: Any, masked: bool) -> _Sums:
+        """Meet a block: its softmax runs while the block before's weights are multiplied with their values."""
+        stage, before = lax.rem(sums.step, self.params.stages), lax.rem(sums.step - 1, self.params.stages)
+        mgpu.barrier_wait(self.wait.key_full.at[stage])
+        self._await_turn()
+
+        def products(scores: Any, acc: Any) -> Any:
+            self._begin(acc, sums)
+            self._multiply_keys(scores, stage)
+            mgpu.barrier_wait(self.wait.value_full.at[before])
+            self._multiply_values(acc, sums, before)
+            self._pass_turn()
+            found = mgpu.wgmma_accumulator_load(scores, wait_n=1)
+            mgpu.barrier_arrive(self.wait.key_free.at[stage])
+            top, total, weights, decay = self._softmax(self._logits(found, block, stage, masked), sums.top, sums.total)
+            acc = self._end(acc, sums, before)
+            # Rounded only now: a register that a product in flight reads is not to be written.
+            return acc, top, total, weights.astype(self.plan.dtype), decay
+
+        acc, top, total, weights, decay = pl.run_scoped(products, *self._accumulators())
+        mgpu.barrier_arrive(self.wait.value_free.at[before])
+        return _Sums(acc * _columns(decay, acc.shape), top, total, weights, sums.step + 1)
+
+    def _in_turn(self, sums: _Sums, block: Any, masked: bool) -> _Sums:
+        """Meet a block: both products first, then the softmax."""
+        stage, before = lax.rem(sums.step, self.params.stages), lax.rem(sums.step - 1, self.params.stages)
+        mgpu.barrier_wait(self.wait.value_full.at[before])
+        mgpu.barrier_wait(self.wait.key_full.at[stage])
+        self._await_turn()
+
+        def products(scores: Any, acc: Any) -> Any:
+            self._begin(acc, sums)
+            self._multiply_values(acc, sums, before)
+            self._multiply_keys(scores, stage)
+            self._pass_turn()
+            return self._end(acc, sums, before), mgpu.wgmma_accumulator_load(scores, wait_n=0)
+
+        acc, scores = pl.run_scoped(products, *self._accumulators())
+        mgpu.barrier_arrive(self.wait.key_free.at[stage])
+        mgpu.barrier_arrive(self.wait.value_free.at[before])
+        logits = self._logits(scores, block, stage, masked)
+        top, total, weights, decay = self._softmax(logits, sums.top, sums.total)
+        weights = weights.astype(self.plan.dtype)
+        return _Sums(acc * _columns(decay, acc.shape), top, total, weights, sums.step + 1)
+
+    def _last_product(self, sums: _Sums) -> Any:
+        stage = lax.rem(sums.step - 1, self.params.stages)
+        mgpu.barrier_wait(self.wait.value_full.at[stage])
+        if self.memory.simulated:
+            acc = self._end(None, sums, stage)
+        else:
+            acc = pl.run_state(lambda acc: self._multiply_values(acc, sums, stage))(mgpu.ACC.init(sums.acc))
+        mgpu.barrier_arrive(self.wait.value_free.at[stage])
+        return acc
+
+    def _store(self, sums: _Sums) -> None:
+        params, memory = self.params, self.memory
+        empty = sums.total == 0.0
+        share = jnp.where(empty, 0.0, 1.0 / sums.total)
+        out = sums.acc * _columns(share, sums.acc.shape)
+        if self.plan.adds:
+            lse = sums.top + jnp.log2(sums.total) * (1 / LOG2E)
+        else:
+            lse = (sums.top + jnp.log2(sums.total)) * (1 / LOG2E)
+        if params.persistent and not self.plan.frees_late:  # the copies of the tile before may still read
+            mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer, buffer_lse = memory.out(self.warpgroup, self.part.slot), self.buffers.lse.at[self.warpgroup]
+        buffer[...] = out.astype(self.plan.dtype)
+        buffer_lse[...] = jnp.where(empty, EMPTY_ROW_LSE, lse)
+        mgpu.commit_smem()
+        batch, rows, head = self.tile.batch, pl.ds(self.part.row, ROWS), self.part.head
+        mgpu.copy_smem_to_gmem(buffer, memory.outputs.out.at[batch, rows, head])
+        mgpu.copy_smem_to_gmem(buffer_lse, memory.outputs.lse.at[batch, head, rows])
+        if params.share_buffer and not self.plan.frees_late:
+            mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._release(self.part.number)
+
+    # Buffers of queries. One that holds the output too is free when that has been copied.
+
+    def _release_before(self) -> None:
+        """Free the buffer of the tile before, now that its output has had time to be copied."""
+        if self.plan.frees_late:
+
+            @pl.when(self.part.number > 0)
+            def _() -> None:
+                mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._release(self.part.number - 1)
+
+    def _release(self, number: Any) -> None:
+        mgpu.barrier_arrive(self.wait.query_free.at[lax.rem(number, self.params.query_buffers)])
+
+    # Products. No CPU simulates one with an operand in registers, as the weights are: it is then computed at its end.
+
+    def _accumulators(self) -> tuple[Any, Any]:
+        acc = None if self.memory.simulated else mgpu.ACC((ROWS, self.plan.value_dim), jnp.float32)
+        return mgpu.ACC(self.square, jnp.float32), acc
+
+    def _multiply_keys(self, scores: Any, stage: Any) -> None:
+        mgpu.wgmma(scores, self.memory.query(self.part.slot), self.buffers.key.at[stage].transpose((1, 0)))
+
+    def _begin(self, acc: Any, sums: _Sums) -> None:
+        if not self.memory.simulated:
+            acc[...] = sums.acc
+
+    def _multiply_values(self, acc: Any, sums: _Sums, stage: Any) -> None:
+        if not self.memory.simulated:
+            mgpu.wgmma(acc, sums.weights, self.buffers.value.at[stage])
+
+    def _end(self, acc: Any, sums: _Sums, stage: Any) -> Any:
+        if not self.memory.simulated:
+            return mgpu.wgmma_accumulator_load(acc, wait_n=0)
+        product = jnp.dot(sums.weights, self.buffers.value.at[stage][...], preferred_element_type=jnp.float32)
+        mgpu.commit_smem()  # orders this read before the copy that comes next
+        return sums.acc + product
+
+    def _await_turn(self) -> None:
+        if self.params.ping_pong:
+            mgpu.barrier_wait(self.wait.turn.at[self.warpgroup])
+
+    def _pass_turn(self) -> None:
+        if self.params.ping_pong:
+            mgpu.barrier_arrive(self.wait.turn.at[lax.rem(self.warpgroup + 1, self.params.warpgroups)])
+
+    # Logits and weights.
+
+    @property
+    def _exponent(self) -> float:
+        """Return what to multiply what `_logits` returns with, to have logarithms to the base 2."""
+        rules = self.plan.rules
+        if self.plan.adds:
+            return LOG2E
+        return LOG2E * (rules.scale if rules.soft_cap is None else rules.soft_cap)
+
+    def _logits(self, scores: Any, block: Any, stage: Any, masked: bool) -> Any:
+        """Return the logits, up to a factor that the exponential sees to, -inf where hidden."""
+        rules = self.plan.rules
+        factor = rules.scale
+        if rules.soft_cap is not None:
+            scores, factor = jnp.tanh(scores * (rules.scale / rules.soft_cap)), rules.soft_cap
+        if self.plan.adds:
+            scores = scores * factor
+        extras = self._extras(stage, masked)
+        for added in (extras.bias, extras.key_bias):
+            if added is not None:
+                scores = scores + added
+        for visible in (extras.shown, extras.own, *(self._visible(block) if masked else ())):
+            if visible is not None:
+                scores = jnp.where(visible, scores, -jnp.inf)
+        return scores
+
+    def _softmax(self, logits: Any, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:
+        """Return the new maximum and sum, the weights, and what earlier sums are to be multiplied with."""
+        exponent = self._exponent
+        if self.plan.adds:  # differences first: a bias may be the lowest float that there is
+            new_top = jnp.maximum(top, logits.max(axis=1))
+            weights = jnp.exp2((logits - _columns(new_top, logits.shape)) * exponent)
+            decay = jnp.exp2((top - new_top) * exponent)
+        else:
+            new_top = jnp.maximum(top, logits.max(axis=1) * exponent)
+            weights = jnp.exp2(logits * exponent - _columns(new_top, logits.shape))
+            decay = jnp.exp2(top - new_top)
+        return new_top, total * decay + weights.sum(axis=1), weights, decay
+
+    def _extras(self, stage: Any, masked: bool) -> _Extras:
+        """Return what else there is of the block in a stage."""
+        if self.wait.extra_full is None:
+            return _Extras()
+        mgpu.barrier_wait(self.wait.extra_full.at[stage])
+        extras = _Extras()
+        if self.plan.bias:
+            extras = extras._replace(bias=self._by_block(self.buffers.bias, stage).astype(jnp.float32))
+        if self.plan.mask and masked:
+            extras = extras._replace(shown=self._by_block(self.buffers.mask, stage) != 0)
+        if self.plan.key_bias or (self.plan.key_mask and masked):
+            extras = extras._replace(key_bias=self._by_key(self.buffers.key_bias, stage))
+        if self.plan.segments and masked:
+            own = self._by_key(self.buffers.key_segments, stage) == _columns(self.segments, self.square)
+            extras = extras._replace(own=own)
+        mgpu.commit_smem()  # orders these reads before the copy that comes next
+        mgpu.barrier_arrive(self.wait.extra_free.at[stage])
+        return extras
+
+    def _by_block(self, buffer: Any, stage: Any) -> Any:
+        return mgpu.load(buffer.at[stage, self.warpgroup], layout=_LAYOUT, optimized=False)
+
+    def _by_key(self, buffer: Any, stage: Any) -> Any:
+        loaded = mgpu.load(buffer.at[stage], layout=_BY_KEY, optimized=False)
+        return lax.broadcast_in_dim(loaded, self.square, [1])
+
+    def _visible(self, block: Any) -> list[Any]:
+        """Return where the window and the end of the keys let rows see the keys of a block."""
+        rules, start = self.plan.rules, block * self.params.kv_block
+        key = mgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT) + start
+        row = mgpu.broadcasted_iota(jnp.int32, self.square, 0, layout=_LAYOUT)
+        row = row + (self.part.row + (self.plan.keys - self.plan.queries))
+        visible = []
+        if rules.right is not None:
+            visible.append(key <= row + rules.right)
+        if rules.left is not None:
+            visible.append(key >= row - rules.left)
+        if self.plan.hides_tail:
+            visible.append(key < self.plan.keys)
+        return visible
+
+
+def _columns(by_row: Any, shape: tuple[int, ...]) -> Any:
+    """Return a number of each row, spread over the row."""
+    return lax.broadcast_in_dim(by_row, shape, [0])

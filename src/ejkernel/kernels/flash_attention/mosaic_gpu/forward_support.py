@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls the forward runs, with which parameters: all of it told from shapes, before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+
+from ejkernel import compat
+from ejkernel.kernels.flash_attention.common import AttentionCall
+from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.values.signature import is_known
+
+from ._forward_plan import REGISTERS, ROWS, ForwardPlan, padded_dim, swizzle
+from .params import ForwardParams
+
+_HOPPER = re.compile(r"(^|[:_])(h20|h100|h200|h800|gh200)(_|$)")
+_DTYPES = ("bfloat16", "float16")
+_SHARED_BYTES = 232_448  # that a block of threads may have on Hopper
+_REGISTERS_LEFT = 32  # of a thread, for all but logits, weights, output and bias: with fewer, products wait in line
+_KV_BLOCKS = (64, 96, 128, 160)
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Return why the forward does not run `call`, and what would; `None` if it does."""
+    if not is_known(*call.query, *call.key, *call.value):
+        return "it needs shapes that are numbers, and this program is exported for many; use 'xla'."
+    missing = compat.mosaic_gpu_reason()
+    if missing is not None:
+        return f"implementation='mosaic_gpu' is not available: {missing}."
+    return _platform_reason(call) or _arguments_reason(call)
+
+
+def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
+    """Return why `call`, which is supported, cannot run with `params`; `None` if it can.
+
+    No parameters make warpgroups wait for each other in a circle: all of them meet the same blocks in the same order,
+    copies never run ahead of the blocks that there are, and whoever waits for its turn holds nothing that others need.
+    """
+    plan = plan_of(call, params)
+    return (
+        _packing_fault(plan, call)
+        or _sharing_fault(plan)
+        or _mask_fault(plan)
+        or _shared_memory_fault(plan)
+        or _register_fault(plan)
+    )
+
+
+def heuristic(call: AttentionCall) -> ForwardParams:
+    """Return parameters that `call`, which is supported, runs well with."""
+    for params in _fallbacks(_preferred(call)):
+        if params_fault(call, params) is None:
+            return params
+    raise ConfigError(f"no parameters are known that {call} runs with; use 'xla'.")
+
+
+def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
+    """Return all parameters that are worth a try for `call`, which is supported."""
+
+    def memory(kv_block: int, stages: int, warpgroups: int, share_buffer: bool, query_buffers: int) -> bool:
+        plan = plan_of(
+            call,
+            ForwardParams(
+                kv_block=kv_block,
+                stages=stages,
+                warpgroups=warpgroups,
+                share_buffer=share_buffer,
+                query_buffers=query_buffers,
+                persistent=True,
+            ),
+        )
+        return (_sharing_fault(plan) or _shared_memory_fault(plan)) is None
+
+    def registers(kv_block: int, warpgroups: int) -> bool:
+        plan = plan_of(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups))
+        return (_mask_fault(plan) or _register_fault(plan)) is None
+
+    def packing(pack_heads: bool, warpgroups: int) -> bool:
+        plan = plan_of(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
+        return _packing_fault(plan, call) is None
+
+    def persistence(query_buffers: int, persistent: bool) -> bool:
+        return persistent or query_buffers == 1
+
+    either = (False, True)
+    few = heuristic(call)
+    return ConfigSpace(
+        {
+            "kv_block": tuple(sorted({few.kv_block, *(size for size in _KV_BLOCKS if size < call.key[1] + 32)})),
+            "stages": tuple(sorted({few.stages, 2, 3})),
+            "warpgroups": (2, 3),
+            "ping_pong": either,
+            "persistent": either,
+            "query_buffers": (1, 2),
+            "pack_heads": either,
+            "share_buffer": either,
+            "heads_first": either,
+        },
+        constraints=(memory, registers, packing, persistence),
+        build=ForwardParams,
+    )
+
+
+def _preferred(call: AttentionCall) -> ForwardParams:
+    """Return what was fastest on an H200 for calls like this one, whether or not it fits."""
+    rules, short = call.rules, call.query[1] < 2048
+    windowed = rules.left is not None and rules.left < call.key[1] // 2
+    uneven = call.segments or windowed or call.bias is not None
+    params = ForwardParams(persistent=uneven, heads_first=not (uneven or short))
+    if max(call.query[3], call.value[3]) > 192:
+        return dataclasses.replace(params, kv_block=64, share_buffer=True, ping_pong=rules.right is not None)
+    if call.query[3] > 128:
+        return dataclasses.replace(params, share_buffer=True, heads_first=False)
+    if call.query[3] <= 64 and call.bias is None and not short:
+        params = dataclasses.replace(params, warpgroups=3)
+    packs = (call.segments or windowed) and (call.query[2] // call.key[2]) % params.warpgroups == 0
+    return dataclasses.replace(params, pack_heads=packs)
+
+
+def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:
+    """Yield `params`, and then ever smaller ones."""
+    yield params
+    few = dataclasses.replace(params, warpgroups=min(params.warpgroups, 2), pack_heads=False, query_buffers=1)
+    sizes = [size for size in (128, 96, 64, 32, 16) if size <= params.kv_block]
+    for size, stages, share in itertools.product(sizes, (2, 1), (params.share_buffer, not params.share_buffer)):
+        yield dataclasses.replace(few, kv_block=size, stages=stages, share_buffer=share)
+
+
+def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
+    """Return what is static of a launch."""
+    bias, mask = _kind(call.bias, call), _kind(call.attention_mask, call)
+    return ForwardPlan(
+        batch=call.query[0],
+        queries=call.query[1],
+        keys=call.key[1],
+        heads=call.query[2],
+        groups=call.key[2],
+        head_dim=padded_dim(call.query[3]),
+        value_dim=padded_dim(call.value[3]),
+        dtype=call.dtype,
+        rules=call.rules,
+        params=params,
+        bias=0 if bias != "block" else 2 if call.bias_dtype in _DTYPES else 4,
+        mask=mask == "block",
+        key_bias=bias == "keys",
+        key_mask=mask == "keys",
+        segments=call.segments,
+        table=call.segments or mask != "",
+    )
+
+
+def _kind(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
+    """Return whether a bias or mask differs between `keys`, or in a `block` of rows and keys; empty if in neither."""
+    if shape is None or (shape[3] == 1 and call.key[1] > 1):
+        return ""
+    return "keys" if shape[2] == 1 else "block"
+
+
+def _platform_reason(call: AttentionCall) -> str | None:
+    device = call.device_fingerprint
+    if call.platform not in (None, "gpu") or (device and not _HOPPER.search(device)):
+        return (
+            "implementation='mosaic_gpu' needs a Hopper GPU (H100, H200 or a sister), and this call is for "
+            f"{device or call.platform}; use 'cudnn' or 'xla'."
+        )
+    if call.partitioned:
+        return (
+            "implementation='mosaic_gpu' in a program that XLA partitions would gather query, key and value on every "
+            "device; call it inside jax.shard_map, or use 'xla'."
+        )
+    return None
+
+
+def _arguments_reason(call: AttentionCall) -> str | None:
+    if call.dtype not in _DTYPES:
+        return f"query has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
+    widest = max(call.query[3], call.value[3])
+    if widest > 256:
+        return f"head_dim is {widest}, and 'mosaic_gpu' takes up to 256; use 'xla'."
+    if 0 in (*call.query, *call.key):
+        return "an array without elements is left to 'xla'."
+    if call.rules.scale <= 0:
+        return f"scale must be positive for 'mosaic_gpu', got {call.rules.scale}; use 'xla'."
+    return None
+
+
+def _packing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
+    if not plan.params.pack_heads:
+        return None
+    of_group, warpgroups = plan.heads // plan.groups, plan.params.warpgroups
+    if of_group % warpgroups:
+        return f"pack_heads=True needs a multiple of {warpgroups} heads in each group, and there are {of_group}"
+    shared = plan.table and call.attention_mask is not None and call.attention_mask[1] > 1
+    if shared or (plan.key_bias and call.bias is not None and call.bias[1] > 1):
+        return "pack_heads=True needs one mask, and one bias of keys, for all heads"
+    return None
+
+
+def _sharing_fault(plan: ForwardPlan) -> str | None:
+    if plan.params.share_buffer and (ROWS * plan.head_dim) % (8 * plan.value_dim):
+        return (
+            f"share_buffer=True needs queries that make whole rows of the output, and head_dim is {plan.head_dim} "
+            f"where that of values is {plan.value_dim}"
+        )
+    if plan.params.share_buffer and plan.value_dim > plan.head_dim:
+        return "share_buffer=True needs values that are no wider than queries"
+    return None
+
+
+def _mask_fault(plan: ForwardPlan) -> str | None:
+    if plan.mask and not swizzle(plan.params.kv_block):
+        return f"kv_block must be a multiple of 32 where there is a mask, and is {plan.params.kv_block}"
+    return None
+
+
+def _shared_memory_fault(plan: ForwardPlan) -> str | None:
+    needed = plan.shared_bytes()
+    if needed > _SHARED_BYTES:
+        return f"it takes {needed} bytes of shared memory, and a block of threads has at most {_SHARED_BYTES}"
+    return None
+
+
+def _register_fault(plan: ForwardPlan) -> str | None:
+    block, available = plan.params.kv_block, REGISTERS[plan.params.warpgroups][1]
+    needed = block // 2 + block // 4 + plan.value_dim // 2 + _REGISTERS_LEFT
+    if needed > available:
+        return f"it takes about {needed} registers a thread, and {available} are to be had"
+    return None

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of keys a tile of queries meets, and which of these every row sees whole.
+
+A tile walks over one range of blocks. Somewhere in it lies a range of free blocks, in which every row of the tile sees
+every key; all others need a mask. What the window alone decides is arithmetic, done as the tile begins; segments and
+masks are looked at before the kernel runs, and make a table. Blocks that a table leaves out hide every key; blocks that
+it keeps may do so too, and are right all the same, for they are masked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels.flash_attention.common import Operands, Rules
+
+
+class BlockRange(NamedTuple):
+    """Blocks of keys, by number; integers, or int32 arrays of one shape.
+
+    Attributes:
+        first: The first that a tile meets.
+        free_from: The first free one.
+        free_until: One past the last free one; at most `free_from` if there is none.
+        end: One past the last that a tile meets, greater than `first`: a tile whose rows see nothing meets one block.
+    """
+
+    first: Any
+    free_from: Any
+    free_until: Any
+    end: Any
+
+
+def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any) -> BlockRange:
+    """Return the blocks that the rules alone let rows at the positions `low` to `high` meet.
+
+    Args:
+        rules: The window; query `i` stands at position `i + keys - queries`.
+        keys: How many keys there are.
+        kv_block: Keys in a block.
+        low, high: Position of the tile's first and last row, int32.
+    """
+    first, free_from = 0, 0
+    free_until, end = keys // kv_block, _blocks(keys, kv_block)
+    if rules.left is not None:
+        first = jnp.minimum(lax.div(jnp.maximum(low - rules.left, 0), kv_block), end - 1)
+        free_from = _blocks(jnp.maximum(high - rules.left, 0), kv_block)
+    if rules.right is not None:
+        free_until = lax.div(jnp.clip(low + (rules.right + 1), 0, keys), kv_block)
+        end = _blocks(jnp.clip(high + (rules.right + 1), 0, keys), kv_block)
+    if rules.left is not None or rules.right is not None:
+        end = jnp.maximum(end, first + 1)
+    return BlockRange(first, free_from, free_until, end)
+
+
+def has_table(operands: Operands) -> bool:
+    """Return whether the blocks depend on arrays, and not on the window alone."""
+    return operands.query_segments is not None or operands.attention_mask is not None
+
+
+def block_table(operands: Operands, rules: Rules, tile_rows: int, kv_block: int) -> jax.Array:
+    """Return the `BlockRange` of every tile, `[batch or 1, heads or 1, tiles, 4]` in int32.
+
+    Args:
+        operands: With segment ids or a mask.
+        rules: The window.
+        tile_rows: Rows of queries in a tile.
+        kv_block: Keys in a block.
+    """
+    met, free = _window_pairs(operands, rules, tile_rows, kv_block)
+    if operands.query_segments is not None and operands.key_segments is not None:
+        queries, keys = _tiled(operands.query_segments, tile_rows), _tiled(operands.key_segments, kv_block)
+        met_segments, free_segments = _segment_pairs(queries, keys)
+        met, free = met & met_segments[:, None], free & free_segments[:, None]
+    if operands.attention_mask is not None:
+        met_mask, free_mask = _mask_pairs(operands.attention_mask, tile_rows, kv_block)
+        met, free = met & met_mask, free & free_mask
+    return jnp.stack(_ranges(met, free), axis=-1)
+
+
+def _window_pairs(operands: Operands, rules: Rules, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
+    """Return which blocks the window lets a tile meet, and which it leaves free, each `[1, 1, tiles, blocks]`."""
+    queries, keys = operands.query.shape[1], operands.key.shape[1]
+    low = jnp.arange(0, queries, tile_rows, dtype=jnp.int32)[:, None] + (keys - queries)
+    high = jnp.minimum(low + tile_rows, keys) - 1
+    start = jnp.arange(0, keys, kv_block, dtype=jnp.int32)
+    end = start + kv_block
+    met = jnp.broadcast_to(start < keys, (*low.shape[:1], *start.shape))
+    free = met & (end <= keys)
+    if rules.left is not None:
+        met, free = met & (end > low - rules.left), free & (start >= high - rules.left)
+    if rules.right is not None:
+        met, free = met & (start <= high + rules.right), free & (end <= low + rules.right + 1)
+    return met[None, None], free[None, None]
+
+
+def _segment_pairs(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return which blocks have a key of a tile's segments, and which are of its only one: `[batch, tiles, blocks]`.
+
+    Args:
+        queries: Ids, `[batch, tiles, rows]`, in any order.
+        keys: Ids, `[batch, blocks, keys]`.
+    """
+    least, most = queries.min(axis=2)[:, :, None, None], queries.max(axis=2)[:, :, None, None]
+    ends = queries[:, :, :1], queries[:, :, -1:]
+    # Of a tile with at most two segments it is known exactly which keys it sees; of any other, that the keys' ids have
+    # to lie between its own.
+    many = ~((queries == ends[0]) | (queries == ends[1])).all(axis=2)[:, :, None, None]
+    ids = keys[:, None]
+    own = (ids == ends[0][..., None]) | (ids == ends[1][..., None]) | (many & (least <= ids) & (ids <= most))
+    whole = (keys.min(axis=2)[:, None] == least[..., 0]) & (keys.max(axis=2)[:, None] == most[..., 0])
+    return own.any(axis=3), whole & (least == most)[..., 0]
+
+
+def _mask_pairs(mask: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
+    """Return in which blocks a mask shows a tile any key, and in which all: `[batch or 1, heads or 1, tiles, blocks]`.
+
+    A mask with one row, or one key, stands for all rows or keys; the axis of tiles or blocks then is 1.
+    """
+    rows, keys = (1 if size == 1 else block for size, block in zip(mask.shape[2:], (tile_rows, kv_block), strict=True))
+    padding = [(0, 0), (0, 0), (0, -mask.shape[2] % rows), (0, -mask.shape[3] % keys)]
+    shape = (*mask.shape[:2], -(-mask.shape[2] // rows), rows, -(-mask.shape[3] // keys), keys)
+    some = jnp.pad(mask, padding).reshape(shape).any(axis=(3, 5))
+    every = jnp.pad(mask, padding, constant_values=True).reshape(shape).all(axis=(3, 5))
+    return some, every
+
+
+def _ranges(met: jax.Array, free: jax.Array) -> BlockRange:
+    """Return the range that holds every block that is met, and in it the first unbroken run of free ones."""
+    count = met.shape[-1]
+    number = jnp.arange(count, dtype=jnp.int32)
+    free &= met
+    first = jnp.where(met, number, count).min(axis=-1)
+    end = jnp.where(met, number + 1, 0).max(axis=-1)
+    free_from = jnp.where(free, number, count).min(axis=-1)
+    free_until = jnp.where(free | (number < free_from[..., None]), count, number).min(axis=-1)
+    first = jnp.where(end == 0, 0, first)
+    return BlockRange(first, free_from, free_until, jnp.maximum(end, first + 1))
+
+
+def _tiled(ids: jax.Array, block: int) -> jax.Array:
+    """Cut the second axis into blocks; the last id fills up the last block."""
+    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge")
+    return ids.reshape(ids.shape[0], -1, block)
+
+
+def _blocks(length: Any, block: int) -> Any:
+    return -(-length // block) if isinstance(length, int) else lax.div(length + (block - 1), block)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last check of a winner: on inputs that no search has seen, and of its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ejkernel.ops.autotuner.bench.checking import check_again
+from ejkernel.ops.autotuner.bench.gradients import baseline_gradient, gradient_of
+from ejkernel.ops.autotuner.bench.oracle import REFERENCE, Oracle
+from ejkernel.ops.autotuner.trials.candidates import Candidate
+from ejkernel.ops.config.policy import looking_only
+from ejkernel.ops.core.transformations.nodes import Choice, Node
+from ejkernel.ops.errors import CandidateError
+from ejkernel.ops.utils.telling import error_text
+
+logger = logging.getLogger(__name__)
+
+
+def confirm(oracle: Oracle, candidate: Candidate, *, rule_is_faulty: bool = False) -> tuple[str, ...]:
+    """Check a winner on fresh inputs: its results and, if the call is a forward that has one, its gradient.
+
+    Args:
+        oracle: The call.
+        candidate: The winner.
+        rule_is_faulty: Whether the heuristic's gradient is known to be wrong: then the winner's has to be the same.
+
+    Returns:
+        What was checked: nothing, `("outputs",)` or `("outputs", "gradients")`.
+
+    Raises:
+        CandidateError: it is wrong, or fails where the reference does not.
+    """
+    if not oracle.validate:
+        return ()
+    # A candidate may be right for some inputs only: one that computes nothing may find the last one's result in its
+    # memory.
+    oracle.renew()
+    oracle.begin("confirming", candidate.config)
+    results = check_again(oracle, candidate)
+    # A configuration that is right forward may break the rule.
+    agrees = _has_right_gradient(oracle, candidate, results, rule_is_faulty)
+    return ("outputs", "gradients") if agrees and not rule_is_faulty else ("outputs",)
+
+
+@looking_only()
+def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[Any], rule_is_faulty: bool) -> bool:
+    """Return whether there is a gradient, which then is right.
+
+    Raises:
+        CandidateError: it is wrong, or fails where the reference's does not.
+    """
+    inv = oracle.inv
+    choice = dataclasses.replace(oracle.choice, config=candidate.config)
+    backward = gradient_of(oracle, results)
+    if backward is None:
+        return False
+    gradient, inputs, names = backward
+    try:
+        lowered = jax.jit(gradient.flat(choice)).lower(*inputs)
+    except BaseException as error:  # noqa: BLE001 - whether that is the candidate's fault, the heuristic tells
+        return _excuse(oracle, gradient, inputs, error)
+    try:
+        oracle.begin(f"{REFERENCE}'s gradient")
+        truth = (baseline_gradient if rule_is_faulty else Oracle.truth_about)(oracle, gradient, inputs)
+    except BaseException as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
+        logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, error_text(error))
+        return False
+    oracle.begin("confirming", candidate.config)
+    try:
+        found = jax.block_until_ready(lowered.compile()(*inputs))
+    except BaseException as error:  # noqa: BLE001 - see above
+        return _excuse(oracle, gradient, inputs, error)
+    oracle.compare(found, truth, names)
+    return True
+
+
+def _excuse(oracle: Oracle, gradient: Node, inputs: Sequence[Any], error: BaseException) -> bool:
+    """Return `False`, there is no gradient, if the heuristic has none either.
+
+    Raises:
+        CandidateError: it has one; so the candidate is to blame.
+    """
+    if _works(gradient, oracle.choice, inputs):
+        raise CandidateError(f"gradient: {error_text(error)}") from None
+    logger.info("%s: gradients are not checked, the kernel has none: %s", oracle.inv.op_id, error_text(error))
+    return False
+
+
+def _works(node: Node, choice: Choice, inputs: Sequence[Any]) -> bool:
+    try:
+        jax.block_until_ready(jax.jit(node.flat(choice))(*inputs))
+    except BaseException:  # noqa: BLE001 - that is the question
+        return False
+    return True

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a kernel's gradient is the derivative of what it computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel import compat
+from ejkernel.ops.autotuner.bench.oracle import Oracle
+from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
+from ejkernel.ops.autotuner.trials.naming import array_names, result_names
+from ejkernel.ops.config.policy import looking_only
+from ejkernel.ops.core.callspec import CallSpec
+from ejkernel.ops.core.examples import random_array
+from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
+from ejkernel.ops.core.transformations.autodiff import Vjp, innermost, with_spec
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.errors import CandidateError, GradientError
+from ejkernel.ops.utils.values.identity import Strong
+
+logger = logging.getLogger(__name__)
+
+
+def differentiable(spec: CallSpec, arrays: Sequence[Any]) -> tuple[bool, ...]:
+    """Return which of a call's arrays have a gradient: a rule answers for floating-point positional ones alone."""
+    own = sum(sum(flags) for _, flags in spec.flags_by_argument())
+    count = own if has_gradient_rule(spec.kernel) else len(arrays)
+    return tuple(is_inexact(array) and index < count for index, array in enumerate(arrays))
+
+
+class _RunAsReference:
+    """Stands for a kernel whose `reference` is its `run` under one configuration."""
+
+    def __init__(self, kernel: Kernel[Any, Any], choice: Choice) -> None:
+        self.op_id = kernel.op_id
+        self._kernel, self._choice = kernel, choice
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `run` returns."""
+        config = self._choice.config
+        return hook(self._kernel, "run", self._choice.platform, config)(*args, cfg=config, **kwargs)
+
+
+def without_rule(node: Node, choice: Choice) -> Node:
+    """Return a node that differentiates `run`, under `choice`, where `node` has the kernel's rule; for truths alone."""
+    spec, stand_in = node.spec, _RunAsReference(node.spec.kernel, choice)
+    changed: Node = with_spec(
+        node, dataclasses.replace(spec, token=(stand_in, spec.token), held=(Strong(stand_in), *spec.held[1:]))
+    )
+    return changed
+
+
+def gradient_of(oracle: Oracle, results: Sequence[Any]) -> tuple[Node, list[Any], list[str]] | None:
+    """Return the backward of a forward call, inputs for it, and names for what comes out; `None` if it has none.
+
+    Args:
+        oracle: The forward call.
+        results: Of the forward, or their types.
+    """
+    spec, arrays = oracle.inv.node.spec, oracle.arrays
+    wrt, outs = differentiable(spec, arrays), tuple(map(is_inexact, results))
+    if not isinstance(innermost(oracle.inv.node), Forward) or not any(wrt) or not any(outs):
+        return None
+    rng = np.random.default_rng(oracle.seed)
+    cotangents = [random_array(like, rng) for like, has in zip(results, outs, strict=True) if has]
+    names = [f"the gradient of {name}" for name, has in zip(array_names(spec), wrt, strict=True) if has]
+    return Vjp(oracle.inv.node, len(arrays), wrt, outs), [*arrays, *cotangents], names
+
+
+@looking_only()
+def rule_fault(oracle: Oracle) -> str:
+    """Return how the gradients of the oracle's baseline differ from JAX's of `reference`, or of `run` without one.
+
+    Nothing is held against a kernel whose gradients, or the others, cannot be had; the log says why.
+    """
+    inv, kernel = oracle.inv, oracle.inv.node.spec.kernel
+    has_reference = overrides(kernel, "reference")
+    # Without either, the gradient is JAX's own derivative of `run`, and there is nothing to hold it against.
+    if not (has_reference or has_gradient_rule(kernel)) or inv.direction == "jvp":
+        return ""
+    choice = oracle.choice
+    oracle.begin("checking the gradient rule")
+    try:
+        found = _backward(oracle, choice)
+        if found is None:
+            return ""
+        node, inputs, names = found
+        gradients = _run_once(node, choice, inputs, inv.platform)
+    except GradientError as error:
+        return f"its gradient rule fails: {error}"
+    except Exception as error:  # noqa: BLE001 - a kernel need not have a gradient for every call
+        logger.info("%s: gradients are not checked, the kernel has none: %s", inv.op_id, error)
+        return ""
+    # A rule that is wrong under every configuration alike would pass where candidates are compared with the heuristic,
+    # and would reject them all where they are compared with the reference. So the heuristic's is held against JAX's
+    # derivative before anybody wins; then tuning goes on by the heuristic's, for the fault is no candidate's.
+    truth_node = node if has_reference else without_rule(node, choice)
+    try:
+        truth = _run_once(truth_node, dataclasses.replace(choice, reference=True), inputs, inv.platform)
+    except Exception as error:  # noqa: BLE001 - what JAX cannot differentiate, nobody can be compared with
+        logger.info("%s: gradients are not checked, JAX finds none: %s", inv.op_id, error)
+        return ""
+    try:
+        oracle.compare(gradients, truth, names)
+    except CandidateError as error:
+        whose = "`reference`" if has_reference else "`run`"
+        return f"its gradients are not JAX's derivatives of {whose}: {error}"
+    return ""
+
+
+def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str]] | None:
+    """Return the backward that belongs to an oracle's call: the call itself, if it is one."""
+    if oracle.inv.direction == "fwd":
+        if not any(differentiable(oracle.inv.node.spec, oracle.arrays)):
+            return None
+        return gradient_of(oracle, jax.eval_shape(oracle.inv.node.flat(choice), *oracle.arrays))
+    return oracle.inv.node, oracle.arrays, result_names(oracle.inv.node)
+
+
+def baseline_gradient(oracle: Oracle, node: Node, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Return the gradients of the oracle's baseline, by the kernel's own rule."""
+    return _run_once(node, oracle.choice, inputs, oracle.inv.platform)
+
+
+def _run_once(node: Node, choice: Choice, inputs: Sequence[Any], platform: str) -> Sequence[Any]:
+    compiled = compat.compiled_for_one_run(jax.jit(node.flat(choice)).lower(*inputs), platform)
+    check_room(peak_bytes(compiled) or 0, "the gradient")
+    results: Sequence[Any] = jax.block_until_ready(compiled(*inputs))
+    return results

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call's inputs, and what is right on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from ejkernel import compat
+from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.measure.correctness import check_results
+from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
+from ejkernel.ops.autotuner.trials.naming import result_names
+from ejkernel.ops.autotuner.trials.programs import Program
+from ejkernel.ops.core.examples import example_arrays
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import overrides
+from ejkernel.ops.core.transformations.nodes import Choice, Node
+from ejkernel.ops.errors import TuningError
+from ejkernel.ops.utils.telling import error_text
+
+REFERENCE: Final = "running the reference"  # what no candidate is to blame for
+
+
+@dataclasses.dataclass(kw_only=True)
+class Oracle:
+    """Knows a call's inputs, and what is right on them.
+
+    Attributes:
+        inv: The call.
+        baseline: The configuration that stands for a reference where the kernel has none; its residuals are used.
+        validate: Whether anybody wants to know what is right.
+        seed: Of the random inputs.
+        reference: The kernel's reference for this call, compiled before.
+        watch: Who must know what is under way.
+        limits: How long the parts of the search may take.
+    """
+
+    inv: Invocation[Any, Any]
+    baseline: Any
+    validate: bool = True
+    seed: int = 0
+    reference: Program | None = None
+    watch: Watch = dataclasses.field(default_factory=Unwatched)
+    limits: Limits = dataclasses.field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        self._references: dict[Node, Callable[..., Any]] = {}
+        self._arrays: list[Any] | None = None
+        self._truth: Sequence[Any] | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """The baseline, on the call's platform."""
+        return Choice(config=self.baseline, platform=self.inv.platform)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The inputs; made when first asked for."""
+        if self._arrays is None:
+            self._arrays = self._inputs()
+        return self._arrays
+
+    def find_truth(self) -> None:
+        """Make the inputs and the reference's results, if that was not done before.
+
+        Raises:
+            TuningError: there are no inputs, or no truth about them.
+        """
+        if self._arrays is not None:
+            return
+        has_reference = overrides(self.inv.node.spec.kernel, "reference")
+        what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
+        self.begin(REFERENCE)
+        try:
+            self._arrays = self._inputs()
+            self._truth = self.truth_about(self.inv.node, self._arrays) if self.validate else None
+        except TuningError:
+            raise
+        except BaseException as error:  # whatever it is, without inputs and truth no candidate can be judged
+            raise TuningError(f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error)}") from error
+
+    def renew(self) -> None:
+        """Put new inputs in place of those that the candidates were checked and measured on so far."""
+        self._arrays, self._truth = None, None
+        self.seed += 1
+        self.find_truth()
+
+    def _inputs(self) -> list[Any]:
+        # They come from the signature; residuals of a backward are computed from them, so that they belong together.
+        arrays = example_arrays(self.inv, np.random.default_rng(self.seed), self.choice)
+        return list(jax.block_until_ready(arrays))
+
+    def truth_about(self, node: Node, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Return what the reference makes of `arrays`; where the kernel has none, the baseline."""
+        if node not in self._references:
+            self._references[node] = self._compiled_reference(node, arrays)
+        return list(jax.block_until_ready(self._references[node](*arrays)))
+
+    def _compiled_reference(self, node: Node, arrays: Sequence[Any]) -> Callable[..., Any]:
+        if node is self.inv.node and self.reference is not None:
+            loaded: Callable[..., Any] = self.reference.load()
+            return loaded
+        choice = dataclasses.replace(self.choice, reference=overrides(node.spec.kernel, "reference"))
+        lowered = jax.jit(node.flat(choice)).lower(*arrays)
+        # It runs once: XLA's own search for fast algorithms would keep all cores busy for it.
+        compiled: Callable[..., Any] = compat.compiled_for_one_run(lowered, self.inv.platform)
+        return compiled
+
+    def judge(self, results: Sequence[Any]) -> None:
+        """Raise a `CandidateError` unless results of the call, on its inputs, are as near to the truth as they can be.
+
+        Nothing is said where nobody wants to know.
+        """
+        if self._truth is not None:
+            self.compare(results, self._truth, result_names(self.inv.node))
+
+    def compare(self, results: Sequence[Any], truth: Sequence[Any], names: Sequence[str]) -> None:
+        """Raise a `CandidateError` unless the results are as near to the truth as their dtypes allow."""
+        check_results(results, truth, platform=self.inv.platform, precision=self.inv.precision, names=names)
+
+    def begin(self, what: str, *configs: Any) -> None:
+        """Say what the device works on, which may take as long as the first compilation."""
+        self.watch.begin(what, configs, self.limits.compile.first)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `ConfigSelectorChain` asks where nothing is known of a call: a search for its configuration."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ejkernel.ops.autotuner.process.threads import is_measuring
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
+from ejkernel.ops.config.tiers import AUTOTUNE
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import TuningError, TuningWarning
+
+
+class AutotuneTier:
+    """Searches on behalf of one chain."""
+
+    def __init__(self) -> None:
+        self._store: MeasurementStore | None = None
+        # A tuner may resolve the very call that it tunes, so the locks are ones that a thread may take twice.
+        self._locks: dict[ConfigKey, threading.RLock] = {}
+        self._locks_guard = threading.Lock()
+
+    @functools.cached_property
+    def default_tuner(self) -> Autotuner:
+        """Who measures for a chain that was not given a tuner."""
+        return Autotuner()
+
+    def store_beside(self, persistent: Any) -> MeasurementStore | None:
+        """Return the store that searches start from; `None` if `persistent` is no `PersistentCache`."""
+        if not isinstance(persistent, PersistentCache):
+            return None
+        if self._store is None or self._store.cache is not persistent:
+            self._store = MeasurementStore(persistent)
+        return self._store
+
+    def search(
+        self, chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], kernel: Any, tuner: Any, **options: Any
+    ) -> Any:
+        """See `ConfigSelectorChain.search`."""
+        tuner, store = chain.tuner if tuner is None else tuner, self.store_beside(chain.persistent)
+        if store is not None and _takes(tuner.tune, "records"):
+            options["records"] = store.records(inv)
+        # The representative, and not whichever call of its bucket came first: the answer must not depend on the order
+        # of a program's calls.
+        tuned = tuner.tune(inv.representative, kernel, **options)
+        chain.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
+        # All of it, not the winner alone: other searches start from there.
+        if store is not None and chain.persist_autotune:
+            store.save(tuned)
+        if tuned.interrupted:  # what was measured until then is not lost
+            raise KeyboardInterrupt
+        return tuned
+
+    def answer(
+        self,
+        chain: ConfigSelectorChain[Any, Any],
+        inv: Invocation[Any, Any],
+        kernel: Any,
+        policy: AutotunePolicy,
+        known: Callable[[], Resolution[Any] | None],
+    ) -> Resolution[Any] | str:
+        """Return what a search finds, or why it finds nothing; of threads that ask for one call, one searches.
+
+        Args:
+            chain: Who asks.
+            inv: The call, which has a key.
+            kernel: Its kernel.
+            policy: What the search may do.
+            known: Returns what another thread has found meanwhile, or `None`.
+        """
+        lock = self._lock_of(inv.key)
+        # A candidate that calls a kernel comes here on a measuring thread. It must not wait for whoever has the lock,
+        # who may be waiting for that thread: better to measure twice.
+        held = lock.acquire(blocking=not is_measuring())
+        try:
+            found = known()
+            if found is None:
+                tuned = chain.search(inv, kernel, policy=policy)
+                found = Resolution(tuned.config, AUTOTUNE.name, inv.key)
+            return found
+        except TuningError as error:
+            text = f"{inv.op_id}: tuning found no configuration, the heuristic is used: {error}"
+            warnings.warn(text, TuningWarning, stacklevel=2)
+            return str(error)
+        finally:
+            if held:
+                lock.release()
+
+    def _lock_of(self, key: ConfigKey) -> threading.RLock:
+        with self._locks_guard:
+            return self._locks.setdefault(key, threading.RLock())
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a tuner's method has such a parameter: one of the user's own may have fewer than ours."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

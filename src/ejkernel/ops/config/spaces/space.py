@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ConfigSpace`: the configurations of a kernel as axes and constraints, counted, sampled and encoded for a search."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from ejkernel.ops.config.spaces.axes import ALIGNED_FROM, Axis, Floats, is_number, value_key
+from ejkernel.ops.config.spaces.chains import Effort
+from ejkernel.ops.config.spaces.constraints import Constraint
+from ejkernel.ops.config.spaces.constraints import given_constraints as given_constraints
+from ejkernel.ops.config.spaces.parts import Part, parts_of
+from ejkernel.ops.config.spaces.parts import Point as Point
+from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
+from ejkernel.ops.utils.checks import check_argument
+from ejkernel.ops.utils.telling import error_text, where
+
+Cfg = TypeVar("Cfg")
+
+ENUMERATED = 20_000  # up to this many configurations a space is small: all are listed, and a search ranks them all
+_LISTING = 16_000_000  # of `Effort`: to list the parts of a space, half of it at most for one; about two seconds
+_WALKED = 2_000_000  # assignments in a row that break a constraint, after which a walk gives up
+_ROUNDS = 8  # of drawing, where draws are often the same
+_SHOWN = 16  # axes that a space's text names
+
+
+class ConfigSpace(Generic[Cfg]):
+    """Configurations that are declared by axes and constraints rather than listed.
+
+    Nothing is enumerated before it is needed, and a large space never is: it is sampled. What is random takes a
+    NumPy generator and depends on nothing else. Whatever the constraints are, the time that is spent looking for what
+    meets them is limited, and what that could not tell is not claimed: `exact` says whether `size` is an estimate.
+
+    >>> space = ConfigSpace(
+    ...     {"block_q": [64, 128, 256], "block_kv": [64, 128], "order": ["row", "column"]},
+    ...     constraints=lambda block_q, block_kv: block_q * block_kv <= 16384,
+    ... )
+    >>> len(space)
+    10
+    >>> next(iter(space))
+    {'block_q': 64, 'block_kv': 64, 'order': 'row'}
+
+    Args:
+        axes: The values of each axis, by name, in their order. An axis of numbers is numeric; one with anything else
+            (text, `None`) is categorical. A `range` stays one, however long it is.
+        constraints: One condition, or several, that a configuration has to meet. A condition whose parameters are
+            names of axes gets their values, and is checked as soon as these are chosen; one with a single parameter
+            of another name gets the whole assignment, a dictionary from axis to value. The former is worth more: of a
+            space whose conditions read few axes each, all is known.
+        build: Makes a configuration: a class, called with the assignment's values by name, or a function of the
+            assignment. By default a configuration is the assignment itself.
+        read: The way back, from a configuration to its assignment. By default the items of a mapping, or the
+            attributes that have the axes' names.
+        seeds: Configurations that a search tries early. Those that are not in the space are left out.
+
+    Raises:
+        ConfigError: there is no axis; an axis has no values, or one twice; a constraint reads what is no axis. Later,
+            from whatever asks it: a constraint raises.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, Sequence[Any]],
+        *,
+        constraints: Callable[..., Any] | Iterable[Callable[..., Any]] = (),
+        build: type[Cfg] | Callable[[dict[str, Any]], Cfg] | None = None,
+        read: Callable[[Cfg], Mapping[str, Any]] | None = None,
+        seeds: Iterable[Cfg] = (),
+    ) -> None:
+        check_argument(isinstance(axes, Mapping), "axes", "a mapping from names to values", axes)
+        if not axes:
+            raise ConfigError("axes must name at least one axis, got none; a lone configuration needs no space.")
+        self.axes: tuple[Axis, ...] = tuple(Axis.of(name, values) for name, values in axes.items())
+        self.names: tuple[str, ...] = tuple(axes)
+        check_argument(build is None or callable(build), "build", "a class, or a function of the assignment", build)
+        positions = {name: position for position, name in enumerate(self.names)}
+        self._constraints = tuple(Constraint.of(holds, positions) for holds in given_constraints(constraints))
+        self._build = build
+        self._read = read
+        self.seeds = tuple(seeds)
+        self._listed: tuple[Point, ...] | None = None
+        self._kept = False  # whether these were given, rather than found
+        self._parts: list[tuple[list[int], Part]] = []  # the positions of the axes of each part
+        self._looked = False  # whether all parts are listed that can be
+        self._owners: dict[int, tuple[list[int], Part]] | None = None
+
+    @classmethod
+    def listed(cls, configurations: Iterable[Cfg]) -> ConfigSpace[Cfg]:
+        """Return the space of exactly these configurations, which are mappings or dataclasses with the same fields.
+
+        Raises:
+            ConfigError: there is none; they differ in their fields; or one is neither a mapping nor a dataclass.
+        """
+        configs = list(configurations)
+        rows = [_fields(config) for config in configs]
+        if not rows or not rows[0] or any(row.keys() != rows[0].keys() for row in rows):
+            raise ConfigError(f"configurations must be some, all with the same fields, got {configs[:3]!r} ...")
+        by_point: dict[Point, Cfg] = {}
+        axes = {name: _in_order([row[name] for row in rows]) for name in rows[0]}
+        space: ConfigSpace[Cfg] = cls(axes, build=lambda assignment: by_point[space.locate(assignment)], read=_fields)
+        for row, config in zip(rows, configs, strict=True):
+            by_point.setdefault(space.locate(row), config)
+        space._keep(by_point)
+        return space
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis.name}: {len(axis)}" for axis in self.axes[:_SHOWN])
+        more = f", ... {len(self.axes)} axes" if len(self.axes) > _SHOWN else ""
+        return f"ConfigSpace({axes}{more}; {len(self._constraints)} constraints)"
+
+    def __bool__(self) -> bool:
+        return True  # without this, `if space:` would count its configurations
+
+    def __len__(self) -> int:
+        """Return `size`, or the greatest length that there is in Python."""
+        return min(self.size, sys.maxsize)
+
+    def __iter__(self) -> Iterator[Cfg]:
+        """Yield every configuration, the last axis fastest; of a large space take no more than is needed."""
+        return map(self.config, self.walk())
+
+    def __contains__(self, config: Any) -> bool:
+        try:
+            point = self.point(config)
+        except ConfigError:
+            return False
+        return self.has(point)
+
+    @property
+    def size(self) -> int:
+        """How many configurations there are, or an estimate of that if it is not `exact`.
+
+        Raises:
+            ConfigError: there is none, or none was found.
+        """
+        counts = [part.count for _, part in self._known()]
+        if not all(counts):
+            raise self._nothing()
+        return math.prod(counts)
+
+    @property
+    def exact(self) -> bool:
+        """Whether `size` is the number of configurations; else it is an estimate, from what was drawn at random."""
+        return self.empty() or all(part.exact for _, part in self._known())
+
+    # Points: configurations by the positions of their values. They can be hashed, and cost nothing to make.
+
+    def points(self) -> tuple[Point, ...] | None:
+        """Return all points in the order of `__iter__`; `None` if there are more than can be listed, or none was found.
+
+        Raises:
+            ConfigError: no configuration meets the constraints.
+        """
+        if self.empty():
+            raise self._nothing()
+        if self._listed is None and self.exact and self.size <= ENUMERATED:
+            self._listed = tuple(self.walk())
+        return self._listed
+
+    def has_at_most(self, count: int) -> bool:
+        """Return whether all configurations can be listed and are no more than this.
+
+        Raises:
+            ConfigError: no configuration meets the constraints.
+        """
+        points = self.points()
+        return points is not None and len(points) <= count
+
+    def empty(self) -> bool:
+        """Return whether it is certain that no configuration meets the constraints."""
+        return any(part.points == () for _, part in self._known())
+
+    def walk(self) -> Iterator[Point]:
+        """Yield every point, the last axis fastest.
+
+        Raises:
+            ConfigError: very many assignments in a row break a constraint.
+        """
+        if self._listed is not None:
+            yield from self._listed
+            return
+        part_of = {position: (positions, part) for positions, part in self._known() for position in positions}
+        chosen: list[int] = []
+        effort = Effort(_WALKED)
+
+        def following() -> Iterator[int]:
+            positions, part = part_of[len(chosen)]
+            before = tuple(chosen[position] for position in positions if position < len(chosen))
+            return iter(range(len(part.axes[0]))) if part.free else part.children(before, effort)
+
+        stack = [following()]
+        while stack:
+            level = next(stack[-1], None)
+            if effort.left < 0:
+                raise ConfigError(
+                    f"{_WALKED} assignments of {self!r} in a row break a constraint; take a sample of it instead, or "
+                    "let constraints name the axes that they read."
+                )
+            del chosen[len(stack) - 1 :]
+            if level is None:
+                stack.pop()
+                continue
+            chosen.append(level)
+            if len(chosen) == len(self.axes):
+                effort.left = _WALKED
+                yield tuple(chosen)
+            else:
+                stack.append(following())
+
+    def has(self, point: Point) -> bool:
+        """Return whether the point meets the constraints."""
+        if len(point) != len(self.axes):
+            return False
+        if not all(0 <= level < len(axis) for axis, level in zip(self.axes, point, strict=True)):
+            return False
+        return all(part.has(tuple(point[i] for i in positions)) for positions, part in self._divide())
+
+    def assignment(self, point: Point) -> dict[str, Any]:
+        """Return the values of a point, or of the leading axes if it is a part of one, by the axes' names."""
+        return {axis.name: axis.values[level] for axis, level in zip(self.axes, point, strict=False)}
+
+    def config(self, point: Point) -> Cfg:
+        """Return the configuration at a point."""
+        assignment = self.assignment(point)
+        if self._build is None:
+            return assignment  # type: ignore[return-value] # without `build` the configuration is the dictionary
+        try:
+            config: Cfg = self._build(**assignment) if isinstance(self._build, type) else self._build(assignment)
+        except EjkernelError:
+            raise
+        except Exception as error:
+            raise KernelError(f"build={where(self._build)} raised {error_text(error)}, for {assignment!r}") from error
+        return config
+
+    def point(self, config: Cfg) -> Point:
+        """Return the point of a configuration. It need not meet the constraints.
+
+        Raises:
+            ConfigError: it lacks an axis, or has a value that the axis does not.
+        """
+        return self.locate(self.read(config))
+
+    def locate(self, assignment: Mapping[str, Any]) -> Point:
+        """Return the point of an assignment.
+
+        Raises:
+            ConfigError: it lacks an axis, or an axis has no such value.
+        """
+        levels = []
+        for axis in self.axes:
+            if axis.name not in assignment:
+                raise ConfigError(f"the assignment {assignment!r} has no {axis.name!r}.")
+            level = axis.level(assignment[axis.name])
+            if level is None:
+                raise ConfigError(f"axis {axis.name!r} has no value {assignment[axis.name]!r}; it has {axis.shown()}.")
+            levels.append(level)
+        return tuple(levels)
+
+    def read(self, config: Cfg) -> dict[str, Any]:
+        """Return the values of a configuration by the axes' names. They need not be values of the axes.
+
+        Raises:
+            ConfigError: the configuration lacks an axis.
+        """
+        if self._read is not None:
+            found = self._read(config)
+        elif isinstance(config, Mapping):
+            found = config
+        else:
+            found = {name: getattr(config, name) for name in self.names if hasattr(config, name)}
+        missing = [name for name in self.names if name not in found]
+        if missing:
+            raise ConfigError(f"the configuration {config!r} has no {missing}; give the space `read=`.")
+        return {name: found[name] for name in self.names}
+
+    def narrowed(self, fixed: Mapping[str, Any]) -> ConfigSpace[Cfg] | None:
+        """Return the part of the space that has these values on these axes; `None` if an axis has no such value.
+
+        It may be `empty`.
+        """
+        levels: dict[str, int] = {}
+        for axis in self.axes:
+            if axis.name in fixed:
+                level = axis.level(fixed[axis.name])
+                if level is None:
+                    return None
+                levels[axis.name] = level
+        narrowed: ConfigSpace[Cfg] = ConfigSpace(
+            {a.name: (a.values[levels[a.name]],) if a.name in levels else a.values for a in self.axes},
+            constraints=self._constraints,
+            build=lambda assignment: self.config(self.locate(assignment)),
+            read=self.read,
+            seeds=self.seeds,
+        )
+        if self._listed is not None:
+            wanted = {i: levels[axis.name] for i, axis in enumerate(self.axes) if axis.name in levels}
+            kept = [point for point in self._listed if all(point[i] == level for i, level in wanted.items())]
+            narrowed._keep(tuple(0 if i in wanted else level for i, level in enumerate(point)) for point in kept)
+        return narrowed
+
+    def conditions(self) -> list[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool]]]:
+        """Return what assignments have to meet, each with the axes that it reads."""
+        if self._kept:
+            return [(self.names, lambda assignment: self.has(self.locate(assignment)))]
+        return [(constraint.reads or self.names, constraint) for constraint in self._constraints]
+
+    def neighbour_points(self, point: Point, most: int | None = None) -> list[Point]:
+        """Return the points that differ on one axis, adjacent values first, and then the next nearest.
+
+        Of an axis with more than 64 values it is those nearby, and some at growing distances.
+
+        Args:
+            point: Which must be in the space.
+            most: How many to return; by default, all.
+        """
+        found: list[Point] = []
+        for _, position, level in self._steps(point):
+            positions, part = self._part_of(position)
+            if part.has(tuple(level if i == position else point[i] for i in positions)):
+                found.append((*point[:position], level, *point[position + 1 :]))
+            if len(found) == most:
+                break
+        return found
+
+    def neighbours(self, config: Cfg) -> list[Cfg]:
+        """Return the configurations that differ on one axis; see `neighbour_points`."""
+        return [self.config(point) for point in self.neighbour_points(self.point(config))]
+
+    def sample_points(self, rng: np.random.Generator, count: int, near: Iterable[Point] = ()) -> list[Point]:
+        """Return up to `count` different points.
+
+        Axes that no constraint ties together are drawn apart, evenly. Those that are tied together are listed, or
+        drawn until they meet the constraints, and so even too, unless this would take long; then they are what walks
+        at random come by, from points that are known, and there may be others that no walk reaches.
+
+        Args:
+            rng: Random numbers.
+            count: How many points.
+            near: Points that are known to be in the space; they help to find others where this is hard.
+
+        Raises:
+            ConfigError: no configuration meets the constraints, or none was found.
+        """
+        points = self.points()
+        if points is not None:
+            return [points[i] for i in rng.permutation(len(points))[:count]]
+        near, found = list(near), dict[Point, None]()
+        for _ in range(_ROUNDS):
+            before = len(found)
+            found.update(dict.fromkeys(self._drawn(rng, count, near)))
+            if len(found) >= count or len(found) <= before + count // 100:
+                break
+        if not found and count:
+            raise self._nothing()
+        return list(itertools.islice(found, count))
+
+    def sample(self, rng: np.random.Generator, count: int) -> list[Cfg]:
+        """Return up to `count` different configurations; see `sample_points`."""
+        return [self.config(point) for point in self.sample_points(rng, count)]
+
+    # Numbers: what a model of the space sees.
+
+    def encode(self, assignments: Sequence[Mapping[str, Any]], *, aligned_from: int = ALIGNED_FROM) -> list[Floats]:
+        """Return one array for each axis that varies: a row for each assignment, the columns as `Axis.encode` says."""
+        columns = (
+            axis.encode([assignment[axis.name] for assignment in assignments], aligned_from=aligned_from)
+            for axis in self.axes
+        )
+        return [column for column in columns if column.shape[1]]
+
+    def encode_points(self, points: Sequence[Point], *, aligned_from: int = ALIGNED_FROM) -> list[Floats]:
+        """Return what `encode` does, for points."""
+        levels = np.asarray(points, dtype=np.intp).reshape(len(points), len(self.axes))
+        columns = (axis.encode_levels(levels[:, i], aligned_from=aligned_from) for i, axis in enumerate(self.axes))
+        return [column for column in columns if column.shape[1]]
+
+    def _divide(self) -> list[tuple[list[int], Part]]:
+        """Return the parts of the space that are independent of each other, with the positions of their axes."""
+        if not self._parts:
+            read = {name: i for i, name in enumerate(self.names)}
+            tied = parts_of(self.axes, self._constraints)
+            owner = {i: number for number, positions in enumerate(tied) for i in positions}
+            own: list[list[Constraint]] = [[] for _ in tied]
+            for constraint in self._constraints:
+                own[owner[0 if constraint.reads is None else read[constraint.reads[0]]]].append(constraint)
+            self._parts = [
+                (positions, Part([self.axes[i] for i in positions], some))
+                for positions, some in zip(tied, own, strict=True)
+            ]
+        return self._parts
+
+    def _known(self) -> list[tuple[list[int], Part]]:
+        """Return the parts, once each of them is listed that can be."""
+        parts = self._divide()
+        if not self._looked:
+            left = Effort(_LISTING)
+            for _, part in sorted(parts, key=lambda item: item[1].product):
+                effort = Effort(min(left.left, _LISTING if len(part.axes) == 1 else _LISTING // 2))
+                left.spend(effort.left)
+                part.find_all(effort)
+                left.left += max(effort.left, 0)
+            self._looked = True
+        return parts
+
+    def _part_of(self, position: int) -> tuple[list[int], Part]:
+        if self._owners is None:
+            self._owners = {i: item for item in self._divide() for i in item[0]}
+        return self._owners[position]
+
+    def _keep(self, points: Iterable[Point]) -> None:
+        """Have these points and no others."""
+        self._listed, self._looked, self._kept = tuple(points), True, True
+        self._parts = [(list(range(len(self.axes))), Part(self.axes, (), self._listed))]
+
+    def _steps(self, point: Point) -> list[tuple[int, int, int]]:
+        """Return `(distance, axis, level)` of the values beside a point's, the nearest first."""
+        return sorted(
+            (distance, position, level)
+            for position, axis in enumerate(self.axes)
+            for distance, level in axis.nearest_first(point[position])
+        )
+
+    def _drawn(self, rng: np.random.Generator, count: int, near: Sequence[Point]) -> Iterator[Point]:
+        """Yield points at random, which may be the same; none if a part has none that is known."""
+        columns: dict[int, Sequence[int]] = {}
+        for positions, part in self._known():
+            drawn = part.draw(rng, count, [tuple(point[i] for i in positions) for point in near])
+            if not drawn:
+                return iter(())
+            if len(drawn) < count and len(self._parts) > 1:  # so that each meets several of the other parts
+                drawn = [drawn[i] for i in rng.integers(len(drawn), size=count).tolist()]
+            columns.update(zip(positions, zip(*drawn, strict=True), strict=True))
+        return zip(*(columns[i] for i in range(len(self.axes))), strict=True)
+
+    def _nothing(self) -> ConfigError:
+        if self.empty():
+            return ConfigError(f"no configuration of {self!r} meets the constraints; check them, or add values.")
+        hard = [part for _, part in self._known() if not part.exact and not part.count]
+        total = sum(math.log10(part.product) for part in hard)
+        return ConfigError(
+            f"none was found: in the time that is spent on it, no assignment of {self!r} that was tried meets the "
+            f"constraints, of about 10^{total:.0f} that there are; some may. Let constraints name the axes that they "
+            "read (`lambda rows, warps: ...`), as few as possible each, so that they are checked early."
+        )
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    raise ConfigError(f"configurations must be mappings or dataclasses, got {config!r}.")
+
+
+def _in_order(values: Sequence[Any]) -> list[Any]:
+    """Return each value once: numbers by size, anything else as it comes."""
+    distinct = list({value_key(value): value for value in values}.values())
+    return sorted(distinct) if all(map(is_number, distinct)) else distinct

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the description of a call back to the call, so that it can be tuned where its program never ran."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+
+from ejkernel import compat
+from ejkernel.ops.core.callspec import METHODS, take_apart
+from ejkernel.ops.core.declared import names_of
+from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
+from ejkernel.ops.core.kernel import Kernel, living_kernels
+from ejkernel.ops.core.primitive import Call, call_of, residual_trees, types_of
+from ejkernel.ops.core.transformations.autodiff import differentiate
+from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
+from ejkernel.ops.core.transformations.nodes import Forward, Node, is_inexact
+from ejkernel.ops.errors import DescriptionError
+from ejkernel.ops.utils import services
+from ejkernel.ops.utils.fingerprint import device_kind
+from ejkernel.ops.utils.storage.serialize import describe as shown
+from ejkernel.ops.utils.values.description import MAX_RANK, check_size, undescribe
+from ejkernel.ops.utils.values.signature import abstract
+
+_REQUIRED: Final = {"op", "args", "kwargs"}
+_OPTIONAL: Final = {"defaults", "kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}
+_SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}
+_WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # of derivatives, of vmap
+_MAX_STEPS: Final = 16
+_MAX_KERNELS: Final = 8  # of one name, that are tried
+_MAX_DERIVATIVES: Final = 4  # each doubles what is to be traced
+
+
+def rebuild(description: Any, *, key: str | None = None, op: str | None = None) -> Invocation[Any, Any]:
+    """Return the call, for this process's default device, that `Invocation.description` was made of.
+
+    The kernel must be there already: the latest living one of the operation's name and version that makes such a call
+    of it. Functions and classes among the static arguments are those that the kernel declares, that were marked with
+    `nameable`, or JAX's functions of arrays; nothing is imported. The call that comes out has the key that its
+    description has, or none comes out.
+
+    Args:
+        description: Plain data, as JSON gives it; it may come from anywhere.
+        key: The `call_key` that the call must have, if it is known.
+        op: The versioned name that the operation must have, if it is known.
+
+    Raises:
+        DescriptionError: the description is no such thing, or the call cannot be rebuilt here; the message says why.
+    """
+    data = _checked(description)
+    if op is not None and data["op"] != op:
+        raise DescriptionError(f"it describes a call of {shown(data['op'])}")
+    steps = _steps(data)
+    refused: DescriptionError | None = None
+    for kernel in _kernels(data["op"], "".join(_SUFFIXES[step[0]] for step, _ in steps)):
+        try:
+            return _rebuilt(kernel, data, steps, key)
+        except DescriptionError as error:  # one of the same name may do, such as one that puts calls in buckets
+            refused = refused or error
+    assert refused is not None  # there is one kernel at least
+    raise refused
+
+
+def _rebuilt(
+    kernel: Kernel[Any, Any],
+    data: dict[str, Any],
+    steps: Sequence[tuple[list[Any], dict[str, Any]]],
+    key: str | None,
+) -> Invocation[Any, Any]:
+    try:
+        with compat.numerics(_numerics(data)):
+            inv = _invocation(kernel, data, steps).abstract()
+            description, call_key = inv.description, inv.call_key
+    except DescriptionError:
+        raise
+    except Exception as error:  # the kernel's own code, on arguments that it may never have been meant for
+        raise DescriptionError(f"its call cannot be traced: {type(error).__name__}: {error}") from error
+    if description != data or (key is not None and call_key != key):
+        raise DescriptionError("the call that it describes has another key")
+    return inv
+
+
+def _checked(data: Any) -> dict[str, Any]:
+    if type(data) is not dict or not _REQUIRED <= set(data) <= _REQUIRED | _OPTIONAL:
+        fields = ", ".join(sorted(data)) if type(data) is dict and all(type(name) is str for name in data) else data
+        raise DescriptionError(f"it needs op, args and kwargs, and has {shown(fields)}")
+    types: dict[str, type] = {"args": list, "kwargs": dict, "steps": list, "wiring": list, "x64": bool}
+    types |= {"defaults": dict, "kernel": dict}
+    for name, value in data.items():
+        if type(value) is not types.get(name, str):
+            raise DescriptionError(f"its {name} is {shown(value)}")
+    if data.get("method", METHODS[0]) not in METHODS:
+        raise DescriptionError(f"there is no method {data['method']!r}")
+    return data
+
+
+def _steps(data: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Return every step with its wiring, in the right form; their content is checked against the call's arrays."""
+    steps = data.get("steps", [])
+    wiring = data.get("wiring") or [{}] * len(steps)
+    if len(steps) > _MAX_STEPS or len(wiring) != len(steps):
+        raise DescriptionError(f"it has {len(steps)} steps, of {_MAX_STEPS} at most, and {len(wiring)} wirings")
+    derivatives = 0
+    for step, more in zip(steps, wiring, strict=True):
+        kind = step[0] if type(step) is list and step and type(step[0]) is str else None
+        if kind not in _SUFFIXES or len(step) != (3 if kind == "vmap" else 2) or type(step[-1]) is not list:
+            raise DescriptionError(f"there is no step {shown(step)}")
+        if type(more) is not dict or not set(more) <= _WIRING[kind == "vmap"]:
+            raise DescriptionError(f"there is no wiring {shown(more)} of {kind}")
+        derivatives += kind != "vmap"
+    if derivatives > _MAX_DERIVATIVES:
+        raise DescriptionError(f"it is a derivative of order {derivatives}, of {_MAX_DERIVATIVES} at most")
+    return list(zip(steps, wiring, strict=True))
+
+
+def _kernels(op: str, suffix: str) -> list[Kernel[Any, Any]]:
+    """Return the latest kernel of each class that has the operation's name and version; there is one at least."""
+    name, _, version = op.rpartition("@v")
+    wanted = f"{name.removesuffix(suffix)}@v{version}"
+    known = living_kernels()
+    if name.endswith(suffix) and wanted in known:
+        latest: dict[type, Kernel[Any, Any]] = {}
+        for kernel in known[wanted]:
+            latest.setdefault(type(kernel), kernel)
+        return list(latest.values())[:_MAX_KERNELS]
+    others = [other for other in known if other.rpartition("@v")[0] == wanted.rpartition("@v")[0]]
+    if others:
+        raise DescriptionError(f"there is no kernel {wanted!r} here, only {', '.join(others)}")
+    raise DescriptionError(f"there is no kernel {wanted!r} here; name the module that makes it, at its top level")
+
+
+def _invocation(
+    kernel: Kernel[Any, Any], data: dict[str, Any], steps: Sequence[tuple[list[Any], dict[str, Any]]]
+) -> Invocation[Any, Any]:
+    names = names_of(kernel)
+    args = undescribe(data["args"], names)
+    kwargs = {name: undescribe(value, names) for name, value in data["kwargs"].items()}
+    spec, arrays = take_apart(kernel, args, kwargs, data.get("method"))
+    building = _Building(Forward(spec), [abstract(array) for array in arrays])
+    for step, more in steps:
+        building = building.vmapped(step, more) if step[0] == "vmap" else building.derived(step, more)
+    return invocation_of(building.node, building.types, platform=device_kind())
+
+
+def _numerics(data: dict[str, Any]) -> compat.Numerics:
+    """Return the settings that a description tells of; those that it does not are the ones that JAX begins with."""
+    return compat.numerics_in_force()._replace(
+        default_matmul_precision=data.get("precision"),
+        enable_x64=data.get("x64", False),
+        default_prng_impl=data.get("prng", DEFAULT_PRNG),
+        numpy_dtype_promotion=data.get("promotion", DEFAULT_PROMOTION),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Building:
+    """A node under construction.
+
+    Attributes:
+        node: What there is of it so far.
+        types: The types of all its arguments.
+        linear: How many of the last it is linear in.
+        results: How many results it has, if it is linear.
+    """
+
+    node: Node
+    types: list[jax.ShapeDtypeStruct]
+    linear: int = 0
+    results: int = 0
+
+    @property
+    def call(self) -> Call:
+        return dataclasses.replace(call_of(services.default_executor(), self.node), linear=self.linear)
+
+    def vmapped(self, step: list[Any], more: dict[str, Any]) -> _Building:
+        """Return the node under one `vmap`."""
+        size, own = step[1], step[2]
+        axes = more.get("axes") if self.linear else own
+        name = more.get("axis_name")
+        if type(size) is not int or size < 0 or type(name) not in (str, type(None)):
+            raise DescriptionError(f"there is no vmap of size {shown(size)} with the name {shown(name)}")
+        # the transpose of a batched linear call keeps the axes of the arguments that it gives the gradients of
+        transposed = bool(self.linear) and more.get("transposed") is True
+        fixed = len(self.types) - self.linear
+        count = fixed + self.results if transposed else len(self.types)
+        if type(axes) is not list or len(axes) != count or not all(map(_is_axis, axes, self._ranks(count))):
+            raise DescriptionError(f"the axes {shown(axes)} are not those of {count} arrays")
+        level = Level(size, tuple(axes), None if name is None else AxisName(name), None)
+        if not self.linear:
+            return _Building(Vmapped(self.node, level), _batched(self.types, axes, size))
+        node: Node = LinearVmapped(self.node.transpose if transposed else self.node, level, fixed)
+        if transposed:
+            node, axes = node.transpose, [*axes[:fixed], *[0] * self.linear]
+        return _Building(node, _batched(self.types, axes, size), self.linear, self.results)
+
+    def _ranks(self, count: int) -> list[int]:
+        """Return the ranks of `count` arguments; of those that are not the node's own, the highest that may be."""
+        own = len(self.types) if count == len(self.types) else len(self.types) - self.linear
+        return [len(like.shape) for like in self.types[:own]] + [MAX_RANK] * (count - own)
+
+    def derived(self, step: list[Any], more: dict[str, Any]) -> _Building:
+        """Return the linear node of the node's tangents, or of its gradients."""
+        if more.get("residuals") is True:
+            return dataclasses.replace(self, node=_with_residuals(self.node)).derived(step, {})
+        kind, wrt = step
+        if len(wrt) != len(self.types) or any(type(has) is not bool for has in wrt) or not any(wrt):
+            raise DescriptionError(f"{kind} needs to know which of {len(self.types)} arrays vary, got {shown(wrt)}")
+        tangents = [like for like, has in zip(self.types, wrt, strict=True) if has]
+        if not all(map(is_inexact, tangents)):
+            raise DescriptionError(f"{kind} of arrays that have no tangents: {shown(wrt)}")
+        results = [abstract(aval) for aval in types_of(self.call, self.types).avals]
+        outs = tuple(map(is_inexact, results))
+        if not any(outs):
+            raise DescriptionError(f"{kind} of a call whose results have no tangents")
+        trees = residual_trees(self.call, self.types)
+        forward, linear = differentiate(self.node, tuple(wrt), outs, trees)
+        saved = types_of(dataclasses.replace(self.call, node=forward), self.types).avals if trees is not None else ()
+        given, found = tangents, [like for like, has in zip(results, outs, strict=True) if has]
+        if kind == "vjp":
+            linear, given, found = linear.transpose, found, given
+        return _Building(linear, [*map(abstract, saved), *self.types, *given], len(given), len(found))
+
+
+def _with_residuals(node: Node) -> Node:
+    """Return a forward, under its `vmap`s, as one that returns its residuals too."""
+    if isinstance(node, Vmapped) and not isinstance(node, LinearVmapped | TransposedVmapped):
+        return Vmapped(_with_residuals(node.of), node.level)
+    if isinstance(node, Forward):
+        return Forward(node.spec, residuals=True)
+    raise DescriptionError("only a forward has residuals")
+
+
+def _is_axis(axis: Any, rank: int) -> bool:
+    return axis is None or (type(axis) is int and 0 <= axis <= rank)
+
+
+def _batched(types: Sequence[jax.ShapeDtypeStruct], axes: Sequence[int | None], size: int) -> list[Any]:
+    """Return the types of arguments that have an axis more."""
+    batched = [
+        like if axis is None else jax.ShapeDtypeStruct((*like.shape[:axis], size, *like.shape[axis:]), like.dtype)
+        for like, axis in zip(types, axes, strict=True)
+    ]
+    for like in batched:
+        check_size(like.shape, like.dtype)
+    return batched

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes that `vmap` makes of others: batched calls, and the transposes of those that are linear."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.core.transformations.nodes import Around, Choice, Flat, Node, autodiff_vjp
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisName:
+    """The name that somebody gave an axis: any hashable value, `None` too."""
+
+    name: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One `vmap`: its size, the axis of each argument, and its name for collectives, if it has one."""
+
+    size: int
+    axes: tuple[int | None, ...]
+    axis_name: AxisName | None
+    spmd_axis_name: Any
+
+    def map(self, function: Flat, axes: Sequence[int | None]) -> Flat:
+        """Return `function` batched over `axes`, none of which need be there."""
+        named: dict[str, Any] = {} if self.axis_name is None else {"axis_name": self.axis_name.name}
+        options: dict[str, Any] = {"axis_size": self.size, "spmd_axis_name": self.spmd_axis_name, **named}
+        if any(axis is not None for axis in axes):
+            return jax.vmap(function, in_axes=tuple(axes), **options)
+        counted: Any = jax.vmap(lambda _, *arrays: function(*arrays), in_axes=(0, *axes), **options)
+        return lambda *arrays: counted(np.zeros(self.size, np.bool_), *arrays)
+
+    def batched(self, like: Any, axis: int | None) -> jax.ShapeDtypeStruct:
+        """Return the type `like` with this level's axis in it."""
+        shape = list(like.shape)
+        if axis is not None:
+            shape.insert(axis, self.size)
+        return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
+
+
+def _unbatch(gradient: Any, axis: int | None) -> Any:
+    """Return the gradient of an argument whose batch axis was `axis`; an unbatched argument's is the sum."""
+    if gradient is None:
+        return None
+    return gradient.sum(0) if axis is None else jnp.moveaxis(gradient, 0, axis)
+
+
+def no_cotangent(shape: tuple[int, ...]) -> Any:
+    """Return what stands for the cotangent of an integer result."""
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vmapped(Around):
+    """`of` under one `vmap`; results are batched along their first axis."""
+
+    of: Node
+    level: Level
+
+    @property
+    def forward(self) -> Node:
+        """See `Node`."""
+        axes = self.level.axes[self.of.lead : self.of.lead + self.spec.num_arrays]
+        return Vmapped(self.of.forward, dataclasses.replace(self.level, axes=axes))
+
+    @property
+    def types_are_whole(self) -> bool:
+        """See `Node`."""
+        return self.of.types_are_whole
+
+    def steps(self) -> list[list[Any]]:
+        """See `Node`."""
+        axes = self.level.axes[self.lead : self.lead + self.spec.num_arrays]
+        return [*self.of.steps(), ["vmap", self.level.size, list(axes)]]
+
+    def argument_axes(self, count: int) -> list[int | None]:
+        """Return the batch axis of each of `count` arguments."""
+        del count
+        return list(self.level.axes)
+
+    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """See `Node`."""
+        types = self.of.argument_types(choice, own)
+        return list(map(self.level.batched, types, self.argument_axes(len(types))))
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+        return self.level.map(self.of.flat(choice), self.level.axes)
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`."""
+
+        def gradients(*arrays: Any) -> tuple[Any, ...]:
+            cts = [no_cotangent(ct.shape[1:]) if ct.dtype == jax.dtypes.float0 else ct for ct in arrays[count:]]
+            cotangent_axes = [None if ct.dtype == jax.dtypes.float0 else 0 for ct in cts]
+            batched = self.level.map(self.of.flat_vjp(choice, count), [*self.level.axes, *cotangent_axes])
+            return tuple(map(_unbatch, batched(*arrays[:count], *cts), self.level.axes))
+
+        return gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearVmapped(Vmapped):
+    """A linear call under one `vmap`; arguments before `linear_from` are not linear."""
+
+    linear_from: int = 0
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        return TransposedVmapped(self.of.transpose, self.level, self)
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`."""
+        return autodiff_vjp(self.flat(choice), count)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransposedVmapped(Vmapped):
+    """The transpose of a `LinearVmapped`: gradients of unbatched arguments are summed."""
+
+    original: LinearVmapped
+
+    @property
+    def transpose(self) -> Node:
+        """See `Node`."""
+        return self.original
+
+    def argument_axes(self, count: int) -> list[int | None]:
+        """Return the batch axis of each argument; cotangents are batched along their first."""
+        fixed = self.level.axes[: self.original.linear_from]
+        return [*fixed, *[0] * (count - len(fixed))]
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+
+        def transposed(*arrays: Any) -> tuple[Any, ...]:
+            batched = self.level.map(self.of.flat(choice), self.argument_axes(len(arrays)))(*arrays)
+            return tuple(map(_unbatch, batched, self.level.axes[self.original.linear_from :]))
+
+        return transposed
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`."""
+        return autodiff_vjp(self.flat(choice), count)

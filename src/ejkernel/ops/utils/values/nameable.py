@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a text or a file may name. A name is looked up in tables, never in modules: looking it up runs nothing.
+
+Three tables are asked: what was marked with `nameable`; what a kernel's own code declares (`Names`); and JAX's public
+functions of arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib
+import inspect
+import sys
+import threading
+import types
+import typing
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
+
+from ejkernel.ops.errors import KernelError
+from ejkernel.ops.utils.values.signature import JAX_MODULES, importable
+
+T = TypeVar("T")
+
+# Of their functions those that read or write something else than their arguments.
+_NOT_OF_ARRAYS: Final = {
+    "jax.numpy": {"from_dlpack", "frombuffer", "fromfile", "load", "save", "savez"}
+    | {"get_printoptions", "printoptions", "set_printoptions"},
+    "jax.lax": {"after_all", "create_token", "dce_sink", "infeed", "outfeed", "precv", "psend", "recv", "send"},
+}
+_LONGEST_SHOWN: Final = 200
+_PYTHONS: Final = ("builtins", "typing", "types", "collections.abc")  # whose classes stand around others
+_UNRESOLVED: Final = (NameError, TypeError, SyntaxError, AttributeError)
+
+_lock = threading.Lock()
+_marked: dict[str, Callable[[], Any]] = {}
+
+
+def nameable(thing: T) -> T:
+    """Let texts and files name a function or a class of yours; returns it.
+
+    A program's text names the functions, and the types of the objects, that were static arguments of its calls, and a
+    saved configuration names its type. Both find only what the kernel itself declares - in the annotations and
+    defaults of its `run`, and as its configuration's type -, JAX's own functions of arrays, and what is marked so:
+
+    >>> @nameable
+    ... class Rounding(enum.Enum):
+    ...     NEAREST = 1
+    ...     DOWN = 2
+
+    A class that is marked may be made with any arguments, and a function may be called by the kernels that take
+    functions: mark neither if that does more than compute.
+
+    Args:
+        thing: A function, a class or a module; a call, `nameable(functions.swish)`, does as well as a decorator. Held
+            weakly; the latest of a name counts.
+
+    Raises:
+        KernelError: it has no name that is the same in every process.
+    """
+    found: Any = thing.__func__ if isinstance(thing, staticmethod) else thing
+    name = _name_of(found)
+    of_object = inspect.ismethod(found) and not isinstance(found.__self__, type)
+    if name is None or "<" in name or of_object:
+        raise KernelError(f"nameable takes a function or class at the top level of a module, got {thing!r}.")
+    with _lock:
+        _marked[name] = _held(found)
+    return thing
+
+
+def marked(name: str) -> Any:
+    """Return what was marked and has this name, or `None`."""
+    with _lock:
+        reference = _marked.get(name)
+    return None if reference is None else reference()
+
+
+def qualified(name: str) -> str:
+    """Return a name as other processes have it, if it is of the script that this process runs."""
+    module, dot, rest = name.partition(".")
+    return f"{importable(module)}{dot}{rest}" if module == "__main__" else name
+
+
+def quoted(name: str) -> str:
+    """Return a name that came from anywhere as it may stand in a message."""
+    return repr(name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}...")
+
+
+class Names:
+    """What some code of a kernel's declares, by name: in annotations and defaults, and nested in those."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Any] = {}
+
+    def find(self, name: str) -> Any:
+        """Return what is declared here, is marked, or is JAX's, and has this name; `None` if nothing has."""
+        found = self._found.get(name)
+        if found is None:
+            found = marked(name)
+        return _jaxs().get(name) if found is None else found
+
+    def types(self) -> Iterator[type]:
+        """Yield the classes that are declared."""
+        return (found for found in self._found.values() if isinstance(found, type))
+
+    def add_function(self, function: Any) -> None:
+        """Add what the signature of a function names; annotations that cannot be resolved name nothing."""
+        self._add_annotations(function)
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # a callable of another language
+            return
+        for parameter in parameters:
+            if parameter.default is not parameter.empty:
+                self.add_value(parameter.default)
+
+    def add_annotation_of(self, function: Any, name: str) -> None:
+        """Add what the annotation of one parameter names, or that of what is returned (`return`)."""
+        self.add_annotation(_hints(function).get(name))
+
+    def add_annotation(self, annotation: Any) -> None:
+        """Add the classes that a resolved annotation holds."""
+        if isinstance(annotation, list):  # of Callable
+            for inner in annotation:
+                self.add_annotation(inner)
+        elif isinstance(annotation, typing.NewType):
+            self.add_annotation(annotation.__supertype__)
+        elif type(annotation).__name__ == "TypeAliasType":
+            self.add_annotation(annotation.__value__)
+        elif typing.get_origin(annotation) is typing.Literal:
+            self.add_value(typing.get_args(annotation))
+        elif typing.get_args(annotation):
+            for inner in (typing.get_origin(annotation), *typing.get_args(annotation)):
+                self.add_annotation(inner)
+        elif isinstance(annotation, type):
+            self._add_class(annotation)
+
+    def add_value(self, value: Any) -> None:
+        """Add what a default is made of: functions and modules, the types of objects, and what is in them."""
+        if value is None or isinstance(value, enum.Enum):
+            self._add_class(type(value))
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            for item in value:
+                self.add_value(item)
+            self._add_class(type(value))
+        elif isinstance(value, dict):
+            self.add_value([*value, *value.values()])
+        elif isinstance(value, functools.partial):
+            self.add_value([value.func, *value.args, *value.keywords.values()])
+        elif isinstance(value, type):
+            self._add_class(value)
+        elif (name := _name_of(value)) is not None:
+            self._found[name] = value
+        else:
+            self._add_class(type(value))
+            if dataclasses.is_dataclass(value):
+                self.add_value([getattr(value, field.name, None) for field in dataclasses.fields(value)])
+
+    def _add_class(self, cls: type) -> None:
+        """Add a class, and what its fields name."""
+        name = _name_of(cls)
+        if name is None or cls.__module__ in _PYTHONS or self._found.get(name) is cls:
+            return
+        self._found[name] = cls
+        if dataclasses.is_dataclass(cls):
+            self._add_annotations(cls)
+            for field in dataclasses.fields(cls):
+                if field.default is not dataclasses.MISSING:
+                    self.add_value(field.default)
+        elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            self._add_annotations(cls)
+
+    def _add_annotations(self, thing: Any) -> None:
+        for annotation in _hints(thing).values():
+            self.add_annotation(annotation)
+
+
+def _held(thing: Any) -> Callable[[], Any]:
+    if inspect.ismethod(thing):  # which is made anew each time that its class is asked for it
+        return weakref.WeakMethod(thing)
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # such as a function of NumPy's
+        return lambda: thing
+
+
+def _name_of(thing: Any) -> str | None:
+    """Return the name that descriptions give a function, a class or a module, without looking anything up."""
+    if isinstance(thing, types.ModuleType):
+        return importable(thing.__name__)
+    module, qualname = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if type(module) is not str or type(qualname) is not str:
+        return None
+    return f"{importable(module)}.{qualname}"
+
+
+def _hints(thing: Any) -> dict[str, Any]:
+    """Return the annotations of a function or class, without those that cannot be resolved."""
+    if not callable(thing):
+        return {}
+    try:
+        return typing.get_type_hints(thing)
+    except _UNRESOLVED:
+        pass  # one of them may be for type checkers alone: one at a time, then
+    found: dict[str, Any] = {}
+    for owner in reversed(thing.__mro__) if isinstance(thing, type) else (thing,):
+        scope = getattr(owner, "__globals__", None) or vars(sys.modules.get(getattr(owner, "__module__", ""), object))
+        for name, annotation in inspect.get_annotations(owner).items():
+            alone = types.SimpleNamespace(__annotations__={name: annotation})
+            try:
+                found |= typing.get_type_hints(alone, globalns=dict(scope))
+            except _UNRESOLVED:
+                continue
+    return found
+
+
+@functools.cache
+def _jaxs() -> dict[str, Any]:
+    """Return JAX's public functions of arrays by name, the modules that have them, and the types they take."""
+    found: dict[str, Any] = {}
+    for path in JAX_MODULES:
+        module = importlib.import_module(path)  # one of five, and not a name that anybody gave
+        found[path] = module
+        for name, value in vars(module).items():
+            if name.startswith("_") or name in _NOT_OF_ARRAYS.get(path, ()):
+                continue
+            if isinstance(value, type):
+                if issubclass(value, enum.Enum) or (issubclass(value, tuple) and hasattr(value, "_fields")):
+                    found[f"{value.__module__}.{value.__qualname__}"] = value
+            elif callable(value) and _is_jaxs(value):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+def _is_jaxs(function: Any) -> bool:
+    module = getattr(function, "__module__", None)
+    return isinstance(module, str) and module.partition(".")[0] == "jax"

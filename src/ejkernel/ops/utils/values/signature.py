@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describe a call's arguments as plain data that is the same in every process.
+
+Arrays become dtype and shape; everything else becomes its value or its name. What has neither - a lambda, an object
+that only has an address - raises `UnstableKeyError`, because a name that differs between processes is a wrong hit
+waiting to happen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.errors import UnstableKeyError
+from ejkernel.ops.utils.values.identity import state_of
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref, jax.ShapeDtypeStruct, jax.core.ShapedArray)
+_NO_ARRAYS = (np.flexible, np.object_, np.datetime64, np.timedelta64)  # scalars of NumPy that JAX has no dtype for
+_LONGEST = 200
+_JAX_DTYPES = type(jnp.float32)
+# What these make of a function computes the same.
+_TRANSPARENT: tuple[Any, ...] = (type(jax.jit(lambda: None)), type(functools.cache(lambda: None)))
+# Where JAX's functions of arrays are found.
+JAX_MODULES: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax.numpy.linalg")
+
+
+def is_array(value: object) -> bool:
+    """Return whether `value` is an array to a call: concrete, traced or abstract."""
+    return isinstance(value, _ARRAYS) and not isinstance(value, _NO_ARRAYS)
+
+
+def stands_for_array(value: object) -> bool:
+    """Return whether `value` is an array in disguise, such as a parameter of a model: it has `__jax_array__`."""
+    return hasattr(type(value), "__jax_array__") and not isinstance(value, _ARRAYS)
+
+
+def as_array(value: Any) -> Any:
+    """Return the array that `value` is, or stands for."""
+    return value.__jax_array__() if stands_for_array(value) else value
+
+
+def abstract(value: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape, dtype and weak type that JAX gives `value`, without its data."""
+    aval = value if isinstance(value, jax.ShapeDtypeStruct | jax.core.ShapedArray) else jax.typeof(value)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def is_known(*sizes: Any) -> bool:
+    """Return whether sizes are numbers: in a program that is exported for many shapes some may be symbols."""
+    return all(isinstance(size, int | np.integer) for size in sizes)
+
+
+def abstract_tree(tree: Any) -> Any:
+    """Return `tree` with every array replaced by its `ShapeDtypeStruct`."""
+    return jax.tree.map(lambda leaf: abstract(leaf) if is_array(leaf) else leaf, tree)
+
+
+def describe(value: Any) -> Any:
+    """Return `value`, an argument or a container of arguments, as JSON data that depends on nothing but its content.
+
+    Arrays are their types: they are what a call is given, not a part of what it is. Inside static values, such as a
+    partial function, an array would be computed with, and no description tells it from another of its type.
+
+    Raises:
+        UnstableKeyError: `value` holds something without a stable name; the message says what to pass instead.
+    """
+    if is_array(value):
+        return _describe_array(value)
+    if value is None or type(value) is bool or type(value) is str:
+        return value
+    items = _describe_container(value, describe)
+    if items is not None:
+        return items
+    if not isinstance(value, type) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
+        return _describe_node(value)
+    return describe_static(value)
+
+
+def describe_static(value: Any) -> Any:
+    """Return the same for a static value, in which arrays have no place.
+
+    Raises:
+        UnstableKeyError: as `describe`, and for a value that holds an array.
+    """
+    plain = _describe_plain(value)
+    if plain is not None or value is None:
+        return plain
+    if is_array(value) or stands_for_array(value):
+        raise UnstableKeyError(
+            f"{_shown(value)} is an array inside a static argument, whose values no key holds; pass it as an argument."
+        )
+    items = _describe_container(value, describe_static)
+    return _describe_object(value) if items is None else items
+
+
+def _describe_plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):  # before its value: an enumeration of strings has other members than strings
+        return {"enum": _type_name(type(value)), "name": value.name}
+    kind = type(value)
+    if kind in _EXACT:
+        return _EXACT[kind](value)
+    return {"dtype": str(np.dtype(value))} if _is_dtype(value) else None
+
+
+def _describe_array(value: Any) -> dict[str, Any]:
+    aval = abstract(value)
+    shape = [dim if isinstance(dim, int) else str(dim) for dim in aval.shape]  # a symbolic dimension has a name
+    described: dict[str, Any] = {"array": [str(aval.dtype), shape]}
+    return described | {"weak": True} if aval.weak_type else described
+
+
+def _describe_container(value: Any, describe: Callable[[Any], Any]) -> Any:
+    """Return a standard container with its items described by `describe`; `None` for anything else."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"namedtuple": _type_name(type(value)), "items": [describe(item) for item in value]}
+    if isinstance(value, jax.sharding.PartitionSpec):
+        return {"spec": [describe(item) for item in value]}
+    kind: Any = type(value)
+    if kind is tuple:
+        return [describe(item) for item in value]
+    if kind is list:
+        return {"list": [describe(item) for item in value]}
+    if kind is dict:
+        return {"map": _sorted([[describe_static(key), describe(item)] for key, item in value.items()])}
+    if kind in {set, frozenset}:
+        return {"set": _sorted([describe_static(item) for item in value])}
+    return None
+
+
+def _describe_object(value: Any) -> Any:
+    if type(value) is slice:
+        return {"slice": [describe_static(part) for part in (value.start, value.stop, value.step)]}
+    if type(value) is functools.partial and not vars(value):
+        return {
+            "partial": describe_static(value.func),
+            "args": describe_static(value.args),
+            "kwargs": describe_static(value.keywords),
+        }
+    if not isinstance(value, type) and not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
+        return _describe_node(value, describe_static)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: describe_static(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        if not fields.keys() >= dict(state_of(value)).keys():
+            raise _unstable(value)
+        return {"dataclass": _type_name(type(value)), "fields": fields}
+    if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+        return {"name": value.__name__}
+    if callable(value):
+        return {"name": name_of(value)}
+    raise _unstable(value)
+
+
+def _describe_node(value: Any, describe: Callable[[Any], Any] = describe) -> dict[str, Any]:
+    flat = jax.tree_util.default_registry.flatten_one_level(value)
+    if flat is None or flat[1] is value:
+        raise _unstable(value)
+    children, aux = flat
+    described = [describe(child) for child in children]
+    return {"node": _type_name(type(value)), "children": described, "aux": describe_static(aux)}
+
+
+def _is_dtype(value: Any) -> bool:
+    """Return whether `value` stands for a dtype: `np.dtype`, `np.int8`, `jnp.bfloat16`."""
+    if isinstance(value, type) and issubclass(value, np.generic):
+        return True
+    return isinstance(value, np.dtype | _JAX_DTYPES)
+
+
+def name_of(function: Any) -> str:
+    """Return the `module.qualname` under which every process finds `function`.
+
+    Raises:
+        UnstableKeyError: nothing of that name is found there, or it is something else.
+    """
+    if getattr(function, "__module__", "").partition(".")[0] in ("jax", "jaxlib", "numpy"):
+        public = _public_jax_names().get(id(function))
+        if public is not None:
+            return public
+    target: Any = function
+    while isinstance(target, _TRANSPARENT):
+        target = target.__wrapped__
+    module, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if module and qualname and "<" not in qualname and any(_look_up(module, qualname) is f for f in (function, target)):
+        return f"{importable(module)}.{qualname}"
+    raise _unstable(function)
+
+
+@functools.cache
+def _public_jax_names() -> dict[int, str]:
+    """Return what JAX's functions are known by; their `__module__` is a private path that moves between releases."""
+    names: dict[int, str] = {}
+    for path in (*JAX_MODULES, "jax"):
+        for name, value in sorted(vars(importlib.import_module(path)).items()):
+            if callable(value) and not name.startswith("_"):
+                names.setdefault(id(value), f"{path}.{name}")
+    return names
+
+
+def _look_up(module: str, qualname: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def importable(module: str) -> str:
+    """Give a script's functions the name that they have when the script is imported."""
+    main = sys.modules.get("__main__")
+    if module != "__main__" or main is None:
+        return module
+    if main.__spec__ is not None:
+        return main.__spec__.name.removesuffix(".__main__")
+    file = getattr(main, "__file__", None)
+    return Path(file).stem if file else module
+
+
+def _type_name(cls: type) -> str:
+    if "<" in cls.__qualname__ or _look_up(cls.__module__, cls.__qualname__) is not cls:
+        raise _unstable(cls)
+    return f"{importable(cls.__module__)}.{cls.__qualname__}"
+
+
+def _sorted(items: list[Any]) -> list[Any]:
+    return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
+
+
+def _unstable(value: Any) -> UnstableKeyError:
+    return UnstableKeyError(
+        f"{_shown(value)} has no name that is the same in every process; pass a number, a string, an enum, a "
+        "dataclass, or a function defined at the top level of a module."
+    )
+
+
+def _shown(value: Any) -> str:
+    """Return `repr(value)`, no longer than a line, and even if that raises."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - the user's own code; what it raises is said
+        return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+# By exact type: an instance of a subclass may compute something else.
+_EXACT: dict[type, Callable[[Any], Any]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    str: lambda value: value,
+    np.str_: str,
+    int: int,
+    float: lambda value: {"float": value.hex()},
+    complex: lambda value: {"complex": [value.real.hex(), value.imag.hex()]},
+    bytes: lambda value: {"bytes": value.hex()},
+    np.bytes_: lambda value: {"bytes": bytes(value).hex()},
+    range: lambda value: {"range": [value.start, value.stop, value.step]},
+}

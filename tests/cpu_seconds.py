@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pytest --cpu-limit SECONDS` lists what took more of a processor, so that the mark `slow` stays where it belongs.
+
+Seconds of a processor, those of the processes that a test started and waited for among them, depend little on what else
+the machine does; still nothing fails for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+import pytest
+
+_took = pytest.StashKey[float]()
+_seconds = defaultdict(float)  # of each test, by its name without parameters: the most that one case took
+_marked = set()
+
+
+def pytest_addoption(parser):
+    help = "list tests that are not marked slow and took more of a processor, and files that are and took less"
+    parser.addoption("--cpu-limit", type=float, metavar="SECONDS", help=help)
+
+
+def _now():
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    item.stash[_took] = -_now()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown":
+        report.user_properties.append(("cpu_seconds", item.stash[_took] + _now()))
+    return report
+
+
+def pytest_runtest_logreport(report):
+    """Take the time of a test, wherever it ran."""
+    took = dict(report.user_properties).get("cpu_seconds")
+    if took is not None:
+        name = report.nodeid.partition("[")[0]
+        _seconds[name] = max(_seconds[name], took)
+        if "slow" in report.keywords:
+            _marked.add(name)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    limit = config.getoption("--cpu-limit")
+    if limit is None:
+        return
+    slow = {name: took for name, took in _seconds.items() if took > limit and name not in _marked}
+    quick = defaultdict(float)
+    for name in _marked:
+        quick[name.partition("::")[0]] += _seconds[name]
+    terminalreporter.section(f"more than {limit:g} s of a processor, and not marked slow")
+    for name, took in sorted(slow.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{took:6.2f} s  {name}")
+    terminalreporter.section(f"marked slow, and less than {limit:g} s in all")
+    for path, took in sorted(quick.items()):
+        if took < limit:
+            terminalreporter.write_line(f"{took:6.2f} s  {path}")

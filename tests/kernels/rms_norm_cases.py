@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMS normalisation under test."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tests.kernels.conformance import Backend, Subject
+
+from ejkernel.kernels.rms_norm.xla import XlaParams
+from ejkernel.modules import RmsNorm
+
+
+def rows_of(*shape, weight_dtype=None, **options):
+    """Return a call with random rows."""
+
+    def call(dtype):
+        rng = np.random.default_rng(0)
+        x = jnp.asarray(rng.standard_normal(shape), dtype)
+        return (x, jnp.asarray(1 + rng.standard_normal(shape[-1]), weight_dtype or dtype)), options
+
+    return call
+
+
+def in_use(dtype):
+    return (jax.ShapeDtypeStruct((8192, 4096), dtype), jax.ShapeDtypeStruct((4096,), dtype)), {}
+
+
+SUBJECT = Subject(
+    operation=RmsNorm(),
+    calls={
+        "rows": rows_of(8, 16),
+        "one row": rows_of(16),
+        "several axes": rows_of(2, 3, 6, 16, eps=0.1),
+        "odd sizes": rows_of(7, 13),
+        "wide weight": rows_of(4, 16, weight_dtype="float32"),
+    },
+    briefly=("rows",),
+    backends={
+        "xla": Backend(
+            dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=4), XlaParams(block_rows=5))
+        )
+    },
+    tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
+    spaces={"many rows": in_use},
+)

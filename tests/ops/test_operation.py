@@ -1,0 +1,549 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations: what is declared once and what each implementation says, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.modules import FlashAttentionConfig, RmsNormConfig, flash_attention, rms_norm
+from ejkernel.ops import (
+    ArgumentError,
+    AutotunePolicy,
+    Autotuner,
+    CacheWarning,
+    ConfigError,
+    ConfigSpace,
+    FwdParams,
+    Implementation,
+    Implementations,
+    Invocation,
+    KernelError,
+    LazyImplementation,
+    NoParams,
+    Operation,
+    OperationCall,
+    OperationConfig,
+    PersistentCache,
+    UnsupportedError,
+    autotune,
+    default_executor,
+    from_json,
+    to_json,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleCall(OperationCall):
+    length: int
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    block: int = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    tile: int = 8
+    order: str = "rows"
+
+
+class Plain(Implementation[ScaleCall]):
+    """Runs everything, by JAX alone."""
+
+    name = "plain"
+    params = Blocks
+    differentiable = True
+
+    def heuristic(self, call):
+        return Blocks(block=16 if call.backward else 4)
+
+    def space(self, call):
+        return [Blocks(block=block) for block in (4, 8, 16)]
+
+    def forward(self, call, x, *, params):
+        return call.factor * x, ()
+
+
+SEEN = []  # what ran: implementation, direction, parameters
+
+
+class Fast(Implementation[ScaleCall]):
+    """Runs even lengths, and is nothing that JAX can differentiate."""
+
+    name = "fast"
+    params = Tiles
+
+    def unsupported(self, call):
+        return f"length is {call.length}, and 'fast' takes even ones; use 'plain'." if call.length % 2 else None
+
+    def params_fault(self, call, params):
+        return "tile does not fit" if params.tile > call.length else None
+
+    def heuristic(self, call):
+        return Tiles(tile=2, order="columns" if call.backward else "rows")
+
+    def space(self, call):
+        return [Tiles(tile=tile, order=order) for tile in (2, 4, 1024) for order in ("rows", "columns")]
+
+    def forward(self, call, x, *, params):
+        SEEN.append(("fast", "fwd", params))
+        return opaque(call.factor * x), ()
+
+    def backward(self, call, residuals, out, cotangents, x, *, params):
+        SEEN.append(("fast", "bwd", params))
+        return (call.factor * cotangents[0],)
+
+
+@jax.custom_vjp
+def opaque(x):
+    return x
+
+
+def _not_differentiable(*_):
+    raise AssertionError("differentiated")
+
+
+opaque.defvjp(_not_differentiable, _not_differentiable)
+
+
+class ScaleConfig(OperationConfig):
+    pass
+
+
+class Scale(Operation[ScaleConfig, ScaleCall, jax.Array]):
+    implementations = Implementations({"fast": Fast(), "plain": Plain()})
+
+    def prepare(self, x, *, factor=2.0, implementation=None):
+        return (x,), {"factor": factor, "implementation": self.requested(implementation)}
+
+    def describe(self, x, *, factor):
+        return ScaleCall(length=x.shape[0], factor=factor)
+
+
+SCALE = Scale("scale")
+EVEN, ODD = jnp.arange(6.0), jnp.arange(7.0)
+PLAIN = ScaleConfig(implementation="plain")
+
+
+def call(x=EVEN, device="", **options):
+    args, options = SCALE.prepare(jax.ShapeDtypeStruct(x.shape, x.dtype), **options)
+    return Invocation(kernel=SCALE, args=args, kwargs=options, device=device)
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    SEEN.clear()
+
+
+# --- choosing ---
+
+
+def test_the_first_implementation_that_runs_a_call_is_its_heuristics():
+    assert SCALE.heuristic_cfg(call()) == ScaleConfig(implementation="fast", fwd=Tiles(tile=2))
+    assert SCALE.heuristic_cfg(call(ODD)) == ScaleConfig(implementation="plain", fwd=Blocks(block=4))
+    assert SCALE.able(call()) == ["fast", "plain"]
+
+
+def test_an_implementation_that_was_asked_for_runs_or_says_why_not():
+    assert SCALE.heuristic_cfg(call(implementation="plain")).implementation == "plain"
+    with pytest.raises(UnsupportedError, match=r"scale: length is 7, and 'fast' takes even ones; use 'plain'\."):
+        SCALE(ODD, implementation="fast")
+
+
+def test_several_names_are_an_order_of_preference():
+    assert SCALE.able(call(implementation=["plain", "fast"])) == ["plain", "fast"]
+    assert SCALE.able(call(ODD, implementation=("fast", "plain"))) == ["plain"]
+    np.testing.assert_array_equal(SCALE(ODD, implementation=["fast", "plain"]), 2 * ODD)
+    assert call(implementation=["fast"]).call_key == call(implementation="fast").call_key
+
+
+@pytest.mark.parametrize("wrong", ["magic", ["fast", "magic"], [], 3, "fas"])
+def test_a_name_that_there_is_not_is_refused(wrong):
+    with pytest.raises(ArgumentError, match="implementation must be one of fast, plain, or None; got"):
+        SCALE(EVEN, implementation=wrong)
+
+
+def test_the_message_has_the_reason_of_everyone_who_was_asked():
+    class Never(Plain):
+        name = "never"
+
+        def unsupported(self, call):
+            return "it is never."
+
+    class OddConfig(OperationConfig):
+        pass
+
+    class Odd(Operation[OddConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"fast": Fast(), "never": Never()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    with pytest.raises(UnsupportedError, match=r"length is 7, .* it is never\."):
+        Odd()(ODD)
+
+
+def test_arguments_are_prepared_once_a_call():
+    count = []
+
+    class Counting(Scale):
+        def prepare(self, *args, **options):
+            count.append(args)
+            return super().prepare(*args, **options)
+
+    kernel = Counting("counted")
+    jax.jit(jax.grad(lambda x: kernel(x).sum())).lower(EVEN)
+    assert len(count) == 1
+
+
+# --- configurations ---
+
+
+def test_a_configuration_says_which_implementations_there_are():
+    with pytest.raises(ConfigError, match="implementation must be one of fast, plain; got 'magic'"):
+        ScaleConfig(implementation="magic")
+    with pytest.raises(ConfigError, match=r"fwd must be a Tiles for implementation='fast', got Blocks\(block=4\)"):
+        ScaleConfig(implementation="fast", fwd=Blocks())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [PLAIN, ScaleConfig(implementation="fast", fwd=Tiles(tile=4)), ScaleConfig(implementation="plain", bwd=Blocks())],
+)
+def test_a_configuration_survives_a_file(config):
+    assert from_json(to_json(config), ScaleConfig) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"implementation": "magic"}', "implementation must be one of fast, plain; got 'magic'"),
+        ('{"implementation": "fast", "fwd": {"block": 4}}', r"\$\.fwd\.block: .*no such field"),
+        ('{"implementation": "fast", "fwd": {"tile": "4"}}', r"\$\.fwd\.tile: expected int, got str '4'"),
+        ('{"implementation": "fast", "speed": 4}', r"\$\.speed: ScaleConfig has no such field"),
+        ('{"implementation": 3}', r"\$\.implementation: expected str"),
+        ('{"fwd": {}}', r"\$\.implementation: missing"),
+        ("[]", "expected an object"),
+    ],
+)
+def test_a_file_is_read_strictly_by_the_name_in_it(text, words):
+    with pytest.raises(ConfigError, match=words):
+        from_json(text, ScaleConfig)
+
+
+def test_attention_entries_of_the_earlier_layout_load_where_xla_runs(tmp_path):
+    cache, key = PersistentCache(tmp_path), ("cpu", "flash_attention@v0", "0" * 16)
+    params = {"q_blocksize": 64, "kv_blocksize": 128, "num_warps": None, "num_stages": None}
+    unset = dict.fromkeys(params)
+    cache.put(key, {"implementation": "xla", "fwd": params, "bwd": unset})
+    assert cache.get(key, cfg_type=FlashAttentionConfig).fwd == FwdParams(q_blocksize=64, kv_blocksize=128)
+
+
+@pytest.mark.parametrize(
+    ("config_type", "entry"),
+    [
+        (FlashAttentionConfig, {"implementation": "cudnn", "fwd": {"q_blocksize": None}, "bwd": {"q_blocksize": None}}),
+        (RmsNormConfig, {"implementation": "xla", "fwd_block_rows": 16, "bwd_block_rows": None}),
+    ],
+)
+def test_other_entries_of_earlier_layouts_are_a_warned_miss(config_type, entry, tmp_path):
+    cache, key = PersistentCache(tmp_path), ("cpu", "operation@v0", "0" * 16)
+    cache.put(key, entry)
+    with pytest.warns(CacheWarning, match="has no such field"):
+        assert cache.get(key, cfg_type=config_type) is None
+
+
+# --- both directions ---
+
+
+def test_a_given_configuration_is_for_the_call_and_its_gradient():
+    cfg = ScaleConfig(implementation="fast", fwd=Tiles(tile=4))
+    jax.grad(lambda x: SCALE(x, cfg=cfg).sum())(EVEN)
+    assert set(SEEN) == {("fast", "fwd", Tiles(tile=4)), ("fast", "bwd", Tiles(tile=2, order="columns"))}
+    SEEN.clear()
+    both = dataclasses.replace(cfg, bwd=Tiles(tile=6))
+    jax.grad(lambda x: SCALE(x, cfg=both).sum())(EVEN)
+    assert ("fast", "bwd", Tiles(tile=6)) in SEEN
+
+
+def test_a_gradient_is_configured_apart_where_the_residuals_are_the_same():
+    spaces = {}
+
+    class Spy(Scale):
+        def config_space(self, inv):
+            spaces[inv.direction] = super().config_space(inv)
+            return spaces[inv.direction]
+
+    spy = Spy("scale")
+    found = autotune(jax.jit(jax.grad(lambda x: spy(x).sum())), EVEN)
+    assert {entry.op_id_v for entry in found.entries} == {"scale@v0", "scale.bwd@v0"}
+    assert {config.implementation for config in spaces["bwd"]} == {"fast", "plain"}
+    assert all(config.fwd is None and config.bwd is not None for config in spaces["bwd"])
+
+
+class Private(Plain):
+    name = "private"
+    residuals = "the square"
+
+    def unsupported(self, call):
+        return "not backwards." if call.backward and call.length % 2 else None
+
+    def forward(self, call, x, *, params):
+        return call.factor * x, x * x
+
+    def backward(self, call, residuals, out, cotangents, x, *, params):
+        assert residuals.shape == x.shape
+        return (call.factor * cotangents[0],)
+
+
+class PrivateConfig(OperationConfig):
+    pass
+
+
+class WithPrivate(Operation[PrivateConfig, ScaleCall, jax.Array]):
+    implementations = Implementations({"private": Private(), "plain": Plain()})
+    prepare, describe = Scale.prepare, Scale.describe
+
+
+def test_an_implementation_whose_residuals_nobody_shares_is_for_both_directions_or_none():
+    kernel = WithPrivate()
+    assert kernel.able(dataclasses.replace(call(), kernel=kernel)) == ["private"]
+    assert kernel.able(dataclasses.replace(call(ODD), kernel=kernel)) == ["plain"]
+    for x in (EVEN, ODD):
+        np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: kernel(x).sum()))(x), jnp.full_like(x, 2))
+
+
+def test_nobody_stands_in_who_does_not_take_the_residuals():
+    cfg = PrivateConfig(implementation="private")
+    with pytest.raises(UnsupportedError, match=r"WithPrivate\.bwd: not backwards\."):
+        jax.grad(lambda x: WithPrivate()(x, cfg=cfg).sum())(ODD)
+
+
+def test_another_stands_in_where_a_forwards_implementation_has_no_gradient():
+    class Forward(Fast):
+        name = "forward"
+        backward = Implementation.backward
+
+    class ForwardConfig(OperationConfig):
+        pass
+
+    class WithForward(Operation[ForwardConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"forward": Forward(), "plain": Plain()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    kernel = WithForward()
+    np.testing.assert_array_equal(jax.grad(lambda x: kernel(x).sum())(EVEN), jnp.full(6, 2.0))
+    cfg = ForwardConfig(implementation="forward")
+    np.testing.assert_array_equal(jax.grad(lambda x: kernel(x, cfg=cfg).sum())(EVEN), jnp.full(6, 2.0))
+    with pytest.raises(UnsupportedError, match=r"WithForward\.bwd: implementation='forward' has no gradient"):
+        jax.grad(lambda x: kernel(x, implementation="forward").sum())(EVEN)
+
+
+def test_both_directions_agree_on_whose_residuals_there_are():
+    """The first that some forward leaves and some backward takes, in whichever direction it is asked."""
+
+    class First(Private):
+        name = "first"
+
+        def unsupported(self, call):
+            return "not backwards." if call.backward else None
+
+    class Second(Plain):
+        name = "second"
+
+    class Third(Private):
+        name = "third"
+
+        def unsupported(self, call):
+            return None if call.backward else "not forwards."
+
+    class MixedConfig(OperationConfig):
+        pass
+
+    class Mixed(Operation[MixedConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"first": First(), "second": Second(), "third": Third()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    seen = {}
+
+    class Spy(Mixed):
+        def heuristic_cfg(self, inv):
+            seen[inv.direction] = super().heuristic_cfg(inv).implementation
+            return super().heuristic_cfg(inv)
+
+    spy = Spy()
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: spy(x).sum()))(EVEN), jnp.full(6, 2.0))
+    assert seen == {"fwd": "first", "bwd": "third"}
+
+
+def test_without_a_backward_of_its_own_jax_differentiates_the_forward():
+    np.testing.assert_array_equal(jax.grad(lambda x: SCALE(x, cfg=PLAIN).sum())(EVEN), jnp.full(6, 2.0))
+
+
+def test_tangents_and_second_derivatives_need_an_implementation_that_jax_can_differentiate():
+    for x in (EVEN, ODD):
+        np.testing.assert_array_equal(jax.jvp(SCALE, (x,), (x,))[1], 2 * x)
+    np.testing.assert_array_equal(jax.hessian(lambda x: (SCALE(x) ** 2).sum())(EVEN), 8 * jnp.eye(6))
+    with pytest.raises(UnsupportedError, match=r"not available with implementation='fast'; use 'plain'"):
+        jax.jvp(functools.partial(SCALE, implementation="fast"), (EVEN,), (EVEN,))
+
+
+def test_a_given_configuration_that_jax_cannot_differentiate_takes_anothers_tangents():
+    cfg = ScaleConfig(implementation="fast")
+    function = functools.partial(SCALE, cfg=cfg)
+    np.testing.assert_array_equal(jax.jvp(function, (EVEN,), (EVEN,))[1], 2 * EVEN)
+    np.testing.assert_array_equal(jax.hessian(lambda x: (function(x) ** 2).sum())(EVEN), 8 * jnp.eye(6))
+
+
+# --- faults, spaces ---
+
+
+def test_parameters_that_must_not_run_a_call_are_refused_and_no_candidates():
+    with pytest.raises(ConfigError, match=r"scale: Tiles\(tile=1024.* is not for this call: tile does not fit"):
+        SCALE(EVEN, cfg=ScaleConfig(implementation="fast", fwd=Tiles(tile=1024)))
+    assert SEEN == []
+    tiles = [config.fwd.tile for config in SCALE.config_space(call()) if config.implementation == "fast"]
+    assert tiles == [2, 2, 4, 4]
+
+
+class Large(Fast):
+    name = "large"
+
+    def space(self, call):
+        return ConfigSpace(
+            {"tile": range(2, 130, 2), "order": ["rows", "columns"]},
+            constraints=lambda tile: tile % 4 or tile > 60,
+            build=Tiles,
+        )
+
+
+class Lonely(Fast):
+    name = "lonely"
+    params = NoParams
+
+    def params_fault(self, call, params):
+        return None
+
+    def heuristic(self, call):
+        return NoParams()
+
+    def space(self, call):
+        return [NoParams()]
+
+
+class LargeConfig(OperationConfig):
+    pass
+
+
+class WithLarge(Operation[LargeConfig, ScaleCall, jax.Array]):
+    implementations = Implementations({"lonely": Lonely(), "large": Large(), "plain": Plain()})
+    prepare, describe = Scale.prepare, Scale.describe
+
+
+def test_spaces_of_several_implementations_are_one_space():
+    x = jnp.arange(256.0)
+    kernel = WithLarge()
+    inv = dataclasses.replace(call(x), kernel=kernel)
+    space = kernel.config_space(inv)
+    own = [LargeConfig(implementation="large", fwd=params) for params in Large().space(kernel.call_of(inv))]
+    plain = [LargeConfig(implementation="plain", fwd=Blocks(block=block)) for block in (4, 8, 16)]
+    expected = [LargeConfig(implementation="lonely", fwd=NoParams()), *own, *plain]
+    assert isinstance(space, ConfigSpace)
+    assert (space.exact, len(space)) == (True, len(expected))
+    assert sorted(map(repr, space)) == sorted(map(repr, expected))
+    assert all(space.config(space.point(config)) == config for config in expected)
+    assert LargeConfig(implementation="large", fwd=Tiles(tile=4)) not in space
+    assert [axis.numeric for axis in space.axes if axis.name in ("large.tile", "plain.block")] == [True, True]
+
+
+def test_an_implementation_whose_space_is_empty_is_left_out():
+    class Empty(Large):
+        name = "empty"
+
+        def space(self, call):
+            return ConfigSpace({"tile": [2, 4]}, constraints=lambda tile: tile > 4, build=Tiles)
+
+    class EmptyConfig(OperationConfig):
+        pass
+
+    class WithEmpty(Operation[EmptyConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"empty": Empty(), "plain": Plain()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    kernel = WithEmpty()
+    space = kernel.config_space(dataclasses.replace(call(), kernel=kernel))
+    assert [config.implementation for config in space] == ["plain"] * 3
+
+
+def test_one_search_goes_over_all_implementations():
+    kernel, x = WithLarge(), jnp.arange(256.0)
+    inv = dataclasses.replace(call(x), kernel=kernel)
+    tuner = Autotuner(rounds=1, warmup=1)
+    tuned = tuner.tune(inv, kernel, policy=AutotunePolicy(max_candidates=12))
+    assert len(tuned.outcomes) == 12
+    assert {outcome.config.implementation for outcome in tuned.outcomes[:3]} == {"lonely", "large", "plain"}
+
+
+# --- loading ---
+
+
+def test_a_backend_is_imported_when_it_is_asked_for_and_says_why_it_cannot_be(tmp_path, monkeypatch):
+    (tmp_path / "lazy_backend.py").write_text("import nothing_of_that_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    table = {"lazy": LazyImplementation("lazy_backend:Lazy", platforms=("gpu",)), "plain": Plain()}
+
+    class LazyConfig(OperationConfig):
+        pass
+
+    class WithLazy(Operation[LazyConfig, ScaleCall, jax.Array]):
+        implementations = Implementations(table)
+        prepare, describe = Scale.prepare, Scale.describe
+
+    kernel = WithLazy()
+    assert kernel.able(dataclasses.replace(call(device="cpu:x"), kernel=kernel)) == ["plain"]
+    assert "lazy_backend" not in sys.modules
+    assert kernel.able(dataclasses.replace(call(device="gpu:x"), kernel=kernel)) == ["plain"]
+    with pytest.raises(UnsupportedError, match=r"'lazy' needs lazy_backend, .* No module named 'nothing_of_that_name'"):
+        kernel(EVEN, implementation="lazy")
+    with pytest.raises(ConfigError, match="'lazy' needs lazy_backend"):
+        from_json('{"implementation": "lazy"}', LazyConfig)
+
+
+def test_a_wrong_declaration_is_an_error_at_once():
+    with pytest.raises(KernelError, match="Unnamed must name a subclass of OperationConfig"):
+
+        class Unnamed(Operation):
+            implementations = Implementations({"plain": Plain()})
+
+    with pytest.raises(KernelError, match="ScaleConfig is the configuration's type of another operation"):
+
+        class Second(Operation[ScaleConfig, ScaleCall, jax.Array]):
+            implementations = Implementations({"plain": Plain()})
+
+    with pytest.raises(KernelError, match=r"a name to the Implementation of that name, got 'p': Plain\('plain'\)"):
+        _ = Implementations({"p": Plain()})["p"]
+
+
+# --- explaining ---
+
+
+def test_an_explanation_says_why_an_implementation_does_not_run():
+    why = default_executor().explain(SCALE, ODD)
+    assert why.refusals == {"fast": "length is 7, and 'fast' takes even ones; use 'plain'."}
+    assert "  fast       - does not run: length is 7" in str(why)
+    assert default_executor().explain(SCALE, EVEN).refusals == {}
+
+
+def test_modules_take_an_order_of_preference_too():
+    x = jnp.ones((1, 8, 2, 8))
+    assert flash_attention(x, x, x, implementation=["cudnn", "xla"]).shape == x.shape
+    assert rms_norm(x, x[0, 0, 0], implementation=["xla"]).shape == x.shape
+    found = default_executor().explain(functools.partial(flash_attention, implementation=("cudnn", "xla")), x, x, x)
+    assert found[0].config.implementation == "xla"

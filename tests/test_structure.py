@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the source is built: what may import what, and how large and how plain its parts are.
+
+Where a rule does not hold yet, what breaks it is listed beside it. These lists only shrink: what is listed and no
+longer breaks the rule fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import ejkernel
+
+SOURCE = Path(ejkernel.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+OPS = [file for file in FILES if file.is_relative_to(SOURCE / "ops")]
+
+# --- what may import what: each line itself and the lines below it ---
+
+FLOORS = {
+    "package": ["cli", "modules", "kernels", "ops"],
+    "ops": ["ops.execution", "ops.autotuner", "ops.config", "ops.core", "ops.utils"],
+    "tuner": [
+        "ops.autotuner.tier",
+        "ops.autotuner.tuner",
+        "ops.autotuner.tasks",
+        "ops.autotuner.bench",
+        "ops.autotuner.store",
+        "ops.autotuner.compile",
+        "ops.autotuner.trials",
+        "ops.autotuner.measure",
+        "ops.autotuner.process",
+        "ops.autotuner.search",
+    ],
+}
+CIRCLES_YET = [
+    {
+        "ops.core.transformations.batching",
+        "ops.core.bucketing",
+        "ops.core.callspec",
+        "ops.core.transformations.autodiff",
+        "ops.core.examples",
+        "ops.core.invocation",
+        "ops.core.kernel",
+        "ops.core.transformations.nodes",
+    },
+    {"ops.utils.storage.decode", "ops.utils.storage.serialize"},
+]
+
+# --- how large, and how plain ---
+
+FILES_OF_A_FOLDER = 12
+LARGER_FOLDERS_YET: set[str] = set()
+LINES_OF_NINE_FUNCTIONS_IN_TEN = 20
+ANY_IN_A_THOUSAND_LINES = 140  # to become 100
+
+# Functions whose handler of every error neither uses it nor raises: what they return says that something failed.
+SILENT = {
+    "ops/autotuner/process/serve.py": ["_sendable", "warn"],
+    "ops/autotuner/bench/confirmation.py": ["_works"],
+    "ops/execution/checks/forms.py": ["_lowered_row", "_derived", "_fails"],
+    "ops/execution/checks/programs.py": ["computed"],
+    "ops/execution/checks/running.py": ["_arguments_of"],
+    "ops/utils/telling.py": ["traceback_text"],
+}
+
+
+@cache
+def tree_of(file):
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def path_of(file):
+    return file.relative_to(SOURCE).as_posix()
+
+
+def name_of(file):
+    """Return the dotted name, within the package, of the module in `file`."""
+    return path_of(file).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {name_of(file): file for file in FILES}
+
+
+def what_runs(node):
+    """Yield `node` and all below it, less what is there for type checkers alone."""
+    yield node
+    types_alone = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    for child in node.orelse if types_alone else ast.iter_child_nodes(node):
+        yield from what_runs(child)
+
+
+def imported_names(file):
+    """Yield the absolute dotted names that `file` imports, at its top or inside a function."""
+    package = ["ejkernel", *file.relative_to(SOURCE).parent.parts]
+    for node in what_runs(tree_of(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{module}.{alias.name}"
+
+
+@cache
+def imports(name):
+    """Return the modules of this package that the module `name` imports."""
+    found = set()
+    for imported in imported_names(MODULES[name]):
+        inside = imported.removeprefix("ejkernel.")
+        while inside and inside not in MODULES:
+            inside = inside.rpartition(".")[0]
+        found.add(inside)
+    return found & MODULES.keys() - {name}
+
+
+def floor_of(name, floors):
+    return next((n for n, floor in enumerate(floors) if name == floor or name.startswith(f"{floor}.")), None)
+
+
+@pytest.mark.parametrize("house", FLOORS)
+def test_imports_only_go_down(house):
+    def goes_up(name, other):
+        here, there = floor_of(name, FLOORS[house]), floor_of(other, FLOORS[house])
+        return here is not None and there is not None and there < here
+
+    assert [f"{name} -> {other}" for name in MODULES for other in sorted(imports(name)) if goes_up(name, other)] == []
+
+
+def test_every_floor_is_there_and_every_folder_of_the_tuner_is_a_floor():
+    assert [floor for floors in FLOORS.values() for floor in floors if floor not in MODULES] == []
+    parts = {name.split(".")[2] for name in MODULES if name.startswith("ops.autotuner.")}
+    assert parts == {floor.split(".")[2] for floor in FLOORS["tuner"]}
+
+
+def reached(name):
+    """Return all modules that importing `name` may load, by however many steps."""
+    found, left = set(), [name]
+    while left:
+        new = imports(left.pop()) - found
+        found |= new
+        left += new
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle():
+    reach = {name: reached(name) for name in MODULES}
+    inside = {name: {other for other in reach[name] if name in reach[other]} for name in MODULES}
+    circles = [circle for name, circle in inside.items() if circle and name == min(circle)]
+    assert sorted(circles, key=min) == sorted(CIRCLES_YET, key=min)
+
+
+# --- folders and files ---
+
+
+def test_no_folder_holds_too_many_files():
+    sizes = Counter(path_of(file.parent) for file in FILES)
+    large = {folder for folder, size in sizes.items() if folder.startswith("ops") and size > FILES_OF_A_FOLDER}
+    assert large == LARGER_FOLDERS_YET
+
+
+@pytest.mark.parametrize("file", FILES, ids=path_of)
+def test_a_file_is_short_and_names_its_licence(file):
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 500
+    assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
+
+
+def files_that_mention(*texts):
+    return [path_of(file) for file in FILES if any(text in file.read_text(encoding="utf-8") for text in texts)]
+
+
+def test_the_environment_is_read_in_one_file():
+    assert files_that_mention("os.environ", "getenv", "environb") == ["settings.py"]
+
+
+def test_private_parts_of_jax_are_used_in_one_package():
+    assert {Path(file).parts[0] for file in files_that_mention("jax._src")} == {"compat"}
+
+
+def test_nothing_is_unpickled_or_evaluated():
+    def names(file):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                yield node.func.id
+        yield from {name.partition(".")[0] for name in imported_names(file)}
+
+    forbidden = {"eval", "exec", "pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    assert [(file.name, name) for file in FILES for name in names(file) if name in forbidden] == [
+        ("serve.py", "pickle"),  # between a process and its own child
+        ("forms.py", "pickle"),  # of a kernel that is there already
+    ]
+
+
+# --- functions ---
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def docstring_lines(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node) is not None:
+            yield from range(node.body[0].lineno, node.body[0].end_lineno + 1)
+
+
+@cache
+def code_lines(file):
+    """Return the numbers of the lines that hold code: no comment, no docstring, not empty."""
+    tokens = tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline)
+    code = (range(token.start[0], token.end[0] + 1) for token in tokens if token.type not in NOT_CODE)
+    return {line for lines in code for line in lines}.difference(docstring_lines(tree_of(file)))
+
+
+def functions(file):
+    return (node for node in ast.walk(tree_of(file)) if isinstance(node, Function))
+
+
+def test_nine_functions_in_ten_are_short():
+    sizes = sorted(
+        len(code_lines(file) & {*range(node.lineno, node.end_lineno + 1)}) for file in OPS for node in functions(file)
+    )
+    assert sizes[len(sizes) * 9 // 10] <= LINES_OF_NINE_FUNCTIONS_IN_TEN
+
+
+def is_silent(handler):
+    """Return whether a handler of any error at all forgets that there was one."""
+    caught = (
+        {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else {"Exception"}
+    )
+    if not caught & {"Exception", "BaseException"}:
+        return False
+    inside = [node for statement in handler.body for node in ast.walk(statement)]
+    raises = any(isinstance(node, ast.Raise) for node in inside)
+    return not raises and not any(isinstance(node, ast.Name) and node.id == handler.name for node in inside)
+
+
+def test_no_handler_of_every_error_forgets_that_there_was_one():
+    silent = {
+        path_of(file): [
+            function.name
+            for function in functions(file)
+            for node in ast.walk(function)
+            if isinstance(node, ast.ExceptHandler) and is_silent(node)
+        ]
+        for file in OPS
+    }
+    assert {path: names for path, names in silent.items() if names} == SILENT
+
+
+def test_few_values_are_of_any_type():
+    used = sum(isinstance(node, ast.Name) and node.id == "Any" for file in OPS for node in ast.walk(tree_of(file)))
+    assert used * 1000 / sum(len(code_lines(file)) for file in OPS) <= ANY_IN_A_THOUSAND_LINES
