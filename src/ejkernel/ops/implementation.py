@@ -82,7 +82,7 @@ class Implementation(Generic[CallT]):
         return None
 
     def preference(self, call: CallT) -> int:
-        """Return how much this one is to be preferred for a call that it runs; equals stand in the operation's order."""
+        """Return how much it is to be preferred for a call that it runs; of equals, the first of the operation is."""
         return 0
 
     def heuristic(self, call: CallT) -> Any:

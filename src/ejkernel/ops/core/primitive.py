@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ejkernel import compat
 from ejkernel.compat import ad
 from ejkernel.ops.core.context import Settings, settings_in_force
+from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
