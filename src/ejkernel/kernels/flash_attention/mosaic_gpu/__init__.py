@@ -9,7 +9,7 @@ from ejkernel.kernels.flash_attention.common import AttentionCall, AttentionImpl
 from ejkernel.ops.config.spaces.space import ConfigSpace
 
 from . import forward_support
-from .forward import forward
+from .forward import forward as _forward
 from .params import ForwardParams
 
 
@@ -38,5 +38,5 @@ class MosaicGpu(AttentionImplementation):
         return forward_support.space(call)
 
     def attend(self, operands: Operands, rules: Rules, params: ForwardParams) -> tuple[jax.Array, jax.Array]:
-        """See `forward.forward`."""
-        return forward(operands, rules, params)
+        """See `forward`."""
+        return _forward(operands, rules, params)

@@ -115,7 +115,7 @@ def _preferred(call: AttentionCall) -> ForwardParams:
         return dataclasses.replace(params, kv_block=64, share_buffer=True, ping_pong=rules.right is not None)
     if call.query[3] > 128:
         return dataclasses.replace(params, share_buffer=True, heads_first=False)
-    if call.query[3] <= 64 and call.bias is None and not short:
+    if call.query[3] <= 64 and not (uneven or short):
         params = dataclasses.replace(params, warpgroups=3)
     packs = (call.segments or windowed) and (call.query[2] // call.key[2]) % params.warpgroups == 0
     return dataclasses.replace(params, pack_heads=packs)
