@@ -11,6 +11,7 @@ from pathlib import Path
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _STAMPS = ("hash", "json", "none")
+_DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 _ON_MISS = ("heuristic", "tune", "error")
 _READ = (  # all that settings depend on; a home is what `~` stands for
     "EJKERNEL_AUTOTUNE",
@@ -67,6 +68,16 @@ def current() -> Settings:
 @functools.lru_cache(maxsize=16)
 def _parsed(variables: tuple[tuple[str, str], ...]) -> Settings:
     return Settings.from_env(dict(variables))
+
+
+def deterministic_ops(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether XLA was told, in `XLA_FLAGS`, to run nothing whose results do not repeat bit by bit."""
+    said = False
+    for flag in environ.get("XLA_FLAGS", "").split():
+        name, _, value = flag.lstrip("-").partition("=")
+        if name in _DETERMINISTIC:
+            said = said or value.lower() in ("", "1", "true")
+    return said
 
 
 def share_device(environ: Mapping[str, str]) -> None:

@@ -103,11 +103,8 @@ def test_list_has_every_implementation_and_why_one_cannot_run_here(capsys):
     status, out, err = run(capsys, "list")
     rows = [line.split(None, 3) for line in out.splitlines()[1:]]
     assert status == 0
-    assert {(row[0], row[1]) for row in rows} == {
-        ("flash_attention", "cudnn"),
-        ("flash_attention", "xla"),
-        ("rms_norm", "xla"),
-    }
+    found = {(row[0], row[1]) for row in rows}
+    assert found >= {("flash_attention", "cudnn"), ("flash_attention", "xla"), ("rms_norm", "xla")}
     assert err.startswith("On ")
     listed = json.loads(run(capsys, "list", "--json")[1])["implementations"]
     for entry in listed:

@@ -110,15 +110,24 @@ def by_reference(operation, args, options, dtype):
     return compute(run, *wide)
 
 
-def by_implementation(found, call, backward_call, params, joined):
-    """Return a function from floating-point arrays to output, residuals and gradients for a cotangent of `cos(out)`."""
+def by_implementation(found, successor, calls, params, joined):
+    """Return a function from floating-point arrays to output, residuals and gradients for a cotangent of `cos(out)`.
+
+    Args:
+        found: Whose forward runs.
+        successor: Whose backward follows.
+        calls: The call's descriptions, forward and backward.
+        params: Of both; `None`: the heuristic's.
+        joined: Puts the arrays in their places among the arguments.
+    """
+    call, backward_call = calls
     fwd = found.heuristic(call) if params[0] is None else params[0]
-    bwd = found.heuristic(backward_call) if params[1] is None else params[1]
+    bwd = successor.heuristic(backward_call) if params[1] is None else params[1]
 
     def run(*arrays):
         args = joined(arrays)
         out, residuals = found.forward(call, *args, params=fwd)
-        gradients = found.backward(backward_call, residuals, out, (jnp.cos(out),), *args, params=bwd)
+        gradients = successor.backward(backward_call, residuals, out, (jnp.cos(out),), *args, params=bwd)
         return out, residuals, [g for g in jax.tree.leaves(gradients) if is_inexact(g)]
 
     return run

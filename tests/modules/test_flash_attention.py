@@ -186,7 +186,8 @@ QUERY, KEY, VALUE = make_qkv()
     ("changes", "words"),
     [
         ({"query": [1.0]}, "query must be an array, got list"),
-        ({"query": QUERY[0]}, r"query must have four axes.* got shape \(24, 4, 8\)"),
+        ({"query": QUERY[0]}, r"key must have query's batch axes, \(\), and three more; got \(2, 24, 2, 8\)"),
+        ({"query": QUERY[0, 0]}, r"query must have axes .* got shape \(4, 8\)"),
         ({"key": KEY[:, :0]}, r"key must have four axes.* none of them empty"),
         ({"key": KEY.astype("bfloat16")}, "key must have query's dtype, float32; got bfloat16"),
         ({"query": QUERY.astype(int)}, "query must be bfloat16, float16, float32, float64; got int"),

@@ -418,6 +418,7 @@ def run_in(folder, code):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_what_one_process_tuned_another_one_runs_with(tmp_path):
     (tmp_path / "module.py").write_text(textwrap.dedent(MODULE))
     put = """
@@ -451,6 +452,7 @@ def test_a_miss_is_tuned_where_the_policy_allows_it():
     assert chain.cache.remembered(key).source == "autotune"
 
 
+@pytest.mark.slow
 def test_a_worker_process_tunes_a_tuned_function(tmp_path):
     (tmp_path / "module.py").write_text(textwrap.dedent(MODULE))
     tell = """

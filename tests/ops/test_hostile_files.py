@@ -47,6 +47,8 @@ from ejkernel.ops.execution.nearest import why_no_entry
 from ejkernel.ops.utils.storage.sealed import sealed_json
 from ejkernel.ops.utils.tables import arguments, compact
 
+pytestmark = pytest.mark.slow
+
 MARKED = "[bold red]marked[/bold red]"
 NASTY = [
     "\x1b[2J",

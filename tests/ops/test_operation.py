@@ -320,6 +320,69 @@ def test_an_implementation_whose_residuals_nobody_shares_is_for_both_directions_
         np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: kernel(x).sum()))(x), jnp.full_like(x, 2))
 
 
+def test_nobody_stands_in_who_does_not_take_the_residuals():
+    cfg = PrivateConfig(implementation="private")
+    with pytest.raises(UnsupportedError, match=r"WithPrivate\.bwd: not backwards\."):
+        jax.grad(lambda x: WithPrivate()(x, cfg=cfg).sum())(ODD)
+
+
+def test_another_stands_in_where_a_forwards_implementation_has_no_gradient():
+    class Forward(Fast):
+        name = "forward"
+        backward = Implementation.backward
+
+    class ForwardConfig(OperationConfig):
+        pass
+
+    class WithForward(Operation[ForwardConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"forward": Forward(), "plain": Plain()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    kernel = WithForward()
+    np.testing.assert_array_equal(jax.grad(lambda x: kernel(x).sum())(EVEN), jnp.full(6, 2.0))
+    cfg = ForwardConfig(implementation="forward")
+    np.testing.assert_array_equal(jax.grad(lambda x: kernel(x, cfg=cfg).sum())(EVEN), jnp.full(6, 2.0))
+    with pytest.raises(UnsupportedError, match=r"WithForward\.bwd: implementation='forward' has no gradient"):
+        jax.grad(lambda x: kernel(x, implementation="forward").sum())(EVEN)
+
+
+def test_both_directions_agree_on_whose_residuals_there_are():
+    """The first that some forward leaves and some backward takes, in whichever direction it is asked."""
+
+    class First(Private):
+        name = "first"
+
+        def unsupported(self, call):
+            return "not backwards." if call.backward else None
+
+    class Second(Plain):
+        name = "second"
+
+    class Third(Private):
+        name = "third"
+
+        def unsupported(self, call):
+            return None if call.backward else "not forwards."
+
+    class MixedConfig(OperationConfig):
+        pass
+
+    class Mixed(Operation[MixedConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"first": First(), "second": Second(), "third": Third()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    seen = {}
+
+    class Spy(Mixed):
+        def heuristic_cfg(self, inv):
+            seen[inv.direction] = super().heuristic_cfg(inv).implementation
+            return super().heuristic_cfg(inv)
+
+    spy = Spy()
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: spy(x).sum()))(EVEN), jnp.full(6, 2.0))
+    assert seen == {"fwd": "first", "bwd": "third"}
+
+
 def test_without_a_backward_of_its_own_jax_differentiates_the_forward():
     np.testing.assert_array_equal(jax.grad(lambda x: SCALE(x, cfg=PLAIN).sum())(EVEN), jnp.full(6, 2.0))
 
@@ -400,13 +463,32 @@ def test_spaces_of_several_implementations_are_one_space():
     assert [axis.numeric for axis in space.axes if axis.name in ("large.tile", "plain.block")] == [True, True]
 
 
+def test_an_implementation_whose_space_is_empty_is_left_out():
+    class Empty(Large):
+        name = "empty"
+
+        def space(self, call):
+            return ConfigSpace({"tile": [2, 4]}, constraints=lambda tile: tile > 4, build=Tiles)
+
+    class EmptyConfig(OperationConfig):
+        pass
+
+    class WithEmpty(Operation[EmptyConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"empty": Empty(), "plain": Plain()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    kernel = WithEmpty()
+    space = kernel.config_space(dataclasses.replace(call(), kernel=kernel))
+    assert [config.implementation for config in space] == ["plain"] * 3
+
+
 def test_one_search_goes_over_all_implementations():
     kernel, x = WithLarge(), jnp.arange(256.0)
     inv = dataclasses.replace(call(x), kernel=kernel)
     tuner = Autotuner(rounds=1, warmup=1)
     tuned = tuner.tune(inv, kernel, policy=AutotunePolicy(max_candidates=12))
     assert len(tuned.outcomes) == 12
-    assert {outcome.config.implementation for outcome in tuned.outcomes} >= {"lonely", "large"}
+    assert {outcome.config.implementation for outcome in tuned.outcomes[:3]} == {"lonely", "large", "plain"}
 
 
 # --- loading ---
@@ -450,6 +532,13 @@ def test_a_wrong_declaration_is_an_error_at_once():
 
 
 # --- explaining ---
+
+
+def test_an_explanation_says_why_an_implementation_does_not_run():
+    why = default_executor().explain(SCALE, ODD)
+    assert why.refusals == {"fast": "length is 7, and 'fast' takes even ones; use 'plain'."}
+    assert "  fast       - does not run: length is 7" in str(why)
+    assert default_executor().explain(SCALE, EVEN).refusals == {}
 
 
 def test_modules_take_an_order_of_preference_too():

@@ -66,7 +66,9 @@ def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
     rows = [(tier.tier, _answer(tier)) for tier in why.tiers]
     answer = f"{compact(why.config)}, from {why.source}" if why.resolution else "no configuration"
     title = printable(f"{why.op_id_v}  {arguments(inv.description)}")
-    return f"{title}\n{report.wrapped(printable(key))}\n{report.table(('tier', 'answer'), rows)}\n=> {answer}"
+    refusals = [report.wrapped(printable(f"{name} does not run: {reason}")) for name, reason in why.refusals.items()]
+    table = report.table(("tier", "answer"), rows)
+    return "\n".join([title, report.wrapped(printable(key)), table, *refusals, f"=> {answer}"])
 
 
 def _answer(tier: Consulted) -> str:
@@ -82,6 +84,7 @@ def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
         "source": why.source,
         "config": None if why.resolution is None else to_data(why.config),
         "label": why.label,
+        "refusals": dict(why.refusals),
         "tiers": [
             {
                 "tier": tier.tier,

@@ -4,15 +4,37 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from ejkernel.compat.programs import is_partitioned
 
 
+class CudnnLengths(NamedTuple):
+    """Which positions of each example count, for queries and for keys; all in int32.
+
+    Attributes:
+        queries: `[batch]`, how many; or, with offsets, `[batch, segments]`, and -1 behind the last segment.
+        keys: Likewise.
+        offsets: `[batch, segments + 1]`, where each segment begins, of queries and keys alike, and -1 behind the last.
+    """
+
+    queries: Any
+    keys: Any
+    offsets: Any = None
+
+
 def cudnn_attention_forward(
-    query: Any, key: Any, value: Any, bias: Any | None, *, scale: float, causal: bool, window: int
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any | None,
+    *,
+    scale: float,
+    causal: bool,
+    window: int,
+    lengths: CudnnLengths | None = None,
 ) -> tuple[Any, Any]:
     """Run cuDNN's fused attention, and return its output and the float32 log-sum-exp `[batch, heads, queries]`.
 
@@ -25,9 +47,11 @@ def cudnn_attention_forward(
         scale: Factor on the product of query and key.
         causal: Hide later keys; the first query is aligned with the first key.
         window: How many keys a query sees, itself included; 0: all. Needs `causal`.
+        lengths: What is behind them is not computed, and its results are left as they are. With offsets the log-sum-exp
+            is of segments, `[batch * segments, heads, queries]`, one after the other, each from its own first query on.
     """
-    static = _cudnn_parameters(scale, causal, window, (bias is not None, False)) | {"is_training": True}
-    out, stats = _call_cudnn_attention("fwd", _cudnn_operands(query, key, value, bias), static)
+    static = _cudnn_parameters(scale, causal, window, (bias is not None, False), lengths) | {"is_training": True}
+    out, stats = _call_cudnn_attention("fwd", _cudnn_operands(query, key, value, bias, lengths), static)
     return out, stats
 
 
@@ -40,6 +64,7 @@ def cudnn_attention_backward(
     causal: bool,
     window: int,
     bias_gradient: bool,
+    lengths: CudnnLengths | None = None,
 ) -> tuple[Any, ...]:
     """Return cuDNN's gradients of query, key, value and, with `bias_gradient`, bias.
 
@@ -47,28 +72,39 @@ def cudnn_attention_backward(
         operands: Query, key, value and bias, as `cudnn_attention_forward` takes them.
         residuals: Output and log-sum-exp of the forward.
         dout: Cotangent of the output.
-        scale, causal, window: As in the forward.
+        scale, causal, window, lengths: As in the forward.
         bias_gradient: Whether the gradient of the bias is wanted; it is summed where the bias was broadcast.
     """
-    static = _cudnn_parameters(scale, causal, window, (operands[3] is not None, bias_gradient))
+    static = _cudnn_parameters(scale, causal, window, (operands[3] is not None, bias_gradient), lengths)
     out, stats = residuals
-    return tuple(_call_cudnn_attention("bwd", (*_cudnn_operands(*operands), stats, out, dout), static))
+    return tuple(_call_cudnn_attention("bwd", (*_cudnn_operands(*operands, lengths), stats, out, dout), static))
 
 
-def _cudnn_operands(query: Any, key: Any, value: Any, bias: Any | None) -> tuple[Any, ...]:
-    absent = jnp.zeros(0, query.dtype)  # stands for each of the six optional operands that are not given
-    return (query, key, value, absent if bias is None else bias, *[absent] * 6)
+def _cudnn_operands(
+    query: Any, key: Any, value: Any, bias: Any | None, lengths: CudnnLengths | None
+) -> tuple[Any, ...]:
+    optional = [
+        bias,
+        *([None] * 4 if lengths is None else [*lengths[:2], lengths.offsets, lengths.offsets]),
+        None,
+        None,
+    ]
+    absent = jnp.zeros(0, query.dtype)  # stands for each of the seven optional operands that are not given
+    return (query, key, value, *(absent if x is None else x for x in optional))
 
 
-def _cudnn_parameters(scale: float, causal: bool, window: int, biases: tuple[bool, bool]) -> dict[str, Any]:
+def _cudnn_parameters(
+    scale: float, causal: bool, window: int, biases: tuple[bool, bool], lengths: CudnnLengths | None
+) -> dict[str, Any]:
     from jax._src.cudnn import fused_attention_stablehlo as module
 
+    masks = ("NO_MASK", "CAUSAL") if lengths is None else ("PADDING", "PADDING_CAUSAL")
     return {
         "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": biases,
-        "mask_type": module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK,
+        "mask_type": module.MaskType[masks[causal]],
         "layout": module.AttentionLayout.BTNH.value,
         "sliding_window_length": window or None,
     }

@@ -4,37 +4,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal, overload
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from ejkernel.kernels.flash_attention import _batches as batches
 from ejkernel.kernels.flash_attention._arguments import SlidingWindow
 from ejkernel.kernels.flash_attention.operation import FlashAttention as FlashAttention
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig as FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import bucketed_flash_attention as _bucketed_flash_attention
 from ejkernel.kernels.flash_attention.operation import flash_attention as _flash_attention
 
-SegmentIds = Int[Array, "batch length"] | tuple[Int[Array, "batch queries"], Int[Array, "batch keys"]]
+SegmentIds = Int[Array, "*batch length"] | tuple[Int[Array, "*batch queries"], Int[Array, "*batch keys"]]
+Output = Float[Array, "*batch queries heads value_dim"]
+LogSumExp = Float[Array, "*batch heads queries"]
 
 
+@overload
 def flash_attention(
-    query: Float[Array, "batch queries heads head_dim"],
-    key: Float[Array, "batch keys groups head_dim"],
-    value: Float[Array, "batch keys groups value_dim"],
+    query: jax.Array, key: jax.Array, value: jax.Array, *, return_lse: Literal[False] = False, **options: Any
+) -> Output: ...
+
+
+@overload
+def flash_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, return_lse: Literal[True], **options: Any
+) -> tuple[Output, LogSumExp]: ...
+
+
+def flash_attention(  # type: ignore[misc]  # the options above are these
+    query: Float[Array, "*batch queries heads head_dim"],
+    key: Float[Array, "*batch keys groups head_dim"],
+    value: Float[Array, "*batch keys groups value_dim"],
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     bias: Float[Array, "*broadcastable"] | None = None,
     attention_mask: Bool[Array, "*broadcastable"] | None = None,
     segment_ids: SegmentIds | None = None,
+    query_lengths: Int[Array, "*batch"] | None = None,
+    key_lengths: Int[Array, "*batch"] | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     sliding_window: SlidingWindow | None = None,
     logits_soft_cap: float | None = None,
+    soft_cap_after_bias: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,
-) -> Float[Array, "batch queries heads value_dim"]:
+) -> Output | tuple[Output, LogSumExp]:
     """Softmax attention, with grouped key/value heads and every usual mask, without the matrix of scores in memory.
 
-    A query that sees no key at all gives zeros, and has zero gradients.
+    A query that sees no key at all gives zeros, and has zero gradients. There may be any number of batch axes, or none.
+
+    What its gradient needs of the forward are its arguments, the output and the log-sum-exp. The latter two have the
+    names `flash_attention.out` and `flash_attention.residuals`: under `jax.checkpoint` with a policy that saves both,
+    `jax.checkpoint_policies.save_only_these_names("flash_attention.out", "flash_attention.residuals")`, the backward
+    does not compute the forward again.
 
     Args:
         query: Queries. `heads` must be a multiple of `groups`; head `i` reads key head `i // (heads // groups)`.
@@ -44,18 +75,33 @@ def flash_attention(
         bias: Added to the logits; broadcastable to `[batch, heads, queries, keys]`. It has a gradient.
         attention_mask: True where a key is visible; `[batch, keys]`, or four axes, broadcastable like `bias`.
         segment_ids: A query sees the keys of its own segment alone; one array for both, or a pair.
+        query_lengths: How many queries of each example count; the others see nothing.
+        key_lengths: How many keys of each example count; the others are hidden. Lengths are masks: what `causal` and
+            `sliding_window` mean does not depend on them.
+        sinks: Attention sinks: a logit for each head that takes part in the softmax of every row, and has no value.
+            They have a gradient.
         sliding_window: A query sees so many keys before and after its own position; a pair is `(left, right)`, with
             `None` for no limit. With `causal` the right side is 0.
         logits_soft_cap: Squash scaled products into `(-cap, cap)` by `cap * tanh(x / cap)`, before the bias is added.
-        implementation: Run this one (`xla`, `cudnn`), or one of these, the one to prefer first, or raise; `None` leaves
-            the choice to the configuration.
+        soft_cap_after_bias: Squash the sum with the bias instead.
+        dropout_rate: With what probability a weight is set to zero; the others grow, so that their mean stays.
+        dropout_key: A key of `jax.random`, another one for each step and layer. Key and place, `[batch, head, query,
+            key]` in this call, decide which weights are dropped: the backward knows it again, and all implementations
+            drop the same. Under `vmap` and `shard_map` a shared key drops the same in each part; fold an index into it.
+        precision: Of matrix products: `default`, `high`, `highest`, or a `jax.lax.Precision`; `None`: JAX's default.
+        deterministic: Run only what gives the same bits each time, gradients included. So do all calls of a process
+            whose `XLA_FLAGS` have `--xla_gpu_deterministic_ops`.
+        return_lse: Return the log-sum-exp as well. It has a gradient.
+        implementation: Run this one (`xla`, `cudnn`, `cudnn_packed`), or one of these, the one to prefer first, or
+            raise; `None` leaves the choice to the configuration.
         bucket_lengths: Run with what was tuned for lengths that are rounded up to powers of two, so that a program
             whose lengths vary is tuned once a power. Nothing is padded, and the result is the same.
         cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no
             parameters for one of the two, they are the implementation's heuristic's.
 
     Returns:
-        The output, in query's dtype; sums run in float32.
+        The output, in query's dtype; sums run in float32. With `return_lse` a pair, whose second is the logarithm of
+        the sum of exponentials of each row's logits, sinks included, in float32: minus infinity for a row without keys.
 
     Raises:
         ArgumentError: an argument has the wrong shape, dtype or value.
@@ -63,18 +109,40 @@ def flash_attention(
         UnsupportedError: `implementation` cannot run this call; the message says why. Where the platform is the
             reason, that is found when the program is lowered.
     """
-    kernel = _bucketed_flash_attention if bucket_lengths else _flash_attention
-    return kernel(
-        query,
-        key,
-        value,
-        bias,
-        attention_mask,
-        segment_ids,
+    run = _bucketed_flash_attention if bucket_lengths else _flash_attention
+    batch = None if batches.has_one_batch_axis(query) else batches.batch_of(query, key, value)
+    if batch is not None:
+        query, key, value, query_lengths, key_lengths = (
+            batches.fold(name, x, batch)
+            for name, x in (
+                ("query", query),
+                ("key", key),
+                ("value", value),
+                ("query_lengths", query_lengths),
+                ("key_lengths", key_lengths),
+            )
+        )
+        bias = batches.fold_broadcast("bias", bias, batch)
+        attention_mask = batches.fold_mask(attention_mask, batch)
+        segment_ids = batches.fold_segments(segment_ids, batch)
+    arrays: list[Any] = [query, key, value, bias, attention_mask, segment_ids]
+    if query_lengths is not None or key_lengths is not None or sinks is not None or dropout_key is not None:
+        arrays += [(query_lengths, key_lengths), sinks, dropout_key]
+    more = {
+        "soft_cap_after_bias": soft_cap_after_bias,
+        "dropout_rate": dropout_rate,
+        "precision": precision,
+        "deterministic": deterministic,
+        "return_lse": return_lse,
+    }
+    found = run(
+        *arrays,
         causal=causal,
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
         implementation=implementation,
         cfg=cfg,
+        **more,
     )
+    return found if batch is None else jax.tree.map(lambda x: batches.unfold(x, batch), found)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
@@ -32,6 +33,15 @@ class OperationCall:
     partitioned: bool = False
     examples: int = 1
 
+    @property
+    def features(self) -> frozenset[str]:
+        """What the call asks for that only an implementation which names it in its own `features` runs.
+
+        An operation whose arguments grow names the new ones here, as its users do: an implementation that was written
+        before refuses a call that has them, rather than leaves them out.
+        """
+        return frozenset()
+
 
 CallT = TypeVar("CallT", bound=OperationCall)
 
@@ -53,6 +63,7 @@ class Implementation(Generic[CallT]):
             chosen for both or for none. `None`: nothing is left, and a backward computes from the arguments alone.
         differentiable: Whether JAX can differentiate `forward` and `backward`, in both modes. The others take
             tangents and higher derivatives from one that is.
+        features: Those of `OperationCall.features` that it knows; a call with others is not asked about.
     """
 
     name: ClassVar[str]
@@ -60,6 +71,7 @@ class Implementation(Generic[CallT]):
     bwd_params: ClassVar[type[Any] | None] = None
     residuals: ClassVar[str | None] = None
     differentiable: ClassVar[bool] = False
+    features: ClassVar[frozenset[str]] = frozenset()
 
     def unsupported(self, call: CallT) -> str | None:
         """Return why `call` does not run, and what would; `None` if it runs."""
@@ -68,6 +80,10 @@ class Implementation(Generic[CallT]):
     def params_fault(self, call: CallT, params: Any) -> str | None:
         """Return why `call` must not run with these parameters; `None` if it may. They are refused, and never tried."""
         return None
+
+    def preference(self, call: CallT) -> int:
+        """Return how much it is to be preferred for a call that it runs; of equals, the first of the operation is."""
+        return 0
 
     def heuristic(self, call: CallT) -> Any:
         """Return good parameters without measuring; by default the type's defaults."""
@@ -121,9 +137,9 @@ class Implementation(Generic[CallT]):
         return cls.differentiable or cls.backward is not Implementation.backward
 
     @classmethod
-    def runs_everywhere(cls) -> bool:
-        """Return whether there is no call that it does not run."""
-        return cls.unsupported is Implementation.unsupported
+    def runs_everywhere(cls, call: CallT) -> bool:
+        """Return whether no platform and no device would make it refuse `call`."""
+        return cls.unsupported is Implementation.unsupported and call.features <= cls.features
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -193,6 +209,14 @@ class Implementations(Mapping[str, Implementation[Any]]):
         declared = self._declared[name]
         return declared.platforms if isinstance(declared, LazyImplementation) else ()
 
+    def loadable(self, names: Iterable[str]) -> list[Implementation[Any]]:
+        """Return those of these names that can be imported here."""
+        found = []
+        for name in names:
+            with contextlib.suppress(UnsupportedError):  # which `unsupported` gives as a reason
+                found.append(self[name])
+        return found
+
     def unsupported(self, name: str, call: OperationCall) -> str | None:
         """Return why an implementation does not run `call`; `None` if it does."""
         try:
@@ -201,7 +225,18 @@ class Implementations(Mapping[str, Implementation[Any]]):
             return str(error)
         if call.backward and not found.has_backward():
             return f"implementation={name!r} has no gradient."
-        return found.unsupported(call)
+        return self._unknown_features(found, call) or found.unsupported(call)
+
+    def _unknown_features(self, found: Implementation[Any], call: OperationCall) -> str | None:
+        unknown = sorted(call.features - found.features)
+        if not unknown:
+            return None
+        others = [name for name in self if not self.platforms(name) and call.features <= self[name].features]
+        where = "the gradient of " if call.backward else ""
+        return (
+            f"{', '.join(unknown)}: not available with {where}implementation={found.name!r}"
+            f"{f'; use {others[0]!r}' if others else ''}."
+        )
 
 
 def _loaded(name: str, declared: Declared) -> Implementation[Any]:

@@ -18,7 +18,7 @@ from ejkernel.ops.core.kernel import Kernel, config_type_of
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
-from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind, platform_kind
+from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind, platform_fingerprint, platform_kind
 from ejkernel.ops.utils.values.signature import is_array
 
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
@@ -119,6 +119,10 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         """
         return [name for name, _ in self._able(inv)]
 
+    def refusals(self, inv: Invocation[OpCfg, Out]) -> dict[str, str]:
+        """See `Kernel`; where implementations were asked for by name, of these."""
+        return self._sorted_out_for(inv)[1]
+
     def reasons(self, call: CallT) -> dict[str, str]:
         """Return why each implementation does not run a call; `""` if it does."""
         return {name: self.implementations.unsupported(name, call) or "" for name in self.implementations}
@@ -146,7 +150,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             call = able.get(config.implementation)
             return config.implementation, None if call is None else _params_of(config, call)
 
-        return alternatives(spaces, lambda name, params: self._config(name, able[name], params), read)
+        seeds = {name: self.implementations[name].heuristic(call) for name, call in able.items()}
+        return alternatives(spaces, lambda name, params: self._config(name, able[name], params), read, seeds)
 
     def run(self, *args: Any, cfg: OpCfg, **options: Any) -> Any:
         """Return the output."""
@@ -185,17 +190,24 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         As long as only types are wanted the program may be lowered for another platform than this process's: where
         nothing runs here, what runs elsewhere will do.
         """
-        call, names = self.call_of(inv), self._names(inv.kwargs)
-        higher = inv.direction == "jvp" or inv.op_id.removeprefix(self.op_id).count(".") > 1
-        found, reasons = self._sorted_out(call, names, higher=higher, named=names is not None)
+        found, reasons = self._sorted_out_for(inv)
         if not found and not inv.array_types:
-            away = dataclasses.replace(call, platform=None, device_fingerprint="")
-            elsewhere = [name for name in names or self.implementations if call.platform not in self._platforms(name)]
-            found, reasons_elsewhere = self._sorted_out(away, elsewhere, higher=higher, named=True)
+            away = dataclasses.replace(self.call_of(inv), platform=None, device_fingerprint="")
+            names = self._names(inv.kwargs) or self.implementations
+            elsewhere = [name for name in names if inv.platform not in self._platforms(name)]
+            found, reasons_elsewhere = self._sorted_out(away, elsewhere, higher=self._is_higher(inv), named=True)
             reasons |= reasons_elsewhere
         if not found:
             raise UnsupportedError(f"{inv.op_id}: {' '.join(reasons.values())}")
         return found
+
+    def _sorted_out_for(self, inv: Invocation[OpCfg, Out]) -> tuple[list[tuple[str, CallT]], dict[str, str]]:
+        names = self._names(inv.kwargs)
+        return self._sorted_out(self.call_of(inv), names, higher=self._is_higher(inv), named=names is not None)
+
+    def _is_higher(self, inv: Invocation[OpCfg, Out]) -> bool:
+        """Return whether the call is of tangents, or of derivatives of a derivative."""
+        return inv.direction == "jvp" or inv.op_id.removeprefix(self.op_id).count(".") > 1
 
     def _platforms(self, name: str) -> tuple[str, ...]:
         return self.implementations.platforms(name) or ("gpu", "tpu", "cpu")
@@ -219,35 +231,44 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             named: Whether the user named them: then they are asked on any platform, for their own reasons.
         """
         reasons: dict[str, str] = {}
-        able: list[str] = []
+        asked: list[str] = []
         for name in self.implementations if names is None else names:
             if not named and call.platform not in (None, *self._platforms(name)):
                 reasons[name] = f"implementation={name!r} runs on {', '.join(self._platforms(name))}."
                 continue
+            asked.append(name)
             reason = self.implementations.unsupported(name, call)
             if reason is None and higher and not self.implementations[name].differentiable:
                 others = [other for other in self.implementations if self.implementations[other].differentiable]
                 hint = f"; use {others[0]!r}." if others else "."
                 reason = f"forward-mode differentiation is not available with implementation={name!r}{hint}"
-            if reason is None:
-                able.append(name)
-            else:
+            if reason is not None:
                 reasons[name] = reason
-        return [(name, call) for name in self._of_one_contract(able, call)], reasons
+        able = [name for name in asked if name not in reasons]
+        kept = self._of_one_contract(able, asked, call)
+        reasons |= {
+            name: f"implementation={name!r} does not go with the residuals of others."
+            for name in able
+            if name not in kept
+        }
+        if names is None:
+            kept = sorted(kept, key=lambda name: -self.implementations[name].preference(call))
+        return [(name, call) for name in kept], reasons
 
-    def _of_one_contract(self, able: list[str], call: CallT) -> list[str]:
-        """Return those that leave the same residuals, forward and backward: those that the first of them leaves.
+    def _of_one_contract(self, able: list[str], asked: list[str], call: CallT) -> list[str]:
+        """Return those of `able` that leave the residuals that all calls of this form leave, forward and backward.
 
-        It must have a backward that runs the call, be it its own or another's.
+        These are the first implementation's of those that were asked for which some forward and some backward run the
+        call; it is the same in both directions.
         """
-        contracts = dict.fromkeys(self.implementations[name].residuals for name in able)
-        if len(contracts) < 2:
+        known = self.implementations.loadable(asked)
+        if len({found.residuals for found in known}) < 2:
             return able
         forward, backward = (dataclasses.replace(call, backward=backward) for backward in (False, True))
-        for contract in contracts:
-            own = [name for name in self.implementations if self.implementations[name].residuals == contract]
+        for contract in dict.fromkeys(found.residuals for found in known):
+            own = [found.name for found in known if found.residuals == contract]
             if all(any(self.implementations.unsupported(n, c) is None for n in own) for c in (forward, backward)):
-                return [name for name in able if self.implementations[name].residuals == contract]
+                return [name for name in able if name in own]
         return able
 
     def _running(
@@ -270,12 +291,12 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             )
         call = dataclasses.replace(self.describe(*args, **_without_request(options)), backward=backward)
         chosen, params = self.implementations[cfg.implementation], _params_of(cfg, call)
-        if not chosen.runs_everywhere() or params is None or (backward and not chosen.has_backward()):
+        if not chosen.runs_everywhere(call) or params is None or (backward and not chosen.has_backward()):
             # Asked only where it matters: a trace that asks has to be made anew once the program's platform is known.
-            call = dataclasses.replace(call, platform=_lowered_platform(), partitioned=_is_partitioned())
+            call = dataclasses.replace(call, **_lowered_place(), partitioned=_is_partitioned())
             reason = self.implementations.unsupported(chosen.name, call)
             if reason is not None:
-                chosen, params = self._stand_in(reason, call, names), None
+                chosen, params = self._stand_in(chosen, reason, call, names), None
         if params is None:
             params = chosen.heuristic(call)
         fault = chosen.params_fault(call, params)
@@ -283,11 +304,14 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             raise ConfigError(f"{self._called(call)}: {params!r} is not for this call: {fault}")
         return _Running(chosen, call, params)
 
-    def _stand_in(self, reason: str, call: CallT, names: list[str] | None) -> Implementation[Any]:
+    def _stand_in(
+        self, chosen: Implementation[Any], reason: str, call: CallT, names: list[str] | None
+    ) -> Implementation[Any]:
         if call.backward or call.partitioned:
             found, _ = self._sorted_out(call, names, named=False)
-            if found:
-                return self.implementations[found[0][0]]
+            for other in self.implementations.loadable(name for name, _ in found):
+                if other.residuals == chosen.residuals:
+                    return other
         raise UnsupportedError(f"{self._called(call)}: {reason}")
 
     def _called(self, call: CallT) -> str:
@@ -321,8 +345,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         for name in self.implementations:
             if self.implementations.platforms(name) or not self.implementations[name].differentiable:
                 continue
-            other = self.implementations[name]
-            if other.residuals == running.implementation.residuals and other.unsupported(running.call) is None:
+            other, reason = self.implementations[name], self.implementations.unsupported(name, running.call)
+            if other.residuals == running.implementation.residuals and reason is None:
                 return _Running(other, running.call, other.heuristic(running.call))
         return None
 
@@ -347,7 +371,14 @@ def _is_partitioned() -> bool:
     return compat.is_partitioned() and not compat.knows_devices()
 
 
-def _lowered_platform() -> str | None:
-    """Return the kind of device that the program is being lowered for, if it is being lowered."""
+def _lowered_place() -> dict[str, Any]:
+    """Return what is known of the device that the program is being lowered for, if it is being lowered."""
     platform = compat.lowered_platform()
-    return None if platform is None else platform_kind(platform)
+    if platform is None:
+        return {"platform": None}
+    # Which of NVIDIA's GPUs it is need not be known yet.
+    is_amd = platform.lower() == "rocm"
+    return {
+        "platform": platform_kind(platform),
+        "device_fingerprint": platform_fingerprint(platform) if is_amd else "",
+    }

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.ops.autotuner.search.strategies import ModelSearch, Random, default_strategy
-from ejkernel.ops.config import _chains, _parts
+from ejkernel.ops.config.spaces import chains, parts
 from ejkernel.ops.config.spaces import space as space_module
 from ejkernel.ops.config.spaces.parts import Part
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -158,9 +158,9 @@ def test_what_is_found_without_listing_is_valid_and_never_called_nothing(made, s
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Part, "find_all", lambda self, effort: None)
         for limit in ("_DRAWN", "_AIMED", "_DESCENDED", "_REPAIRED"):
-            patched.setattr(_chains, limit, 5_000)
-        patched.setattr(_parts, "_ESTIMATING", 20_000)
-        patched.setattr(_chains, "_SPREAD", 8)
+            patched.setattr(chains, limit, 5_000)
+        patched.setattr(parts, "_ESTIMATING", 20_000)
+        patched.setattr(chains, "_SPREAD", 8)
         space = ConfigSpace(axes, constraints=constraints)
         if not allowed:
             with pytest.raises(ConfigError, match="none was found"):

@@ -177,6 +177,49 @@ def test_an_effect_of_run_happens_once_also_under_differentiation(program, order
     assert told == ["run"]
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_equal_calls_of_a_program_each_have_their_effects(ordered):
+    told = []
+    kernel = Printing("printing", told, ordered=ordered)
+    np.testing.assert_allclose(jax.jit(lambda x: kernel(kernel(kernel(x))))(X), X**8, rtol=1e-6)
+    jax.effects_barrier()
+    assert told == ["run"] * 3
+
+
+class CountsTraces(Computes):
+    """Tells how often `run` is traced."""
+
+    def __init__(self, name, function):
+        super().__init__(name, function)
+        self.traces = 0
+
+    def run(self, *args, cfg):
+        self.traces += 1
+        return super().run(*args, cfg=cfg)
+
+
+class CountsTracesWithRule(CountsTraces):
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (jnp.cos(primals[0]) * cotangents[0],)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "transform", "traces"),
+    [
+        (CountsTraces("forward", jnp.sin), lambda f: f, 1),
+        (CountsTraces("gradient", jnp.sin), jax.grad, 2),  # for the types, and for JAX to differentiate
+        (CountsTracesWithRule("rule", jnp.sin), jax.grad, 1),
+    ],
+    ids=lambda value: getattr(value, "op_id", None),
+)
+def test_run_is_traced_no_more_often_than_it_must_be(kernel, transform, traces):
+    def program(f):
+        return jax.jit(transform(lambda x: f(f(x)).sum()))(X)
+
+    np.testing.assert_allclose(program(kernel), program(jnp.sin), rtol=1e-6)
+    assert kernel.traces == traces
+
+
 def test_an_effect_of_a_gradient_rule_happens_once():
     told = []
     kernel = PrintingRule("rule", told, rule=True)

@@ -265,7 +265,7 @@ def test_a_modules_getattr_does_not_run(monkeypatch):
 
 
 def test_a_type_that_was_not_registered_is_refused():
-    with pytest.raises(DescriptionError, match=r"test_undescribe.Options' may not be named here"):
+    with pytest.raises(DescriptionError, match=r"test_description.Options' may not be named here"):
         again(Options(), Names())
 
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ejkernel import compat, settings
+from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -111,17 +114,65 @@ def canonical_segments(segments: Any, full: tuple[int, ...]) -> tuple[Any, Any] 
     return pair[0], pair[1]
 
 
-def canonical_window(window: Any, causal: bool) -> tuple[bool, tuple[int | None, int | None] | None]:
+def canonical_lengths(pair: tuple[Any, Any], batch: int) -> tuple[Any, Any] | None:
+    """Return lengths of queries and keys in int32; `None`: neither is given."""
+    query_lengths, key_lengths = pair
+    for name, lengths in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
+        if lengths is None:
+            continue
+        if not is_array(lengths) or not jnp.issubdtype(lengths.dtype, jnp.integer) or tuple(lengths.shape) != (batch,):
+            raise ArgumentError(f"{name} must be an integer array [batch] = {(batch,)}; got {_shown((lengths,))}.")
+    if query_lengths is None and key_lengths is None:
+        return None
+    return _cast(query_lengths, jnp.int32), _cast(key_lengths, jnp.int32)
+
+
+def canonical_sinks(sinks: Any, heads: int) -> Any:
+    """Return the logits of attention sinks, one for each head."""
+    if sinks is None:
+        return None
+    if not is_array(sinks) or not jnp.issubdtype(sinks.dtype, jnp.floating) or tuple(sinks.shape) != (heads,):
+        raise ArgumentError(f"sinks must be a floating-point array [heads] = {(heads,)}; got {_shown((sinks,))}.")
+    return sinks
+
+
+def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
+    """Return the rate of dropout, and its key as two words; without dropout there is no key."""
+    if not is_number(rate) or not 0 <= rate < 1:
+        raise ArgumentError(
+            f"dropout_rate must be a number from 0 to 1, 1 excluded, got {rate!r}; it is static under jit."
+        )
+    if not rate:
+        return 0.0, None
+    if key is None:
+        raise ArgumentError(
+            "dropout_key must be given with dropout_rate, got None; pass a key of jax.random, another one each step."
+        )
+    if not is_array(key):
+        raise ArgumentError(f"dropout_key must be a key of jax.random, got {type(key).__name__}.")
+    is_typed = compat.dtypes.issubdtype(key.dtype, compat.dtypes.prng_key)
+    if tuple(key.shape) != (() if is_typed else (2,)) or not (is_typed or key.dtype == np.uint32):
+        raise ArgumentError(f"dropout_key must be one key, as of jax.random.key(seed); got {_shown((key,))}.")
+    return float(rate), _two_words(key) if is_typed else key
+
+
+def _two_words(key: Any) -> Any:
+    if isinstance(key, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((2,), jnp.uint32)
+    words = jax.random.key_data(key).reshape(-1, 2)
+    return words[0] if words.shape[0] == 1 else words[0] ^ words[1]  # keys of `rbg` are four words
+
+
+def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, int | None] | None]:
     """Return whether attention is causal, and the window as `(left, right)`; equal rules give equal answers."""
-    if not isinstance(causal, bool):
-        raise ArgumentError(f"causal must be True or False, got {causal!r}; it is static under jit.")
+    causal = flag("causal", causal)
     sides = window if isinstance(window, tuple | list) else (window, window)
-    if len(sides) != 2 or not all(side is None or (type(side) is int and side >= 0) for side in sides):
+    if len(sides) != 2 or not all(side is None or (is_integer(side) and side >= 0) for side in sides):
         raise ArgumentError(
             f"sliding_window must be an int >= 0, or a pair (left, right) of such with None for no limit; got "
             f"{window!r}."
         )
-    left, right = sides
+    left, right = (None if side is None else int(side) for side in sides)
     if causal or right == 0:
         return True, None if left is None else (left, 0)
     return False, None if left is None and right is None else (left, right)
@@ -131,9 +182,51 @@ def positive(name: str, value: Any, default: float | None) -> float | None:
     """Return a positive finite number as a float; `None` gives `default`."""
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise ArgumentError(f"{name} must be a positive number or None, got {value!r}; it is static under jit.")
     return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return what is True or False, NumPy's too, as a bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}; it is static under jit.")
+    return bool(value)
+
+
+def canonical_more(
+    *,
+    soft_cap_after_bias: Any = False,
+    precision: Any = None,
+    return_lse: Any = False,
+    deterministic: Any = False,
+) -> dict[str, Any]:
+    """Return the options that say something."""
+    found = {
+        "soft_cap_after_bias": flag("soft_cap_after_bias", soft_cap_after_bias),
+        "precision": canonical_precision(precision),
+        "return_lse": flag("return_lse", return_lse),
+        "deterministic": flag("deterministic", deterministic) or settings.deterministic_ops(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def canonical_precision(value: Any) -> str | None:
+    """Return the name of a precision in lower case; `None` is JAX's default."""
+    if value is None:
+        return None
+    name = value.name if isinstance(value, jax.lax.Precision) else value
+    if not isinstance(name, str) or name.upper() not in jax.lax.Precision.__members__:
+        raise ArgumentError(
+            f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}."
+        )
+    return name.lower()
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    if x is None or x.dtype == dtype:
+        return x
+    return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
 def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from ejkernel import compat
+from ejkernel.kernels._numbers import accumulator as accumulator
 from ejkernel.ops.implementation import Implementation, OperationCall
 
 # The log-sum-exp of a row that sees no key. Large, so that exp(score - lse) is exactly zero in every backward;
@@ -31,6 +31,10 @@ class Operands(NamedTuple):
         attention_mask: True where a key is visible; axes as `bias`.
         query_segments: `[batch, queries]`; a query sees the keys of its own segment.
         key_segments: `[batch, keys]`.
+        query_lengths: `[batch]` in int32; queries from there on see nothing.
+        key_lengths: `[batch]` in int32; keys from there on are hidden.
+        sinks: `[heads]`; a logit that takes part in every row's softmax, with a value of zero.
+        dropout_key: Two words, in uint32, that the mask of the dropout is drawn with; see `dropout.kept`.
     """
 
     query: jax.Array
@@ -40,6 +44,10 @@ class Operands(NamedTuple):
     attention_mask: jax.Array | None = None
     query_segments: jax.Array | None = None
     key_segments: jax.Array | None = None
+    query_lengths: jax.Array | None = None
+    key_lengths: jax.Array | None = None
+    sinks: jax.Array | None = None
+    dropout_key: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +61,18 @@ class Rules:
         left: How many keys before its own position a query sees; `None`: all.
         right: How many keys after its own position a query sees; `None`: all; causal attention is 0.
         soft_cap: Scaled products are squashed into `(-soft_cap, soft_cap)` before the bias is added.
+        cap_after_bias: Whether the sum of product and bias is squashed instead.
+        dropout_rate: With what probability a weight is dropped; the others are divided by one less it.
+        precision: Of matrix products, as `jax.lax.Precision` calls it; `None`: JAX's default.
     """
 
     scale: float
     left: int | None = None
     right: int | None = None
     soft_cap: float | None = None
+    cap_after_bias: bool = False
+    dropout_rate: float = 0.0
+    precision: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +85,9 @@ class AttentionCall(OperationCall):
         bias_dtype: Name of the dtype of `bias`, if there is one.
         segments: Whether segment ids are given.
         rules: The static part.
+        query_lengths: Whether they are given; so with `key_lengths`.
+        return_lse: Whether the log-sum-exp is a result too, so that a backward has its cotangent.
+        deterministic: Whether results, and gradients above all, must repeat bit by bit.
     """
 
     query: tuple[int, ...]
@@ -82,21 +99,45 @@ class AttentionCall(OperationCall):
     bias_dtype: str | None = None
     attention_mask: tuple[int, ...] | None = None
     segments: bool = False
+    query_lengths: bool = False
+    key_lengths: bool = False
+    return_lse: bool = False
+    deterministic: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        """See `OperationCall`; attention sinks are not among them, for `AttentionImplementation` brings them in."""
+        asked = {
+            "query_lengths": self.query_lengths,
+            "key_lengths": self.key_lengths,
+            "return_lse": self.return_lse and self.backward,
+            "deterministic": self.deterministic,
+            "soft_cap_after_bias": self.rules.cap_after_bias,
+            "dropout_rate": self.rules.dropout_rate > 0,
+            "precision": self.rules.precision is not None,
+        }
+        return frozenset(name for name, is_asked in asked.items() if is_asked)
 
 
 class AttentionImplementation(Implementation[AttentionCall]):
-    """What the implementations of attention have in common: how they are called, and what a forward leaves."""
+    """What the implementations of attention have in common: how they are called, and what a forward leaves.
+
+    Attention sinks change what `attend` found by one factor a row, and nothing else that `differentiate` reads, so
+    that they are brought in here, for all implementations.
+    """
 
     residuals = "the log-sum-exp of every row, [batch, heads, queries] in float32"
 
     def attend(self, operands: Operands, rules: Rules, params: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp."""
+        """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp; sinks are left out."""
         raise NotImplementedError
 
     def differentiate(
         self, operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Return the gradients of query, key, value and bias.
+
+        Where `"return_lse"` is among the features, the cotangent of the log-sum-exp is given as `dlse`.
 
         Args:
             operands: As the forward had them.
@@ -107,22 +148,71 @@ class AttentionImplementation(Implementation[AttentionCall]):
         """
         raise NotImplementedError
 
-    def forward(self, call: AttentionCall, /, *args: Any, params: Any) -> tuple[jax.Array, jax.Array]:
+    def forward(self, call: AttentionCall, /, *args: Any, params: Any) -> tuple[Any, jax.Array]:
         """See `Implementation`."""
-        return self.attend(operands_of(args), call.rules, params)
+        operands = operands_of(args)
+        out, lse = self.attend(operands._replace(sinks=None), call.rules, params)
+        if operands.sinks is not None:
+            out, lse = with_sinks(out, lse, operands.sinks)
+        return ((out, returned_lse(lse)) if call.return_lse else out), lse
 
     def backward(
         self, call: AttentionCall, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: Any
     ) -> tuple[Any, ...]:
         """See `Implementation`."""
-        found = self.differentiate(operands_of(args), (out, residuals), cotangents[0], call.rules, params)
-        return (*found, None, None)
+        operands, lse, dlse = operands_of(args), residuals, None
+        dout = cotangents[0]
+        if call.return_lse:
+            out, dlse = out[0], jnp.where(lse == EMPTY_ROW_LSE, 0, cotangents[1].astype(lse.dtype))
+        more = {} if dlse is None else {"dlse": dlse}
+        found = self.differentiate(operands._replace(sinks=None), (out, lse), dout, call.rules, params, **more)
+        dsinks = None if operands.sinks is None else _gradient_of_sinks(operands.sinks, out, lse, dout, dlse)
+        return (*found, None, None, None, dsinks, None)[: len(args)]
+
+
+def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return output and log-sum-exp as they are if every row's softmax has one more logit, of a value of zero."""
+    sink, empty = sinks.astype(lse.dtype)[None, :, None], lse == EMPTY_ROW_LSE
+    seen = jnp.where(empty, 0, lse)  # keeps what is not used, and its derivative, finite
+    both = jnp.logaddexp(seen, jnp.broadcast_to(sink, seen.shape))
+    share = jnp.where(empty, 0, jnp.exp(seen - both))
+    scaled = out.astype(lse.dtype) * share.transpose(0, 2, 1)[..., None]
+    return scaled.astype(out.dtype), jnp.where(empty, sink, both)
+
+
+def returned_lse(lse: jax.Array) -> jax.Array:
+    """Return the log-sum-exp as users have it: minus infinity for a row that sees no key."""
+    return jnp.where(lse == EMPTY_ROW_LSE, -jnp.inf, lse)
+
+
+def _gradient_of_sinks(
+    sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
+) -> jax.Array:
+    # The sink's value is zero, so its weight pulls at the output's product with the cotangent alone.
+    pull = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=lse.dtype)
+    pull = -pull if dlse is None else dlse - pull
+    weight = jnp.exp(sinks.astype(lse.dtype)[None, :, None] - lse)
+    return (weight * pull).sum(axis=(0, 2)).astype(sinks.dtype)
 
 
 def operands_of(args: Sequence[Any]) -> Operands:
-    """Return the positional arguments of the operation, of which the last is a pair of segment ids, as operands."""
-    *arrays, segments = args
-    return Operands(*arrays, *((None, None) if segments is None else segments))
+    """Return the positional arguments of the operation, of which some are pairs, as operands."""
+    query, key, value, bias, mask, segments, lengths, sinks, dropout_key = (*args, *[None] * 6)[:9]
+    query_segments, key_segments = segments or (None, None)
+    query_lengths, key_lengths = lengths or (None, None)
+    return Operands(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        attention_mask=mask,
+        query_segments=query_segments,
+        key_segments=key_segments,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        sinks=sinks,
+        dropout_key=dropout_key,
+    )
 
 
 def describe(
@@ -140,16 +230,13 @@ def describe(
         bias_dtype=None if bias is None else str(bias.dtype),
         attention_mask=None if mask is None else tuple(mask.shape),
         segments=operands.query_segments is not None,
+        query_lengths=operands.query_lengths is not None,
+        key_lengths=operands.key_lengths is not None,
         platform=platform,
         device_fingerprint=fingerprint,
         backward=backward,
         partitioned=compat.is_partitioned() and not compat.knows_devices(),
     )
-
-
-def accumulator(dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype that sums run in: float32, or float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: Rules) -> jax.Array | None:

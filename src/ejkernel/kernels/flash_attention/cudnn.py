@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ejkernel import compat
+from ejkernel import compat, settings
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules
 
-_AMD = re.compile(r"amd|radeon|instinct")
+_AMD = re.compile(r"amd|radeon|instinct|:gfx\d")
 _TOO_OLD = re.compile(r"(v100|t4|p100|titan|rtx_20\d\d)(_|$)")
 _HOPPER_OR_LATER = re.compile(r"(h20|h100|h200|h800|gh200|b100|b200|b300|gb200|gb300|gb10|rtx_50\d\d|rtx_pro_\w+)(_|$)")
 
@@ -28,6 +28,8 @@ class Cudnn(AttentionImplementation):
     """The implementation by cuDNN, which chooses its tiles by itself."""
 
     name = "cudnn"
+    # "precision": 16-bit products are exact in float32
+    features = frozenset(("query_lengths", "key_lengths", "deterministic", "precision"))
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """See `unsupported_reason`."""
@@ -56,12 +58,22 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return _platform_reason(call) or _arguments_reason(call) or _masking_reason(call) or _length_reason(call)
 
 
+def is_hopper_or_later(device_fingerprint: str) -> bool:
+    """Return whether a device is a Hopper GPU of NVIDIA, or a later one."""
+    return _HOPPER_OR_LATER.search(device_fingerprint) is not None
+
+
 def _platform_reason(call: AttentionCall) -> str | None:
     device = call.device_fingerprint
     if call.platform not in (None, "gpu") or _AMD.search(device):
         return f"implementation='cudnn' needs an NVIDIA GPU, and this call is for {device or call.platform}; use 'xla'."
     if _TOO_OLD.search(device):
         return f"implementation='cudnn' needs an Ampere GPU or a later one, and this call is for {device}; use 'xla'."
+    if call.backward and call.deterministic and not settings.deterministic_ops():
+        return (
+            "deterministic is available with cuDNN's gradient only for a whole process, by "
+            "XLA_FLAGS=--xla_gpu_deterministic_ops=true; set it, or use 'xla'."
+        )
     if call.partitioned:
         return (
             "implementation='cudnn' in a program that XLA partitions would gather query, key and value on every "
@@ -88,8 +100,11 @@ def _arguments_reason(call: AttentionCall) -> str | None:
 
 def _masking_reason(call: AttentionCall) -> str | None:
     rules = call.rules
+    lengths = call.query_lengths or call.key_lengths
+    if lengths and (call.bias is not None or call.attention_mask is not None or rules.left is not None):
+        return "lengths are not available with cuDNN beside bias, attention_mask or sliding_window; use 'xla'."
     if call.segments:
-        return "segment_ids are not available with cuDNN; use 'xla'."
+        return "segment_ids are not available with implementation='cudnn'; use 'cudnn_packed', or 'xla'."
     if rules.soft_cap is not None:
         return "logits_soft_cap is not available with cuDNN; use 'xla'."
     if rules.left is None and rules.right is None:
@@ -132,16 +147,21 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
 
     @custom_vmap
     def attend(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-        return compat.cudnn_attention_forward(*arrays, **static)
+        query, key, value, bias, *lengths = arrays
+        return compat.cudnn_attention_forward(query, key, value, bias, **static, **_lengths(*lengths))
 
     @attend.def_vmap
     def _folded(size: int, batched: Any, *arrays: Any) -> Any:
-        folded = [_fold(x, size, b) for x, b in zip(arrays[:3], batched, strict=False)]
-        bias = _fold_bias(arrays[3], size, batched[3], arrays[0].shape[-4])
-        return tuple(_unfold(x, size) for x in attend(*folded, bias)), (True, True)
+        folded = [fold(x, size, b) for x, b in zip(arrays, batched, strict=True)]
+        folded[3] = _fold_bias(arrays[3], size, batched[3], arrays[0].shape[-4])
+        return tuple(unfold(x, size) for x in attend(*folded)), (True, True)
 
-    total = _total_bias(operands.bias, operands)
-    out, lse = attend(*operands[:3], total)
+    total, lengths = _total_bias(operands.bias, operands), _both_lengths(operands)
+    out, lse = attend(*operands[:3], total, *lengths)
+    if lengths[0] is not None:
+        counts, _ = _counting(operands)
+        out = jnp.where(counts[:, :, None, None], out, 0)
+        return out, jnp.where(counts[:, None], lse, EMPTY_ROW_LSE)
     if total is None:  # then every query sees a key
         return out, lse
     empty = lse < _HIDDEN[str(out.dtype)] / 2
@@ -158,24 +178,31 @@ def backward(
 
     @custom_vmap
     def pull(*arrays: Any) -> tuple[jax.Array, ...]:
-        query, key, value, bias, out, lse, dout = arrays
-        return compat.cudnn_attention_backward((query, key, value, bias), (out, lse), dout, **static)
+        query, key, value, bias, out, lse, dout, *lengths = arrays
+        given = (query, key, value, bias)
+        return compat.cudnn_attention_backward(given, (out, lse), dout, **static, **_lengths(*lengths))
 
     @pull.def_vmap
     def _folded(size: int, batched: Any, *arrays: Any) -> Any:
-        folded = [None if x is None else _fold(x, size, b) for x, b in zip(arrays, batched, strict=True)]
+        folded = [fold(x, size, b) for x, b in zip(arrays, batched, strict=True)]
         batch, bias = arrays[0].shape[-4], arrays[3]
         shared = bias is not None and bias.shape[-4] < batch
         if bias is not None:  # every example has a gradient of its own, so the bias is spread over all of them
             spread = jnp.broadcast_to(bias, (*bias.shape[:-4], batch, *bias.shape[-3:]))
-            folded[3] = _fold(spread, size, batched[3])
-        found = [_unfold(x, size) for x in pull(*folded)]
+            folded[3] = fold(spread, size, batched[3])
+        found = [unfold(x, size) for x in pull(*folded)]
         if shared and len(found) == 4:
             found[3] = found[3].sum(axis=1, keepdims=True)
         return tuple(found), (True,) * len(found)
 
     total, to_bias = jax.vjp(lambda bias: _total_bias(bias, operands), operands.bias)
-    found = pull(*operands[:3], total, *residuals, dout.astype(operands.query.dtype))
+    lengths = _both_lengths(operands)
+    found = pull(*operands[:3], total, *residuals, dout.astype(operands.query.dtype), *lengths)
+    if lengths[0] is not None:
+        counts = _counting(operands)
+        sides = zip(found, (counts[0], counts[1], counts[1]), strict=True)
+        dquery, dkey, dvalue = (jnp.where(side[:, :, None, None], x, 0) for x, side in sides)
+        return dquery, dkey, dvalue, None
     return (*found[:3], to_bias(found[3])[0] if operands.bias is not None else None)
 
 
@@ -191,8 +218,39 @@ def _total_bias(bias: jax.Array | None, operands: Operands) -> jax.Array | None:
     return jnp.broadcast_to(total, (*total.shape[:2], query.shape[1], operands.key.shape[1]))
 
 
-def _fold(x: jax.Array, size: int, batched: Any) -> jax.Array:
-    """Merge the axis of a `vmap` into the axis of the batch."""
+def _both_lengths(operands: Operands) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return lengths of queries and keys as cuDNN takes them, both or none: at least 1, and at most all."""
+    given = (operands.query_lengths, operands.key_lengths)
+    if given[0] is None and given[1] is None:
+        return None, None
+    batch, sizes = operands.query.shape[0], (operands.query.shape[1], operands.key.shape[1])
+    full = (jnp.full(batch, size, jnp.int32) for size in sizes)
+    queries, keys = (
+        every if own is None else jnp.clip(own, 1, size) for own, every, size in zip(given, full, sizes, strict=True)
+    )
+    return queries, keys
+
+
+def _counting(operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Return which queries see a key, and which keys are seen, `[batch, length]`: cuDNN leaves the others undefined."""
+    given = (operands.query_lengths, operands.key_lengths)
+    sizes = (operands.query.shape[1], operands.key.shape[1])
+    batch = operands.query.shape[0]
+    queries, keys = (
+        jnp.ones((batch, size), bool) if own is None else jnp.arange(size, dtype=jnp.int32)[None] < own[:, None]
+        for own, size in zip(given, sizes, strict=True)
+    )
+    return queries & keys[:, :1], keys & queries[:, :1]
+
+
+def _lengths(queries: Any = None, keys: Any = None) -> dict[str, Any]:
+    return {} if queries is None else {"lengths": compat.CudnnLengths(queries, keys)}
+
+
+def fold(x: Any, size: int, batched: Any) -> Any:
+    """Merge the axis of a `vmap` into the axis of the batch; `None` stays."""
+    if x is None:
+        return None
     x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
@@ -202,8 +260,10 @@ def _fold_bias(bias: jax.Array | None, size: int, batched: Any, batch: int) -> j
     if bias is None or (not batched and bias.shape[0] == 1):
         return bias
     spread = jnp.broadcast_to(bias, (*bias.shape[:-4], batch, *bias.shape[-3:]))
-    return _fold(spread, size, batched)
+    folded: jax.Array = fold(spread, size, batched)
+    return folded
 
 
-def _unfold(x: jax.Array, size: int) -> jax.Array:
+def unfold(x: jax.Array, size: int) -> jax.Array:
+    """Undo `fold`."""
     return x.reshape(size, -1, *x.shape[1:])

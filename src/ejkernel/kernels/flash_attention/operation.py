@@ -17,7 +17,7 @@ from ejkernel.ops.implementation import Implementations, LazyImplementation, Ope
 from ejkernel.ops.operation import Operation
 
 from . import _arguments as arguments
-from .common import AttentionCall, Rules, describe, operands_of, visible_pairs
+from .common import AttentionCall, Rules, describe, operands_of, returned_lse, visible_pairs
 from .reference import attention
 
 _Invocation = Invocation["FlashAttentionConfig", jax.Array]
@@ -28,7 +28,7 @@ class FlashAttentionConfig(OperationConfig):
     """How one call of `flash_attention` runs, forward or backward.
 
     Attributes:
-        implementation: Which implementation runs: `xla` or `cudnn`.
+        implementation: Which implementation runs: `xla`, `cudnn` or `cudnn_packed`.
         fwd: Its parameters for the forward; `None`: its heuristic's. Those of `xla` are `FwdParams`.
         bwd: Its parameters for the backward, likewise. Those of `xla` are `BwdParams`.
     """
@@ -45,6 +45,8 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     implementations = Implementations(
         {
             "cudnn": LazyImplementation(f"{__package__}.cudnn:Cudnn", platforms=("gpu",)),
+            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)),
+            "cudnn_packed": LazyImplementation(f"{__package__}.cudnn_packed:CudnnPacked", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
         }
     )
@@ -60,16 +62,23 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         bias: Any = None,
         attention_mask: Any = None,
         segment_ids: Any = None,
-        *,
+        *others: Any,
         causal: bool = False,
         softmax_scale: float | None = None,
         sliding_window: arguments.SlidingWindow | None = None,
         logits_soft_cap: float | None = None,
         implementation: Any = None,
+        **more: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments, and bring equal calls into one form."""
+        """Check the arguments, and bring equal calls into one form.
+
+        `others` are a pair of lengths, the sinks, and the key of the dropout. What says nothing is left out of them and
+        of `more`: it is not in the call's key.
+        """
+        lengths, sinks, dropout_key = (*others, *[None] * 3)[:3]
         arguments.check_main(query, key, value)
         full = arguments.full_shape(query, key)
+        rate, dropout_key = arguments.canonical_dropout(more.pop("dropout_rate", 0.0), dropout_key)
         arrays = (
             query,
             key,
@@ -77,35 +86,52 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             arguments.canonical_bias(bias, full),
             arguments.canonical_mask(attention_mask, full),
             arguments.canonical_segments(segment_ids, full),
+            arguments.canonical_lengths(lengths or (None, None), full[0]),
+            arguments.canonical_sinks(sinks, full[1]),
+            dropout_key,
         )
         requested = self.requested(implementation)
         causal, window = arguments.canonical_window(sliding_window, causal)
-        return arrays, {
+        cap = arguments.positive("logits_soft_cap", logits_soft_cap, None)
+        options = {
             "causal": causal,
             "softmax_scale": arguments.positive("softmax_scale", softmax_scale, query.shape[3] ** -0.5),
             "sliding_window": window,
-            "logits_soft_cap": arguments.positive("logits_soft_cap", logits_soft_cap, None),
+            "logits_soft_cap": cap,
             "implementation": requested,
         }
+        more = arguments.canonical_more(**more)
+        if cap is None or bias is None:
+            more.pop("soft_cap_after_bias", None)
+        return _without_trailing(arrays), options | more | ({"dropout_rate": rate} if rate else {})
 
     def describe(self, *args: Any, **options: Any) -> AttentionCall:
         """Return the shapes and the rules."""
-        return describe(operands_of(args), _rules(options))
+        described = describe(operands_of(args), _rules(options))
+        return_lse, deterministic = options.get("return_lse", False), options.get("deterministic", False)
+        if not return_lse and not deterministic:
+            return described
+        return dataclasses.replace(described, return_lse=return_lse, deterministic=deterministic)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output, computed in float32 from the whole score matrix."""
         operands = operands_of(args)
-        return attention(operands, _rules(options))[0].astype(operands.query.dtype)
+        out, lse = attention(operands, _rules(options))
+        out = out.astype(operands.query.dtype)
+        return (out, returned_lse(lse)) if options.get("return_lse") else out
 
     def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random arrays; the first key is never masked, and segment ids rise."""
+        """Return random arrays; the first key is never masked, segment ids rise, and no example is without a key."""
         args, kwargs = super().example_inputs(inv, rng)
-        query, key, value, bias, mask, segments = (*args, None, None, None)[:6]
+        query, key, value, bias, mask, segments, lengths, *others = _all_arrays(args)
         if mask is not None:
             mask = mask.at[..., 0].set(True)
         if segments is not None:
             segments = tuple(_random_segments(x.shape, rng).astype(x.dtype) for x in segments)
-        return (query, key, value, bias, mask, segments), kwargs
+        if lengths is not None:
+            pairs = zip(lengths, (query.shape[1], key.shape[1]), strict=True)
+            lengths = tuple(x if x is None else _random_lengths(x.shape, most, rng) for x, most in pairs)
+        return (query, key, value, bias, mask, segments, lengths, *others)[: len(args)], kwargs
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the forward's work: two products for every pair that the static rules let see each other.
@@ -136,11 +162,12 @@ class BucketedFlashAttention(FlashAttention):
     def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with lengths of powers of two, where the same implementations run these."""
         own, options = inv.abstract_args, inv.abstract_kwargs
-        query, key, value, bias, mask, segments = (*own, None, None, None)[:6]
+        query, key, value, bias, mask, segments, *others = _all_arrays(own)
         rounded = (
             *(bucketed(x, 1) for x in (query, key, value)),
             *(bucketed(x, 2, 3) for x in (bias, mask)),
             None if segments is None else tuple(bucketed(x, 1) for x in segments),
+            *others,
         )[: len(own)]
         same = self.able(dataclasses.replace(inv, args=rounded)) == self.able(inv)
         return rounded if same else own, options
@@ -157,8 +184,24 @@ def _rules(options: dict[str, Any]) -> Rules:
         left=left,
         right=0 if options["causal"] else right,
         soft_cap=options["logits_soft_cap"],
+        cap_after_bias=options.get("soft_cap_after_bias", False),
+        dropout_rate=options.get("dropout_rate", 0.0),
+        precision=options.get("precision"),
     )
+
+
+def _all_arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*args, *[None] * 6)[:9]
+
+
+def _without_trailing(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    given = max((index for index, array in enumerate(arrays) if array is not None), default=0)
+    return arrays[: max(6, given + 1)]
 
 
 def _random_segments(shape: tuple[int, ...], rng: np.random.Generator) -> jax.Array:
     return jnp.asarray(np.sort(rng.integers(0, 4, shape), axis=-1))
+
+
+def _random_lengths(shape: tuple[int, ...], most: int, rng: np.random.Generator) -> jax.Array:
+    return jnp.asarray(rng.integers(1, most + 1, shape), jnp.int32)

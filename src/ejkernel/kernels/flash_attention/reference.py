@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .common import EMPTY_ROW_LSE, Operands, Rules, accumulator, within_window
+from .dropout import kept
 
 
 def attention(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
@@ -18,21 +19,45 @@ def attention(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
     query, key, value = (x.astype(dtype) for x in operands[:3])
     repeats = query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest") * rules.scale
-    if rules.soft_cap is not None:
-        logits = rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
-    if operands.bias is not None:
-        logits = logits + operands.bias.astype(dtype)
+    logits = _logits(query, key, operands, rules)
     visible = _visible(operands, rules) & (logits != -jnp.inf)
     # Two selects: the inner one keeps -inf out of the derivative of exp, the outer one keeps empty rows at zero.
     logits = jnp.where(visible, logits, 0)
-    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf))
+    top = jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf)
+    sink = None if operands.sinks is None else operands.sinks.astype(dtype)[None, :, None, None]
+    top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits - top, 0)), 0)
     total = weights.sum(axis=-1)
+    if sink is not None:
+        total = total + jnp.exp(sink - top)[..., 0]
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    out = jnp.einsum("bhqk,bkhd->bqhd", weights / total[..., None], value, precision="highest")
+    weights = _after_dropout(weights / total[..., None], operands, rules)
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights, value, precision="highest")
     return out, jnp.where(empty, EMPTY_ROW_LSE, top[..., 0] + jnp.log(total))
+
+
+def _logits(query: jax.Array, key: jax.Array, operands: Operands, rules: Rules) -> jax.Array:
+    def capped(logits: jax.Array) -> jax.Array:
+        return logits if rules.soft_cap is None else rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
+
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest") * rules.scale
+    if operands.bias is None:
+        return capped(logits)
+    bias = operands.bias.astype(logits.dtype)
+    if not rules.cap_after_bias:
+        return capped(logits) + bias
+    # minus infinity hides a key as it does without the cap
+    return jnp.where(bias == -jnp.inf, bias, capped(logits + jnp.where(bias == -jnp.inf, 0, bias)))
+
+
+def _after_dropout(weights: jax.Array, operands: Operands, rules: Rules) -> jax.Array:
+    if operands.dropout_key is None:
+        return weights
+    batch, heads, queries, keys = weights.shape
+    rows = jnp.arange(batch * heads).reshape(batch, heads)
+    keep = kept(operands.dropout_key, rows, jnp.arange(queries), jnp.arange(keys), rules)
+    return jnp.where(keep, weights / (1 - rules.dropout_rate), 0)
 
 
 def _visible(operands: Operands, rules: Rules) -> jax.Array:
@@ -40,9 +65,13 @@ def _visible(operands: Operands, rules: Rules) -> jax.Array:
     visible = jnp.ones((1, 1, queries, keys), bool)
     window = within_window(jnp.arange(queries) + keys - queries, jnp.arange(keys), rules)
     if window is not None:
-        visible &= window
+        visible &= window[None, None]
     if operands.attention_mask is not None:
         visible &= operands.attention_mask
     if operands.query_segments is not None and operands.key_segments is not None:
         visible &= (operands.query_segments[:, :, None] == operands.key_segments[:, None, :])[:, None]
+    if operands.query_lengths is not None:
+        visible &= (jnp.arange(queries)[None] < operands.query_lengths[:, None])[:, None, :, None]
+    if operands.key_lengths is not None:
+        visible &= (jnp.arange(keys)[None] < operands.key_lengths[:, None])[:, None, None]
     return visible

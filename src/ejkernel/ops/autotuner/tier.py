@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import warnings
@@ -22,25 +23,18 @@ from ejkernel.ops.errors import TuningError, TuningWarning
 
 
 class AutotuneTier:
-    """Searches on behalf of one chain.
+    """Searches on behalf of one chain."""
 
-    Args:
-        tuner: Who measures; an `Autotuner` by default, made when it is first asked for.
-    """
-
-    def __init__(self, tuner: Any = None) -> None:
-        self._tuner = tuner
+    def __init__(self) -> None:
         self._store: MeasurementStore | None = None
         # A tuner may resolve the very call that it tunes, so the locks are ones that a thread may take twice.
         self._locks: dict[ConfigKey, threading.RLock] = {}
         self._locks_guard = threading.Lock()
 
-    @property
-    def tuner(self) -> Any:
-        """Who measures."""
-        if self._tuner is None:
-            self._tuner = Autotuner()
-        return self._tuner
+    @functools.cached_property
+    def default_tuner(self) -> Autotuner:
+        """Who measures for a chain that was not given a tuner."""
+        return Autotuner()
 
     def store_beside(self, persistent: Any) -> MeasurementStore | None:
         """Return the store that searches start from; `None` if `persistent` is no `PersistentCache`."""
@@ -54,7 +48,7 @@ class AutotuneTier:
         self, chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], kernel: Any, tuner: Any, **options: Any
     ) -> Any:
         """See `ConfigSelectorChain.search`."""
-        tuner, store = self.tuner if tuner is None else tuner, self.store_beside(chain.persistent)
+        tuner, store = chain.tuner if tuner is None else tuner, self.store_beside(chain.persistent)
         if store is not None and _takes(tuner.tune, "records"):
             options["records"] = store.records(inv)
         # The representative, and not whichever call of its bucket came first: the answer must not depend on the order
@@ -64,8 +58,7 @@ class AutotuneTier:
         # All of it, not the winner alone: other searches start from there.
         if store is not None and chain.persist_autotune:
             store.save(tuned)
-        # After what was measured until then is remembered and stored.
-        if tuned.interrupted:
+        if tuned.interrupted:  # what was measured until then is not lost
             raise KeyboardInterrupt
         return tuned
 

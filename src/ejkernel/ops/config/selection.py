@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Generic
@@ -121,6 +122,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self.policy = policy if autotune is None else dataclasses.replace(policy, autotune=autotune)
         self._given_tuner = tuner
         self._autotune_tier: Any = None
+        self._making_tier = threading.Lock()
         self._warned: set[str] = set()
         self._known = IdentitySet()
         self._namesakes: set[str] = set()
@@ -129,18 +131,19 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     @property
     def tuner(self) -> Any:
         """Who measures."""
-        return self._autotune.tuner if self._given_tuner is None else self._given_tuner
+        return self._autotune.default_tuner if self._given_tuner is None else self._given_tuner
 
     @tuner.setter
     def tuner(self, tuner: Any) -> None:
-        self._given_tuner, self._autotune_tier = tuner, None
+        self._given_tuner = tuner
 
     @property
     def _autotune(self) -> Any:
         # Made when it is first asked for: it brings the whole tuner, which a program that only runs does not need.
-        if self._autotune_tier is None:
-            self._autotune_tier = services.autotune_tier(self._given_tuner)
-        return self._autotune_tier
+        with self._making_tier:
+            if self._autotune_tier is None:
+                self._autotune_tier = services.autotune_tier()
+            return self._autotune_tier
 
     @property
     def store(self) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ejkernel.ops.core.callspec import CallSpec, take_apart
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.hooks import Kernel
 from ejkernel.ops.core.transformations.autodiff import with_spec
 from ejkernel.ops.core.transformations.nodes import Node
 from ejkernel.ops.errors import ArgumentError, KernelError

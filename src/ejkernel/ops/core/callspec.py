@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.ops.core.kernel import Kernel, overrides, run_forms
+from ejkernel.ops.core.hooks import Kernel, overrides, run_forms
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
 from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from ejkernel.ops.core.hooks import Kernel, config_type_of, hook, run_forms
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, config_type_of, hook, run_forms
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.typenames import note_type

@@ -16,7 +16,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.kernel import Kernel, hook, overrides
+from ejkernel.ops.core.hooks import Kernel, hook, overrides
 from ejkernel.ops.core.transformations.autodiff import wiring, with_spec
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel import compat
 from ejkernel.compat import ad
 from ejkernel.ops.core.context import Settings, settings_in_force
+from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
@@ -258,7 +259,7 @@ def _abstract_eval(*avals: Any, call: Call) -> tuple[Sequence[Any], Any]:
 
 def _impl(*arrays: Any, call: Call) -> Sequence[Any]:
     if compat.jit_disabled():
-        return _compute(call, (jax.default_backend(),), None, *arrays)
+        return _compute(call, jax.default_backend(), *arrays)
     compiled, key = _eager.of(call.node.spec.kernel), (call.weak, call.host.generation)
     function = compiled.get(key)
     if function is None:
@@ -267,20 +268,16 @@ def _impl(*arrays: Any, call: Call) -> Sequence[Any]:
     return list(function(*arrays))
 
 
-def _compute(call: Call, platforms: Sequence[str], expected: Sequence[Any] | None, *arrays: Any) -> Sequence[Any]:
-    if len(platforms) == 1:
-        avals = [jax.typeof(array) for array in arrays]
-        return call.host.body_of(call, platforms[0], avals, expected).compute(*arrays)
-    branches = {platform: functools.partial(_compute, call, (platform,), expected) for platform in platforms}
-    out: Sequence[Any] = compat.run_on_platform(branches, *arrays)
-    return out
+def _compute(call: Call, platform: str, *arrays: Any) -> Sequence[Any]:
+    avals = [jax.typeof(array) for array in arrays]
+    return call.host.body_of(call, platform, avals, None).compute(*arrays)
 
 
 def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     platforms = compat.lowering_platforms(ctx)
+    if len(platforms) > 1:
+        return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     with call.settings.entered(), compat.lowering(ctx):
-        if len(platforms) > 1:
-            return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
         # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
         body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
         if body.jaxpr is None:
@@ -363,10 +360,18 @@ def _differentiate(
     outs = tuple(is_inexact(aval) for aval in plain_types.avals)
     forward, linear = differentiate(call.node, wrt, outs, trees)
     results = call_p.bind(*primals, call=dataclasses.replace(call, node=forward))
+    if trees is not None:
+        results = _named(results, len(outs), call.node.spec.kernel.op_id)
     out, saved = results[: len(outs)], results if trees is not None else ()
     derived = dataclasses.replace(call, node=linear, linear=len(tangents))
     found = iter(call_p.bind(*saved, *primals, *tangents, call=derived) if any(outs) else ())
     return out, [next(found) if has else compat.zero_for(value) for value, has in zip(out, outs, strict=True)]
+
+
+def _named(results: Sequence[Any], count: int, op_id: str) -> list[Any]:
+    """Return outputs and residuals with the names by which a policy of `jax.checkpoint` may save them."""
+    names = (f"{op_id}.out" if index < count else f"{op_id}.residuals" for index in range(len(results)))
+    return [checkpoint_name(value, name) for value, name in zip(results, names, strict=True)]
 
 
 def _through(primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, ...], call: Call) -> tuple[Any, Any]:
@@ -374,7 +379,7 @@ def _through(primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, .
     given = iter(tangents)
     all_tangents = [next(given) if has else zero_tangent(p) for p, has in zip(primals, wrt, strict=True)]
     with call.settings.entered():
-        compute = functools.partial(_compute, call, (jax.default_backend(),), None)
+        compute = functools.partial(_compute, call, jax.default_backend())
         out, found = jax.jvp(lambda *arrays: tuple(compute(*arrays)), tuple(primals), tuple(all_tangents))
     pairs = zip(out, found, strict=True)
     return list(out), [compat.zero_for(v) if compat.is_zero_tangent(t) else t for v, t in pairs]

@@ -302,10 +302,10 @@ def set_default_executor(executor: Executor[Any, Any] | None) -> None:
     _default.set(executor)
 
 
-def _autotune_tier(tuner: Any) -> Any:
+def _autotune_tier() -> Any:
     from ejkernel.ops.autotuner.tier import AutotuneTier  # what tunes is loaded when something is to be tuned
 
-    return AutotuneTier(tuner)
+    return AutotuneTier()
 
 
 services.provide(default_executor=default_executor, autotune_tier=_autotune_tier)

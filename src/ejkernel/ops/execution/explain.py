@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ class Explanation:
         label_note: Why the text carries no label.
         tiers: Every tier that was asked, and what it said.
         resolution: The answer; `None` if there was none.
+        refusals: Why implementations that there are do not run the call, by their names.
     """
 
     op_id_v: str
@@ -42,6 +43,7 @@ class Explanation:
     label_note: str
     tiers: tuple[Consulted, ...]
     resolution: Resolution[Any] | None
+    refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -57,6 +59,7 @@ class Explanation:
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
         lines = [f"{self.op_id_v}  key {key}"]
         lines += [f"  {t.tier:<10} {t.resolution.config if t.resolution else '- ' + t.note}" for t in self.tiers]
+        lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
         lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
         return "\n".join(map(printable, lines))
@@ -90,6 +93,7 @@ def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explan
         label_note=note,
         tiers=tiers,
         resolution=resolution,
+        refusals={} if kernel is None else kernel.refusals(inv),
     )
 
 

@@ -71,7 +71,10 @@ def fingerprint_of(kind: str, chip: str) -> str:
 
 
 def platform_fingerprint(name: str) -> str:
-    """Return the fingerprint of this process's first device of platform `name`, or `<kind>:unknown` if it has none."""
+    """Return the fingerprint of this process's first device of platform `name`, or `<kind>:unknown` if it has none.
+
+    Of an AMD GPU elsewhere that much is known: `gpu:amd_unknown`.
+    """
     kind = platform_kind(name)
     default = default_device()
     if platform_kind(default.platform) == kind:
@@ -79,7 +82,7 @@ def platform_fingerprint(name: str) -> str:
     try:
         return device_fingerprint(jax.local_devices(backend=kind)[0])
     except RuntimeError:  # lowered for a platform that this process does not have
-        return f"{kind}:unknown"
+        return f"{kind}:amd_unknown" if name.lower() == "rocm" else f"{kind}:unknown"
 
 
 @functools.cache

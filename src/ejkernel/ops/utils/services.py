@@ -19,7 +19,7 @@ from typing import Any
 @dataclasses.dataclass(slots=True)
 class _Services:
     default_executor: Callable[[], Any] | None = None
-    autotune_tier: Callable[[Any], Any] | None = None
+    autotune_tier: Callable[[], Any] | None = None
     is_measuring: Callable[[], bool] | None = None
     config_types: Callable[[], Iterable[type]] | None = None
 
@@ -48,7 +48,7 @@ def provide_executor(executor: Any) -> None:
 def provide(
     *,
     default_executor: Callable[[], Any] | None = None,
-    autotune_tier: Callable[[Any], Any] | None = None,
+    autotune_tier: Callable[[], Any] | None = None,
     is_measuring: Callable[[], bool] | None = None,
     config_types: Callable[[], Iterable[type]] | None = None,
 ) -> None:
@@ -65,10 +65,10 @@ def default_executor() -> Any:
     return _services.default_executor()
 
 
-def autotune_tier(tuner: Any) -> Any:
-    """Return what searches for a chain; `tuner` measures, an `Autotuner` if it is `None`."""
+def autotune_tier() -> Any:
+    """Return what searches for a chain."""
     assert _services.autotune_tier is not None  # `import ejkernel.ops` provides it
-    return _services.autotune_tier(tuner)
+    return _services.autotune_tier()
 
 
 def is_measuring() -> bool:

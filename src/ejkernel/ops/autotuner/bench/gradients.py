@@ -17,11 +17,11 @@ from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.autotuner.trials.naming import array_names, result_names
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.examples import random_array
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
 from ejkernel.ops.core.transformations.autodiff import Vjp, innermost, with_spec
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.errors import CandidateError, GradientError
+from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.identity import Strong
 
 logger = logging.getLogger(__name__)

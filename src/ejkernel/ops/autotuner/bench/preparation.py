@@ -109,7 +109,7 @@ class Preparation:
             elif candidate.status != Status.SAME and candidate.deferred is None:
                 self.finished(candidate)
             self._watch_compiling()
-        for candidate in harmed:  # perhaps by what was compiled beside it
+        for candidate in harmed:
             if not stop():
                 self.prepare([candidate], stop=stop)
         self._reorder(candidates)

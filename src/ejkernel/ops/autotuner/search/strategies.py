@@ -250,6 +250,7 @@ def default_strategy(
     space: ConfigSpace[Any], *, seeds: Iterable[Any] = (), records: Iterable[Record] = (), seed: int = 0
 ) -> Strategy:
     """Return the strategy for a space: all of a tiny one in its order; chance for hundreds of axes; else a model."""
+    seeds = (*seeds, *space.seeds)
     if space.has_at_most(_EXHAUSTIVE):
         return Exhaustive(space, seeds=seeds_of(records, seeds))
     if len(space.axes) > _MODELLED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ejkernel.ops.config.spaces.axes import Axis
@@ -19,6 +20,7 @@ def alternatives(
     spaces: Mapping[str, Collection[Any]],
     build: Callable[[str, Any], Any],
     read: Callable[[Any], tuple[str, Any]],
+    seeds: Mapping[str, Any] = MappingProxyType({}),
 ) -> Collection[Any]:
     """Return what is in any of the spaces: a list if all are lists, else one `ConfigSpace`.
 
@@ -29,10 +31,13 @@ def alternatives(
         spaces: Lists and `ConfigSpace`s, by name.
         build: Makes a configuration of a name and a member of the space of that name.
         read: The way back.
+        seeds: By name, a member that a search is to try early: of a small space it would find none by chance.
     """
     if not any(isinstance(space, ConfigSpace) for space in spaces.values()):
         return [build(name, params) for name, members in spaces.items() for params in members]
-    parts = {name: _as_space(space) for name, space in spaces.items() if len(space)}
+    parts = {name: _as_space(space) for name, space in spaces.items() if not _is_empty(space)}
+    if not parts:
+        return []
     axes = {_WHICH: tuple(parts)} | {
         _axis(name, axis): axis.values for name, space in parts.items() for axis in space.axes
     }
@@ -52,11 +57,17 @@ def alternatives(
         return resting | {_WHICH: name} | {_axis(name, axis): own[axis.name] for axis in parts[name].axes}
 
     conditions = [condition for name, part in parts.items() for condition in _conditions(name, part)]
-    return ConfigSpace(axes, constraints=conditions, build=config, read=assignment)
+    early = [build(name, params) for name, params in seeds.items() if name in parts]
+    early += [build(name, params) for name, part in parts.items() for params in part.seeds]
+    return ConfigSpace(axes, constraints=conditions, build=config, read=assignment, seeds=early)
 
 
 def _axis(name: str, axis: Axis) -> str:
     return f"{name}.{axis.name}"
+
+
+def _is_empty(space: Collection[Any]) -> bool:
+    return space.empty() if isinstance(space, ConfigSpace) else not len(space)
 
 
 def _as_space(space: Collection[Any]) -> ConfigSpace[Any]:

@@ -4,7 +4,7 @@
 Constraints are functions of which nothing is known but the axes that they name. A part is listed by itself if that can
 be done, so that a space of 8^40 with constraints on few axes each is counted exactly and drawn from evenly. One that
 cannot be listed, because its constraints read the whole assignment, has points that are found by drawing, by aiming at
-its corners, by choosing axis by axis with going back, and by repair; from these, walks go on (`_chains.py`). Its size
+its corners, by choosing axis by axis with going back, and by repair; from these, walks go on (`chains.py`). Its size
 is an estimate, and nothing is called empty that was not gone through. All of that is limited by looks at values and not
 by the clock, so that a seed makes the same search on any machine.
 """

@@ -58,6 +58,7 @@ class ConfigSpace(Generic[Cfg]):
             assignment. By default a configuration is the assignment itself.
         read: The way back, from a configuration to its assignment. By default the items of a mapping, or the
             attributes that have the axes' names.
+        seeds: Configurations that a search tries early. Those that are not in the space are left out.
 
     Raises:
         ConfigError: there is no axis; an axis has no values, or one twice; a constraint reads what is no axis. Later,
@@ -71,6 +72,7 @@ class ConfigSpace(Generic[Cfg]):
         constraints: Callable[..., Any] | Iterable[Callable[..., Any]] = (),
         build: type[Cfg] | Callable[[dict[str, Any]], Cfg] | None = None,
         read: Callable[[Cfg], Mapping[str, Any]] | None = None,
+        seeds: Iterable[Cfg] = (),
     ) -> None:
         check_argument(isinstance(axes, Mapping), "axes", "a mapping from names to values", axes)
         if not axes:
@@ -82,6 +84,7 @@ class ConfigSpace(Generic[Cfg]):
         self._constraints = tuple(Constraint.of(holds, positions) for holds in given_constraints(constraints))
         self._build = build
         self._read = read
+        self.seeds = tuple(seeds)
         self._listed: tuple[Point, ...] | None = None
         self._kept = False  # whether these were given, rather than found
         self._parts: list[tuple[list[int], Part]] = []  # the positions of the axes of each part
@@ -294,6 +297,7 @@ class ConfigSpace(Generic[Cfg]):
             constraints=self._constraints,
             build=lambda assignment: self.config(self.locate(assignment)),
             read=self.read,
+            seeds=self.seeds,
         )
         if self._listed is not None:
             wanted = {i: levels[axis.name] for i, axis in enumerate(self.axes) if axis.name in levels}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.kernel import has_residual_form, hook, overrides
+from ejkernel.ops.core.hooks import has_residual_form, hook, overrides
 from ejkernel.ops.errors import GradientError
 
 Flat = Callable[..., tuple[Any, ...]]

@@ -13,7 +13,7 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations
-from ejkernel.ops.core.examples import random_array, stacked
+from ejkernel.ops.core.examples import stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.errors import CandidateError
@@ -34,6 +34,7 @@ from ejkernel.ops.execution.checks.programs import (
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.rules import rule_row
 from ejkernel.ops.execution.checks.subject import Subject
+from ejkernel.ops.utils.random_arrays import random_array
 
 _ALONE = Pattern("under grad")
 _ELEMENTS = 6  # examples, as many as the largest batch has

@@ -10,10 +10,10 @@ from typing import Any, Final
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.core.examples import random_array
 from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.execution.checks.programs import Arrays, Results, compiled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
+from ejkernel.ops.utils.random_arrays import random_array
 
 _CHECK: Final = "gradient, by differences"
 _STEP: Final = {"float32": 1e-2, "float64": 1e-4}  # of an argument's size: rounding and curvature both cost little

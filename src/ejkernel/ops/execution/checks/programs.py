@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.examples import random_array, stack, stacked
+from ejkernel.ops.core.examples import stack, stacked
 from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
+from ejkernel.ops.utils.random_arrays import random_array
 
 Arrays = list[Any]
 Levels = tuple[tuple[tuple[int | None, ...], int], ...]

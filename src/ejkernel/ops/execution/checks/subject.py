@@ -14,11 +14,12 @@ import numpy as np
 from ejkernel.ops.autotuner.trials.naming import leaf_name
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.callspec import take_apart
-from ejkernel.ops.core.examples import example_arrays, random_array
+from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
 from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array
 
 Arrays = list[Any]

@@ -28,7 +28,7 @@ from cattrs.errors import (
 from cattrs.gen import make_dict_structure_fn, override
 
 from ejkernel.ops.errors import EjkernelError, SerializationError
-from ejkernel.ops.utils.storage.serialize import child, describe, parse_dtype, stable_json
+from ejkernel.ops.utils.storage.encode import child, describe, parse_dtype, stable_json
 
 _Hook = Callable[[Any, Any], Any]
 _TOLD = 8  # reasons that a message has; a file may have any number of wrong fields
@@ -58,7 +58,7 @@ class _Leaf:
 
 
 def decode(data: Any, cls: Any) -> Any:
-    """Return plain data (see `serialize.plain`) as a `cls`, or raise `SerializationError` with the first reasons."""
+    """Return plain data (see `encode.plain`) as a `cls`, or raise `SerializationError` with the first reasons."""
     try:
         return _converter().structure(data, cls)
     except _FAILURES as error:

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention within segments by cuDNN's packed layout, on NVIDIA GPUs from Hopper on.
+
+The layout is for segments that each are one run, told by where they begin; how many a row may have is a number that a
+kernel is compiled for, and that its gradient's time grows with. Neither is known before the program runs: there are
+several kernels, and the device takes the smallest that has room. Where a segment's ids are not one run, where queries
+and keys have other ids, or where there are too many segments, it takes plain JAX's blocks instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from ejkernel import compat
+from ejkernel.kernels._varying import unify_varying
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+
+from . import cudnn, xla
+from .common import AttentionCall, AttentionImplementation, Operands, Rules
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PackedParams:
+    """Which kernels there are.
+
+    Attributes:
+        segments: How many segments a row may have, for each kernel; rising.
+    """
+
+    segments: tuple[int, ...] = (8, 16, 32, 64)
+
+    def __post_init__(self) -> None:
+        sizes = self.segments
+        if not sizes or sizes[0] < 2 or any(type(size) is not int for size in sizes) or list(sizes) != sorted({*sizes}):
+            raise ConfigError(f"segments must be rising integers from 2 on, got {sizes!r}; try (8, 16, 32, 64).")
+
+
+class CudnnPacked(AttentionImplementation):
+    """The implementation by cuDNN's packed layout, for segment ids."""
+
+    name = "cudnn_packed"
+    params = PackedParams
+    features = frozenset(("deterministic", "precision"))
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """See `unsupported_reason`."""
+        return unsupported_reason(call)
+
+    def attend(self, operands: Operands, rules: Rules, params: PackedParams) -> tuple[jax.Array, jax.Array]:
+        """See `forward`."""
+        return forward(operands, rules, params)
+
+    def differentiate(
+        self,
+        operands: Operands,
+        residuals: tuple[jax.Array, jax.Array],
+        dout: jax.Array,
+        rules: Rules,
+        params: PackedParams,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """See `backward`."""
+        return backward(operands, residuals, dout, rules, params)
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Return why the packed layout does not run `call`, and what would; `None` if it does."""
+    if not call.segments:
+        return "implementation='cudnn_packed' is for segment_ids, and there are none; use 'cudnn'."
+    if call.bias is not None or call.attention_mask is not None or call.rules.left is not None:
+        return "segment_ids are not available with cuDNN beside bias, attention_mask or sliding_window; use 'xla'."
+    if call.query[1] != call.key[1]:
+        return (
+            f"query has length {call.query[1]} and key {call.key[1]}, and cuDNN's packed layout is used where both "
+            "have the same segments; use 'xla'."
+        )
+    if call.platform == "gpu" and call.device_fingerprint and not cudnn.is_hopper_or_later(call.device_fingerprint):
+        return f"cuDNN's packed layout needs a Hopper GPU or a later one, not {call.device_fingerprint}; use 'xla'."
+    return cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
+
+
+class _Layout(NamedTuple):
+    """Where segments are.
+
+    Attributes:
+        ordinals: `[batch, length]`, which segment of its row each position is in.
+        starts: `[batch, length]`, where that segment begins.
+        first: `[batch, 1]`, how many segments all rows before have.
+        counts: `[batch, 1]`, how many segments each row has.
+        begins: `[batch, length]`, whether a segment begins here.
+    """
+
+    ordinals: jax.Array
+    starts: jax.Array
+    first: jax.Array
+    counts: jax.Array
+    begins: jax.Array
+
+
+def forward(operands: Operands, rules: Rules, params: PackedParams) -> tuple[jax.Array, jax.Array]:
+    """Return the output `[batch, queries, heads, head_dim]` and the log-sum-exp `[batch, heads, queries]`."""
+    static = _static(rules)
+
+    def packed(segments: int, query: Any, key: Any, value: Any, ids: Any, _: Any) -> Any:
+        layout = _layout_of(ids)
+        lengths = _lengths_of(layout, segments)
+        out, stats = compat.cudnn_attention_forward(query, key, value, None, **static, lengths=lengths)
+        return out, _of_rows(stats, layout)
+
+    def plain(query: Any, key: Any, value: Any, ids: Any, key_ids: Any) -> Any:
+        return xla.forward(_segmented(query, key, value, ids, key_ids), rules, FwdParams())
+
+    found = _by_capacity(packed, plain, params, _arrays_of(operands))
+    return found[0], found[1]
+
+
+def backward(
+    operands: Operands, residuals: tuple[jax.Array, jax.Array], dout: jax.Array, rules: Rules, params: PackedParams
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Return the gradients of query, key, value and bias, which there is none of; see `forward`."""
+    static = _static(rules) | {"bias_gradient": False}
+
+    def packed(segments: int, query: Any, key: Any, value: Any, ids: Any, _: Any, *saved: Any) -> Any:
+        out, lse, dout = saved
+        layout = _layout_of(ids)
+        lengths = _lengths_of(layout, segments)
+        stats = _of_segments(lse, layout, segments)
+        given = (query, key, value, None)
+        return compat.cudnn_attention_backward(given, (out, stats), dout, **static, lengths=lengths)
+
+    def plain(query: Any, key: Any, value: Any, ids: Any, key_ids: Any, *saved: Any) -> Any:
+        *residuals, dout = saved
+        given = _segmented(query, key, value, ids, key_ids)
+        return xla.backward(given, (residuals[0], residuals[1]), dout, rules, BwdParams())[:3]
+
+    arrays = (*_arrays_of(operands), *residuals, dout.astype(operands.query.dtype))
+    dquery, dkey, dvalue = _by_capacity(packed, plain, params, arrays)
+    return dquery, dkey, dvalue, None
+
+
+def _static(rules: Rules) -> dict[str, Any]:
+    return {"scale": rules.scale, "causal": rules.right == 0, "window": 0}
+
+
+def _arrays_of(operands: Operands) -> tuple[Any, ...]:
+    return (*operands[:3], operands.query_segments, operands.key_segments)
+
+
+def _segmented(query: Any, key: Any, value: Any, ids: Any, key_ids: Any) -> Operands:
+    return Operands(query, key, value, query_segments=ids, key_segments=key_ids)
+
+
+def _by_capacity(
+    packed: Callable[..., Any], plain: Callable[..., Any], params: PackedParams, arrays: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return what the smallest kernel computes that has room for the segments, or `plain` where none is for them.
+
+    Args:
+        packed: Of the number of segments that a row may have, and the arrays.
+        plain: Of the arrays.
+        params: Which kernels there are.
+        arrays: Query, key, value, the segment ids of both, and others; the batch is the first axis of all.
+    """
+
+    @custom_vmap
+    def chosen(*arrays: Any) -> tuple[Any, ...]:
+        ids, key_ids = arrays[3:5]
+        length = ids.shape[1]
+        sizes = [size for size in params.segments if size <= length] or [max(2, length)]
+        layout = _layout_of(ids)
+        most = layout.counts.max()
+        branches = [_branch(packed, size) for size in sizes]
+        fits = jnp.asarray(sizes, most.dtype) < most
+        index = jnp.where(_is_packed(ids, key_ids, layout, sizes[-1]), fits.sum(dtype=jnp.int32), len(sizes))
+        found: tuple[Any, ...] = lax.switch(index, [*branches, lambda *arrays: tuple(plain(*arrays))], *arrays)
+        return found
+
+    @chosen.def_vmap
+    def _folded(size: int, batched: Any, *arrays: Any) -> Any:
+        found = chosen(*(cudnn.fold(x, size, b) for x, b in zip(arrays, batched, strict=True)))
+        return tuple(cudnn.unfold(x, size) for x in found), (True,) * len(found)
+
+    found: tuple[Any, ...] = chosen(*unify_varying(tuple(arrays)))
+    return found
+
+
+def _branch(packed: Callable[..., Any], size: int) -> Callable[..., Any]:
+    return lambda *arrays: tuple(packed(size, *arrays))
+
+
+def _layout_of(ids: jax.Array) -> _Layout:
+    batch, length = ids.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
+    begins = jnp.concatenate([jnp.ones((batch, 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    ordinals = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
+    counts = ordinals[:, -1:] + 1
+    return _Layout(
+        ordinals=ordinals,
+        starts=lax.cummax(jnp.where(begins, positions, 0), axis=1),
+        first=jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts,
+        counts=counts,
+        begins=begins,
+    )
+
+
+def _is_packed(ids: jax.Array, key_ids: jax.Array, layout: _Layout, most: int) -> jax.Array:
+    """Return whether no row has more than `most` segments, none of them has two runs, and keys have the same ids."""
+    batch = ids.shape[0]
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    runs = jnp.zeros((batch, most + 1), ids.dtype).at[rows, jnp.minimum(layout.ordinals, most)].set(ids)[:, :most]
+    there = jnp.arange(most, dtype=jnp.int32)[None] < layout.counts
+    alike = (runs[:, :, None] == runs[:, None, :]) & there[:, :, None] & there[:, None, :]
+    once = alike.sum(dtype=jnp.int32) == jnp.minimum(layout.counts, most).sum(dtype=jnp.int32)
+    return (layout.counts.max() <= most) & once & (ids == key_ids).all()
+
+
+def _lengths_of(layout: _Layout, segments: int) -> compat.CudnnLengths:
+    """Return where segments begin and how long they are, for a kernel with room for so many in a row."""
+    batch, length = layout.begins.shape
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    starts = jnp.full((batch, segments + 1), -1, jnp.int32)
+    starts = starts.at[rows, jnp.minimum(layout.ordinals, segments)].set(layout.starts)
+    there = jnp.arange(segments, dtype=jnp.int32)[None]
+    ends = jnp.where(there == layout.counts - 1, length, starts[:, 1:])
+    lengths = jnp.where(there < layout.counts, ends - starts[:, :-1], -1)
+    return compat.CudnnLengths(lengths, lengths, starts)
+
+
+def _places(layout: _Layout) -> tuple[jax.Array, jax.Array]:
+    """Return, `[batch, length]`, which of all segments a position is in, and how far from its first."""
+    positions = jnp.arange(layout.starts.shape[1], dtype=jnp.int32)[None]
+    return layout.first + layout.ordinals, positions - layout.starts
+
+
+def _of_rows(stats: jax.Array, layout: _Layout) -> jax.Array:
+    """Return a number of every row, `[batch, heads, length]`, from cuDNN's, `[batch * segments, heads, length]`."""
+    segment, place = _places(layout)
+    rows: jax.Array = stats[segment, :, place]
+    return rows.transpose(0, 2, 1)
+
+
+def _of_segments(rows: jax.Array, layout: _Layout, segments: int) -> jax.Array:
+    """Undo `_of_rows`; what is behind a segment's end is zero."""
+    batch, heads, length = rows.shape
+    segment, place = _places(layout)
+    empty = jnp.zeros((batch * segments, heads, length), rows.dtype)
+    return empty.at[segment, :, place].set(rows.transpose(0, 2, 1))

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the backward kernels are told: sizes, rules and arrays, in the form that they are loaded in."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..common import EMPTY_ROW_LSE, Operands, Rules
+
+LOG2_E = math.log2(math.e)
+_NATIVE_DIMS = (32, 64, 128, 192, 256)
+
+
+class Inputs(NamedTuple):
+    """The arrays that the kernels read.
+
+    Lengths of the first four are padded to multiples of 8, and their head dimensions to `padded_dim`, because the
+    copies' tiles are no smaller; the others are padded to whole blocks.
+
+    Attributes:
+        query, key, value, dout: As in `Operands`.
+        shift: `[batch, heads, queries]`, what a row's scores are shifted by: see `row_shift`.
+        delta: The row's sum of `out * dout`, negated.
+        ranges: Of a kernel's tiles, as `backward_visibility` has them.
+        query_segments, key_segments: `[batch, length]`.
+        bias: What is added to the scores, -inf where a mask hides a key: `[batch or 1, heads or 1, keys, queries]`, or
+            queries before keys for a kernel whose blocks own queries.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    dout: jax.Array
+    shift: jax.Array
+    delta: jax.Array
+    ranges: jax.Array
+    query_segments: jax.Array | None = None
+    key_segments: jax.Array | None = None
+    bias: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is static about one backward.
+
+    Attributes:
+        batch, heads, groups: As in `Operands`.
+        queries, keys: The lengths, not padded.
+        head_dim, value_dim: As the kernels compute with them: padded.
+        dtype: Of query, key, value and the output's cotangent.
+        rules: Of the call.
+        segments: Whether there are segment ids.
+        added: The first two sizes of what is added to the scores for a bias, a mask or both; `None`: nothing is.
+        bias: The first two sizes of the bias, whose gradient is wanted; `None` if there is none.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    groups: int
+    head_dim: int
+    value_dim: int
+    dtype: Any
+    rules: Rules
+    segments: bool = False
+    added: tuple[int, int] | None = None
+    bias: tuple[int, int] | None = None
+
+    @property
+    def heads_per_group(self) -> int:
+        """How many query heads read one key head."""
+        return self.heads // self.groups
+
+    @property
+    def ahead(self) -> int:
+        """What is added to a query's index to get its position among the keys."""
+        return self.keys - self.queries
+
+    @property
+    def shift_in_scores(self) -> bool:
+        """Whether a row's shift can be where its sum of products starts from: nothing happens to the score between."""
+        return self.rules.soft_cap is None and self.added is None
+
+    def needed_masks(self, keys_per_block: int, *, walks_queries: bool) -> tuple[bool, bool]:
+        """Return whether a block may meet masked tiles before, and after, those without a mask.
+
+        Args:
+            keys_per_block: Keys in a tile, or in a block that all its tiles share.
+            walks_queries: Whether the tiles are those of a block of keys, in the order of the queries.
+        """
+        tail, rules = self.keys % keys_per_block != 0, self.rules
+        by_end, by_start = self.segments or rules.right is not None, self.segments or rules.left is not None
+        # Blocks of keys that have no tile without a mask have all of them before, blocks of queries all of them after.
+        if walks_queries:
+            return by_end or by_start or tail, by_start
+        return by_start, by_end or by_start or tail
+
+
+def row_shift(lse: jax.Array, problem: Problem) -> jax.Array:
+    """Return what turns a row's scores into exponents, in the units of the products of query and key, or base 2."""
+    return lse * (-1 / problem.rules.scale) if problem.shift_in_scores else lse * -LOG2_E
+
+
+def padded_dim(dim: int) -> int:
+    """Return the smallest head dimension that the kernels compute with and that holds `dim`."""
+    return next(size for size in _NATIVE_DIMS if dim <= size)
+
+
+def pad_axis(x: jax.Array, axis: int, multiple: int, fill: float = 0) -> jax.Array:
+    """Pad one axis to a multiple."""
+    missing = -x.shape[axis] % multiple
+    if not missing:
+        return x
+    return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=fill)
+
+
+def leading_sizes(*arrays: Any) -> tuple[int, int] | None:
+    """Return the first two sizes of arrays, broadcast, or of shapes; `None` if none is given."""
+    shapes = [getattr(x, "shape", x)[:2] for x in arrays if x is not None]
+    if not shapes:
+        return None
+    batch, heads = np.broadcast_shapes(*shapes)
+    return batch, heads
+
+
+def problem_of(operands: Operands, rules: Rules) -> Problem:
+    """Return the static part of a call."""
+    query, key, value = operands[:3]
+    return Problem(
+        batch=query.shape[0],
+        queries=query.shape[1],
+        keys=key.shape[1],
+        heads=query.shape[2],
+        groups=key.shape[2],
+        head_dim=padded_dim(query.shape[3]),
+        value_dim=padded_dim(value.shape[3]),
+        dtype=query.dtype,
+        rules=rules,
+        segments=operands.query_segments is not None,
+        added=leading_sizes(operands.bias, operands.attention_mask),
+        bias=leading_sizes(operands.bias),
+    )
+
+
+def row_inputs(
+    residuals: tuple[jax.Array, jax.Array], dout: jax.Array, problem: Problem, q_block: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return `Inputs.shift` and `Inputs.delta`; rows of the padding are such that see no key."""
+    out, lse = residuals
+    delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=jnp.float32)
+    shift = row_shift(pad_axis(lse, 2, q_block, EMPTY_ROW_LSE), problem)
+    return shift, pad_axis(-delta, 2, q_block)

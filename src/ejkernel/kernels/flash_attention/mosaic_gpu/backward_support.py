@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls the backward runs, with which parameters: all of it told from shapes, before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax.numpy as jnp
+
+from ejkernel import compat
+from ejkernel.kernels.flash_attention.common import AttentionCall
+from ejkernel.ops.utils.values.signature import is_known
+
+from .backward_buffers import SHARED_MEMORY, dquery_columns, key_block_buffers, query_block_buffers, shared_bytes
+from .backward_params import BackwardParams
+from .backward_problem import Problem, leading_sizes, padded_dim
+
+_HOPPER = re.compile(r"(^|[:_])(h20|h100|h200|h800|gh200)(_|$)")
+_DTYPES = ("bfloat16", "float16")
+_LARGEST_DIM = 256
+_LARGEST_DIM_WITH_BIAS = 128
+# Of a thread that computes, by how many warpgroups do, less what addresses and a tile's numbers take at least.
+_SUM_REGISTERS = {1: 224, 2: 224, 3: 144}
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Return why the backward does not run `call`, and what would; `None` if it does."""
+    if not is_known(*call.query, *call.key, *call.value):
+        return "it needs shapes that are numbers, and this program is exported for many; use 'xla'."
+    missing = compat.mosaic_gpu_reason()
+    if missing is not None:
+        return f"implementation='mosaic_gpu' is not available: {missing}."
+    return _platform_reason(call) or _arguments_reason(call)
+
+
+def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
+    """Return why `call`, which is supported, cannot run with `params`; `None` if it can.
+
+    No parameters make warpgroups wait for each other in a circle: the loader fills both rings in the order in which all
+    others empty them, and what one computing warpgroup waits for the other has computed a step before.
+    """
+    problem = problem_of_call(call)
+    return _division_fault(problem, params) or _shared_fault(problem, params) or _register_fault(problem, params)
+
+
+def is_deterministic(call: AttentionCall, params: BackwardParams) -> bool:
+    """Return whether gradients repeat bit by bit: nothing is added up in memory, where the order is left to chance."""
+    whole = (call.query[0], call.query[2])
+    return params.form == "split" and (call.bias is None or call.bias[:2] == whole)
+
+
+def heuristic(call: AttentionCall) -> BackwardParams:
+    """Return the parameters to begin with, which were best, or nearly, on the shapes that were measured."""
+    head_dim, value_dim = padded_dim(call.query[3]), padded_dim(call.value[3])
+    wide = max(head_dim, value_dim)
+    if wide <= 64:
+        choices = [BackwardParams(q_block=128), BackwardParams(q_block=64)]
+    elif wide <= 128:
+        choices = [BackwardParams(), BackwardParams(dout_stages=1)]
+    elif head_dim + value_dim <= 320:
+        choices = [BackwardParams(division="products"), BackwardParams(division="products", dout_stages=1)]
+    else:
+        choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
+    fitting = [params for params in choices if params_fault(call, params) is None]
+    return fitting[0] if fitting else space(call)[0]
+
+
+def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
+    """Return all parameters worth measuring for `call`."""
+    found = []
+    for division, warpgroups, q_block in (("keys", 2, 64), ("keys", 2, 128), ("keys", 1, 64), ("products", 2, 64)):
+        for stages in ((1, 1), (2, 1), (2, 2), (3, 3)):
+            first = BackwardParams(
+                division=division, warpgroups=warpgroups, q_block=q_block, q_stages=stages[0], dout_stages=stages[1]
+            )
+            found.append(first)
+            found += [
+                dataclasses.replace(first, form="split", kv_block=keys, kv_stages=kv_stages, q_warpgroups=q_warpgroups)
+                for keys, kv_stages, q_warpgroups in ((64, 1, 2), (64, 2, 2), (128, 1, 2), (128, 2, 2), (64, 3, 3))
+            ]
+    return tuple(params for params in found if params_fault(call, params) is None)
+
+
+def problem_of_call(call: AttentionCall) -> Problem:
+    """Return what is static about a backward, from its description."""
+    return Problem(
+        batch=call.query[0],
+        queries=call.query[1],
+        keys=call.key[1],
+        heads=call.query[2],
+        groups=call.key[2],
+        head_dim=padded_dim(call.query[3]),
+        value_dim=padded_dim(call.value[3]),
+        dtype=jnp.dtype(call.dtype),
+        rules=call.rules,
+        segments=call.segments,
+        added=leading_sizes(call.bias, call.attention_mask),
+        bias=leading_sizes(call.bias),
+    )
+
+
+def _platform_reason(call: AttentionCall) -> str | None:
+    device = call.device_fingerprint
+    if call.platform not in (None, "gpu") or (device and not _HOPPER.search(device)):
+        return (
+            f"implementation='mosaic_gpu' needs a Hopper GPU, such as an H100 or H200, and this call is for "
+            f"{device or call.platform}; use 'cudnn' or 'xla'."
+        )
+    if call.partitioned:
+        return (
+            "implementation='mosaic_gpu' in a program that XLA partitions would gather query, key and value on every "
+            "device; call it inside jax.shard_map, or use 'xla'."
+        )
+    return None
+
+
+def _arguments_reason(call: AttentionCall) -> str | None:
+    if call.dtype not in _DTYPES:
+        return f"query has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
+    for name, dim in (("query", call.query[3]), ("value", call.value[3])):
+        if dim % 8 or dim > _LARGEST_DIM:
+            return (
+                f"{name} has head_dim {dim}, and 'mosaic_gpu' takes multiples of 8 up to {_LARGEST_DIM}; "
+                "pad head_dim with zeros, or use 'xla'."
+            )
+    if not all((*call.query, *call.key, *call.value)):
+        return f"query has shape {call.query} and key {call.key}, and 'mosaic_gpu' needs sizes above 0; use 'xla'."
+    if call.rules.scale == 0:
+        return "softmax_scale is 0, which 'mosaic_gpu' divides by; use 'xla'."
+    if call.bias is not None and max(call.query[3], call.value[3]) > _LARGEST_DIM_WITH_BIAS:
+        return (
+            f"bias is available with the gradient of 'mosaic_gpu' up to head_dim {_LARGEST_DIM_WITH_BIAS}, and query "
+            f"has {call.query[3]} and value {call.value[3]}; use 'cudnn' or 'xla'."
+        )
+    return None
+
+
+def _division_fault(problem: Problem, params: BackwardParams) -> str | None:
+    columns = dquery_columns(problem, params)
+    if problem.bias is not None and params.division == "products":
+        return "division='products' does not compute the gradient of a bias; take division='keys'."
+    if params.form == "split" or (params.q_block == 64 * params.warpgroups and params.division == "keys"):
+        return None
+    if params.division == "keys" and params.q_block != 64:
+        return f"q_block must be 64 or {64 * params.warpgroups}, as warpgroups divide dQ's rows; got {params.q_block}."
+    if params.q_block != 64:
+        return f"q_block must be 64 with division='products' and form='fused', got {params.q_block}."
+    if sum(columns) != problem.head_dim or any(width % 32 for width in columns):
+        return f"{params.warpgroups} warpgroups cannot divide the {problem.head_dim} columns of dQ."
+    return None
+
+
+def _shared_fault(problem: Problem, params: BackwardParams) -> str | None:
+    blocks = [key_block_buffers(problem, params)]
+    if params.form == "split":
+        blocks.append(query_block_buffers(problem, params))
+    largest = max(map(shared_bytes, blocks))
+    if largest > SHARED_MEMORY:
+        return f"{params} takes {largest} bytes of shared memory, and a block has {SHARED_MEMORY}; take fewer stages."
+    return None
+
+
+def _register_fault(problem: Problem, params: BackwardParams) -> str | None:
+    fused, tile = params.form == "fused", params.q_block
+    widths = [columns if fused else 0 for columns in dquery_columns(problem, params)]
+    if params.division == "products":
+        sums = [tile + problem.value_dim + widths[0], tile + problem.head_dim + widths[1]]
+    else:  # dQ takes the place of the scores
+        sums = [max(2 * tile, widths[0]) + problem.head_dim + problem.value_dim]
+    needed = [(max(sums), params.warpgroups)]
+    if params.form == "split":
+        needed.append((2 * params.kv_block + problem.head_dim, params.q_warpgroups))
+    for columns, warpgroups in needed:
+        if columns // 2 > _SUM_REGISTERS[warpgroups]:
+            return (
+                f"{params} keeps {columns // 2} sums in a thread, and with {warpgroups} warpgroups there is room for "
+                f"{_SUM_REGISTERS[warpgroups]}."
+            )
+    return None
+
+
+def _split(q_stages: int, dout_stages: int) -> BackwardParams:
+    return BackwardParams(
+        form="split",
+        division="products",
+        q_stages=q_stages,
+        dout_stages=dout_stages,
+        kv_block=64,
+        kv_stages=1,
+        q_warpgroups=2,
+    )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles of scores the backward kernels compute, and in which they have to mask.
+
+A tile is a block of keys against a block of queries. For each block of one of them, the tiles that matter are given as
+a range over the blocks of the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..common import Rules
+
+Array = jax.Array | np.ndarray
+
+
+class Blocks(NamedTuple):
+    """Sizes of the blocks that tiles are made of."""
+
+    queries: int
+    keys: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Visibility:
+    """Who sees whom in one call: the rules, the lengths, and the segment ids if there are any.
+
+    Attributes:
+        queries, keys: Lengths.
+        rules: The last query is aligned with the last key.
+        query_segments, key_segments: `[batch, length]`, in any order; `None` if there are none.
+        mask: True where a key may be visible, `[batch or 1, heads or 1, queries or 1, keys or 1]`.
+    """
+
+    queries: int
+    keys: int
+    rules: Rules
+    query_segments: Array | None = None
+    key_segments: Array | None = None
+    mask: Array | None = None
+
+
+def ranges_of_queries(visibility: Visibility, blocks: Blocks) -> Array:
+    """Return for each block of keys the query blocks that it meets, int32 `[batch or 1, key blocks, 4]`.
+
+    The four numbers `first <= begin <= end <= last`: only blocks in `[first, last)` have visible pairs, and in those
+    in `[begin, end)` every pair is visible, boolean masks aside. Queries beyond the last count as visible.
+    """
+    some, every = _tiles(visibility, blocks)
+    return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), masked_after=False)
+
+
+def ranges_of_keys(visibility: Visibility, blocks: Blocks) -> Array:
+    """Return for each block of queries the key blocks that it meets, likewise; keys beyond the last are not visible."""
+    return _ranges(*_tiles(visibility, blocks), masked_after=True)
+
+
+def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
+    """Return `[batch or 1, query blocks, key blocks]`: whether some and whether every pair of a tile is visible."""
+    some, every = _tiles_by_position(visibility, blocks)
+    if visibility.query_segments is not None and visibility.key_segments is not None:
+        lowest, highest = _extent(visibility.query_segments, blocks.queries)
+        key_lowest, key_highest = _extent(visibility.key_segments, blocks.keys)
+        rows, columns = (lowest[:, :, None], highest[:, :, None]), (key_lowest[:, None], key_highest[:, None])
+        some = some & (rows[0] <= columns[1]) & (columns[0] <= rows[1])
+        every = every & (rows[0] == rows[1]) & (columns[0] == columns[1]) & (rows[0] == columns[0])
+    if visibility.mask is not None:
+        some = some & _some_in_blocks(visibility.mask, some.shape[1:], blocks)
+    return some, every
+
+
+def _tiles_by_position(visibility: Visibility, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Return what the rules and the lengths say, known before anything runs."""
+    queries, keys, rules = visibility.queries, visibility.keys, visibility.rules
+    first = np.arange(0, queries, blocks.queries)[None, :, None]
+    last = np.minimum(first + blocks.queries, queries) - 1
+    low = np.arange(0, keys, blocks.keys)[None, None, :]
+    high = np.minimum(low + blocks.keys, keys) - 1
+    some = np.ones((1, first.size, low.size), bool)
+    every = np.broadcast_to(low + blocks.keys <= keys, some.shape)
+    ahead = keys - queries
+    if rules.right is not None:
+        some = some & (low <= last + ahead + rules.right)
+        every = every & (high <= first + ahead + rules.right)
+    if rules.left is not None:
+        some = some & (high >= first + ahead - rules.left)
+        every = every & (low >= last + ahead - rules.left)
+    return some, every
+
+
+def _extent(segments: Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Return the smallest and the largest id in each block, `[batch, blocks]`."""
+    blocks = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % size)), mode="edge")
+    blocks = blocks.reshape(blocks.shape[0], -1, size)
+    return blocks.min(axis=-1), blocks.max(axis=-1)
+
+
+def _some_in_blocks(mask: Array, counts: tuple[int, ...], blocks: Blocks) -> jax.Array:
+    """Return whether a boolean mask shows some pair of each tile to some head, `[batch or 1, q blocks, k blocks]`."""
+    some = jnp.asarray(mask).any(axis=1)
+    for axis, size in ((1, blocks.queries), (2, blocks.keys)):
+        if some.shape[axis] > 1:
+            some = jnp.pad(some, [(0, -some.shape[axis] % size if a == axis else 0) for a in range(3)])
+            some = some.reshape(*some.shape[:axis], -1, size, *some.shape[axis + 1 :]).any(axis=axis + 1)
+    return jnp.broadcast_to(some, (some.shape[0], *counts))
+
+
+def _ranges(some: Array, every: Array, *, masked_after: bool) -> Array:
+    """Turn `[batch, blocks, others]` into ranges over the others, the unmasked one being the first run of them.
+
+    Where there is none, all masked tiles count as before or as after it: whichever a causal mask has in any case.
+    """
+    np_or_jnp = np if isinstance(some, np.ndarray) else jnp
+    count = some.shape[-1]
+    index = np.arange(count)
+    visible = some.any(axis=-1)
+    first = np_or_jnp.where(visible, some.argmax(axis=-1), 0)
+    last = np_or_jnp.where(visible, count - some[..., ::-1].argmax(axis=-1), 0)
+    every = every & some
+    begin = np_or_jnp.where(every.any(axis=-1), every.argmax(axis=-1), first if masked_after else last)
+    broken = ~every & (index >= begin[..., None])
+    end = np_or_jnp.where(broken.any(axis=-1), broken.argmax(axis=-1), count)
+    end = np_or_jnp.clip(end, begin, np_or_jnp.maximum(last, begin))
+    ranges: Array = np_or_jnp.stack([first, begin, end, last], axis=-1).astype(np.int32)
+    return ranges

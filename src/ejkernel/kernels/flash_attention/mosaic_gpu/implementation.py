@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The implementation by our own kernels, as attention lists it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ejkernel.kernels.flash_attention.common import AttentionCall, AttentionImplementation, Operands, Rules
+
+from . import backward_support, forward_support
+from .backward import backward
+from .backward_params import BackwardParams
+from .forward import forward
+from .params import ForwardParams
+
+
+class MosaicGpu(AttentionImplementation):
+    """Kernels for Hopper GPUs, which skip blocks that a query cannot see."""
+
+    name = "mosaic_gpu"
+    params = ForwardParams
+    bwd_params = BackwardParams
+    features = frozenset({"deterministic"})
+
+    def unsupported(self, call: AttentionCall) -> str | None:
+        """Return why the kernels of this direction do not run the call."""
+        reason: str | None = _support(call).unsupported_reason(call)
+        return reason
+
+    def params_fault(self, call: AttentionCall, params: Any) -> str | None:
+        """Return what of the chip these parameters have too little of, or what they would get wrong."""
+        fault: str | None = _support(call).params_fault(call, params)
+        if fault is None and call.deterministic and not _repeats(call, params):
+            fault = "gradients that are added up in memory do not repeat bit by bit; form='split' has others."
+        return fault
+
+    def preference(self, call: AttentionCall) -> int:
+        """Return 1 where it was faster than cuDNN on one H200 (`benchmarks/results/attention_gpu.md`), else 0."""
+        if call.bias is not None or call.query[1] < 1024:
+            return 0
+        dim, is_masked = min(call.query[3], call.value[3]), call.rules.right is not None
+        return int(dim > 128 or (dim >= 64 and is_masked) if call.backward else dim >= 128)
+
+    def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
+        """Return what was fast on calls like this one."""
+        params: ForwardParams | BackwardParams = _support(call).heuristic(call)
+        return params if _repeats(call, params) or not call.deterministic else next(iter(self.space(call)))
+
+    def space(self, call: AttentionCall) -> Any:
+        """Return what is worth a try."""
+        space = _support(call).space(call)
+        if not call.deterministic or not call.backward:
+            return space
+        return [params for params in space if _repeats(call, params)]
+
+    def attend(self, operands: Operands, rules: Rules, params: ForwardParams) -> tuple[jax.Array, jax.Array]:
+        """See `forward`."""
+        return forward(operands, rules, params)
+
+    def differentiate(
+        self,
+        operands: Operands,
+        residuals: tuple[jax.Array, jax.Array],
+        dout: jax.Array,
+        rules: Rules,
+        params: BackwardParams,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """See `backward`."""
+        return backward(operands, residuals, dout, rules, params)
+
+
+def _support(call: AttentionCall) -> Any:
+    return backward_support if call.backward else forward_support
+
+
+def _repeats(call: AttentionCall, params: Any) -> bool:
+    return not isinstance(params, BackwardParams) or backward_support.is_deterministic(call, params)

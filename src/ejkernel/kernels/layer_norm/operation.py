@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operation behind `layer_norm`: its arguments, its reference, its cost, and which implementations it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import Cost
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationCall, OperationConfig
+from ejkernel.ops.operation import Operation
+from ejkernel.ops.utils.values.signature import is_array
+
+_Invocation = Invocation["LayerNormConfig", jax.Array]
+
+RESIDUALS = "mean and 1 / standard deviation of every row, in float32"
+"""What every forward leaves for every backward."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNormCall(OperationCall):
+    """A call without its arrays.
+
+    Attributes:
+        rows: How many rows are normalised, those of enclosing `vmap`s left out.
+        dim: How long they are.
+        dtype: Name of their dtype.
+        eps: Added to the variance.
+    """
+
+    rows: int
+    dim: int
+    dtype: str
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNormConfig(OperationConfig):
+    """How one call of `layer_norm` runs, forward or backward; see `OperationConfig`."""
+
+    implementation: str = "xla"
+
+
+class LayerNorm(Operation[LayerNormConfig, LayerNormCall, jax.Array]):
+    """The operation behind `layer_norm`, which documents the arguments."""
+
+    implementations = Implementations(
+        {
+            "xla": f"{__package__}.xla:Xla",
+            "pallas": LazyImplementation(f"{__package__}.pallas:Pallas", platforms=("tpu",)),
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__(name="layer_norm")
+
+    def prepare(
+        self, x: Any, weight: Any, bias: Any, *, eps: Any = 1e-5, implementation: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the arguments."""
+        for name, array, axes in (("x", x, "[..., dim]"), ("weight", weight, "[dim]"), ("bias", bias, "[dim]")):
+            if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
+                got = f"dtype {array.dtype}" if is_array(array) else type(array).__name__
+                raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
+            if name == "x" and (not x.shape or not x.shape[-1]):
+                raise ArgumentError(f"x must have an axis to normalise over, got shape {tuple(x.shape)}.")
+            if name != "x" and tuple(array.shape) != tuple(x.shape[-1:]):
+                raise ArgumentError(
+                    f"{name} must have the length of x's last axis; got shapes {tuple(array.shape)} and "
+                    f"{tuple(x.shape)}."
+                )
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+            raise ArgumentError(f"eps must be a number >= 0, got {eps!r}; it is static under jit.")
+        return (x, weight, bias), {"eps": float(eps), "implementation": self.requested(implementation)}
+
+    def describe(self, x: Any, weight: Any, bias: Any, *, eps: float = 1e-5) -> LayerNormCall:
+        """Return the number of rows, their length, and their dtype."""
+        return LayerNormCall(rows=math.prod(x.shape[:-1]), dim=x.shape[-1], dtype=str(x.dtype), eps=eps)
+
+    def reference(self, *args: Any, **options: Any) -> Any:
+        """Return the output, as the formula says, computed in float32."""
+        x, weight, bias = args
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        normal = centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + options["eps"])
+        return (normal * weight.astype(wide.dtype) + bias.astype(wide.dtype)).astype(x.dtype)
+
+    def cost(self, inv: _Invocation) -> Cost | None:
+        """Return the forward's work: seven operations an element; the arrays are read, the output is written."""
+        if inv.direction != "fwd":
+            return None
+        call = self.call_of(inv)
+        elements = call.rows * call.examples * call.dim
+        return Cost(flops=7 * elements, bytes=inv.input_bytes + elements * jnp.dtype(call.dtype).itemsize)
+
+    def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call with some rows."""
+        vector = jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
+        return (jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), vector, vector), {}
+
+
+layer_norm = LayerNorm()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer normalisation in plain JAX: all rows in one pass, which XLA fuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels._varying import unify_varying
+from ejkernel.ops.implementation import Implementation
+
+from .operation import RESIDUALS, LayerNormCall
+
+
+class Xla(Implementation[LayerNormCall]):
+    """The implementation that runs every call, everywhere."""
+
+    name = "xla"
+    residuals = RESIDUALS
+    differentiable = True
+
+    def forward(self, call: LayerNormCall, /, *args: Any, params: Any) -> tuple[jax.Array, Any]:
+        """Return the output, and mean and scale of every row."""
+        x, weight, bias = args
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean = wide.mean(axis=-1, keepdims=True)
+        centred = wide - mean
+        scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + call.eps)
+        out = centred * scale * weight.astype(wide.dtype) + bias.astype(wide.dtype)
+        return out.astype(x.dtype), (mean[..., 0], scale[..., 0])
+
+    def backward(
+        self,
+        call: LayerNormCall,
+        residuals: Any,
+        out: Any,
+        cotangents: tuple[Any, ...],
+        /,
+        *args: Any,
+        params: Any,
+    ) -> tuple[jax.Array, ...]:
+        """Return the gradients of `x`, the weight and the bias."""
+        x, weight, bias = args
+        weight, x, mean, scale, dout = unify_varying((weight, x, *residuals, cotangents[0]))
+        wide, dout = x.astype(scale.dtype), dout.astype(scale.dtype)
+        normal = (wide - mean[..., None]) * scale[..., None]
+        dnormal = dout * weight.astype(scale.dtype)
+        along = normal * jnp.mean(dnormal * normal, axis=-1, keepdims=True)
+        dx = scale[..., None] * (dnormal - dnormal.mean(axis=-1, keepdims=True) - along)
+        rows = tuple(range(x.ndim - 1))
+        return dx.astype(x.dtype), (dout * normal).sum(rows).astype(weight.dtype), dout.sum(rows).astype(bias.dtype)

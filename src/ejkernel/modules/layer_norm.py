@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`layer_norm`: rows with mean 0 and variance 1, scaled and shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Array, Float
+
+from ejkernel.kernels.layer_norm.operation import LayerNorm as LayerNorm
+from ejkernel.kernels.layer_norm.operation import LayerNormConfig as LayerNormConfig
+from ejkernel.kernels.layer_norm.operation import layer_norm as _layer_norm
+
+
+def layer_norm(
+    x: Float[Array, "*rows dim"],
+    weight: Float[Array, " dim"],
+    bias: Float[Array, " dim"],
+    *,
+    eps: float = 1e-5,
+    implementation: str | Sequence[str] | None = None,
+    cfg: LayerNormConfig | None = None,
+) -> Float[Array, "*rows dim"]:
+    """Normalise `x` over its last axis: `(x - mean) / sqrt(variance + eps) * weight + bias`.
+
+    Args:
+        x: What is normalised.
+        weight: Factor on every element of a row; of any floating-point dtype.
+        bias: Added to every element of a row, likewise.
+        eps: Added to the variance.
+        implementation: Run this one (`xla`, `pallas`), or one of these, the one to prefer first, or raise; `None`
+            leaves the choice to the configuration.
+        cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no
+            parameters for one of the two, they are the implementation's heuristic's.
+
+    Returns:
+        The output, in `x.dtype`; it is computed in float32.
+
+    Raises:
+        ArgumentError: an argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` names another implementation than `implementation`, or does not fit the call.
+        UnsupportedError: `implementation` cannot run this call; the message says why.
+    """
+    return _layer_norm(x, weight, bias, eps=eps, implementation=implementation, cfg=cfg)

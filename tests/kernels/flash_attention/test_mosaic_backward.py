@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our backward for Hopper: simulated on a CPU, lowered for CUDA without a GPU, and refused where it cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kernels.attention_cases import Case
+
+from ejkernel import compat
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Rules, describe, within_window
+from ejkernel.kernels.flash_attention.mosaic_gpu.backward_params import BackwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
+    heuristic,
+    is_deterministic,
+    params_fault,
+    space,
+    unsupported_reason,
+)
+from ejkernel.kernels.flash_attention.mosaic_gpu.backward_visibility import (
+    Blocks,
+    Visibility,
+    ranges_of_keys,
+    ranges_of_queries,
+)
+from ejkernel.kernels.flash_attention.reference import attention
+from ejkernel.ops import ConfigError
+
+CAUSAL = Rules(scale=0.2, right=0)
+FUSED = BackwardParams()
+WIDE = BackwardParams(division="products")
+SPLIT = BackwardParams(form="split", kv_block=64, kv_stages=2, q_warpgroups=2)
+WIDE_SPLIT = dataclasses.replace(SPLIT, division="products")
+Small = functools.partial(Case, batch=1, queries=128, keys=128, heads=1, groups=1, head_dim=64, value_dim=64)
+
+
+@pytest.fixture
+def mosaic():
+    """The module of the kernels, where they can be imported."""
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from ejkernel.kernels.flash_attention.mosaic_gpu import backward
+
+    return backward
+
+
+def operands_and_residuals(case, dtype="bfloat16"):
+    """Return what a backward takes, and the float32 gradients that it should return."""
+    operands = case.operands(dtype)
+    names = [name for name in ("query", "key", "value", "bias") if getattr(operands, name) is not None]
+
+    def function(*arrays):
+        return attention(operands._replace(**dict(zip(names, arrays, strict=True))), case.rules)
+
+    wide = [getattr(operands, name).astype(jnp.float32) for name in names]
+    (out, lse), pull = jax.vjp(function, *wide)
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal(out.shape), dtype)
+    return operands, (out.astype(dtype), lse), dout, pull((dout.astype(jnp.float32), jnp.zeros_like(lse)))
+
+
+def simulated(mosaic, case, params, dtype="bfloat16"):
+    """Return gradients by the kernels, simulated, and those of the reference."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    operands, residuals, dout, expected = operands_and_residuals(case, dtype)
+    call = describe(operands, case.rules, platform="gpu", fingerprint="gpu:nvidia_h200", backward=True)
+    assert (unsupported_reason(call), params_fault(call, params)) == (None, None)
+    run = functools.partial(mosaic.backward, rules=case.rules, params=params, interpret=plgpu.InterpretGPUParams())
+    found = jax.jit(run)(operands, residuals, dout)
+    return [x for x in found if x is not None], expected
+
+
+def error(expected, actual):
+    """Return the relative root mean square of the difference."""
+    expected, actual = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "params"),
+    [
+        (Small(heads=2, rules=CAUSAL), FUSED),
+        (Small(queries=150, keys=100, rules=Rules(scale=0.2, left=20, right=3, soft_cap=2.0)), SPLIT),
+        (Small(keys=136, segments=True, head_dim=128, rules=CAUSAL), WIDE),
+        (Small(queries=100, bias=(1, 1, 100, 128), mask=(1, 1, 1, 128)), FUSED),
+        (Small(head_dim=40, value_dim=24, queries=60, rules=CAUSAL), WIDE_SPLIT),
+    ],
+    ids=["causal, grouped", "window, soft cap", "segments, products", "bias and mask", "odd dims, split"],
+)
+def test_gradients_match_reference(mosaic, case, params):
+    found, expected = simulated(mosaic, case, params)
+    for wanted, gradient in zip(expected, found, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        assert gradient.shape == wanted.shape
+        assert error(wanted, gradient) < 5e-3
+
+
+def test_rows_without_keys_have_zero_gradients(mosaic):
+    """The first queries stand before all keys."""
+    case = Small(queries=128, keys=64, rules=CAUSAL)
+    found, expected = simulated(mosaic, case, FUSED, "float16")
+    np.testing.assert_array_equal(np.asarray(found[0][:, :64], np.float32), 0)
+    assert error(expected[0], found[0]) < 2e-3
+
+
+def described(case, dtype="bfloat16"):
+    return describe(
+        jax.eval_shape(lambda: case.operands(dtype)),
+        case.rules,
+        platform="gpu",
+        fingerprint="gpu:nvidia_h200",
+        backward=True,
+    )
+
+
+SAMPLE = {
+    "causal 128": Case(queries=512, keys=512, heads=4, groups=2, head_dim=128, value_dim=128, rules=CAUSAL),
+    "window 64": Case(queries=1000, keys=1000, head_dim=64, value_dim=64, rules=Rules(scale=0.1, left=100, right=0)),
+    "full 256": Case(queries=512, keys=512, head_dim=256, value_dim=256),
+    "192 and 128": Case(queries=300, keys=300, head_dim=192, value_dim=128, segments=True, rules=CAUSAL),
+    "soft cap 96": Case(queries=256, keys=256, head_dim=96, value_dim=96, rules=Rules(scale=0.1, soft_cap=5.0)),
+    "bias 32": Case(queries=256, keys=256, head_dim=32, value_dim=32, bias=(1, 4, 256, 256)),
+}
+
+
+def lower(mosaic, case, params):
+    """Lower for CUDA, which builds the whole kernel and checks its layouts; no GPU is needed."""
+    operands = jax.eval_shape(lambda: case.operands("bfloat16"))
+    query, value = operands.query.shape, operands.value.shape
+    out = jax.ShapeDtypeStruct((*query[:3], value[3]), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((query[0], query[2], query[1]), jnp.float32)
+    run = functools.partial(mosaic.backward, rules=case.rules, params=params)
+    return jax.jit(run).trace(operands, (out, lse), out).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_what_the_heuristic_says_is_lowered(mosaic, name):
+    case = SAMPLE[name]
+    text = lower(mosaic, case, heuristic(described(case)))
+    assert "attention_backward" in text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_whole_space_is_lowered(mosaic, name):
+    case = SAMPLE[name]
+    for params in space(described(case)):
+        lower(mosaic, case, params)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_heuristic_is_in_the_space_and_runs(name):
+    call = described(SAMPLE[name])
+    assert params_fault(call, heuristic(call)) is None
+    assert heuristic(call) in space(call)
+    assert len(set(space(call))) == len(space(call)) > 1
+
+
+FINE = AttentionCall(
+    query=(2, 256, 4, 128),
+    key=(2, 256, 2, 128),
+    value=(2, 256, 2, 128),
+    dtype="bfloat16",
+    rules=CAUSAL,
+    platform="gpu",
+    device_fingerprint="gpu:nvidia_h200",
+    backward=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"platform": "cpu", "device_fingerprint": "cpu:x"}, "needs a Hopper GPU, .* for cpu:x"),
+        ({"device_fingerprint": "gpu:nvidia_b200"}, "needs a Hopper GPU"),
+        ({"partitioned": True}, "jax.shard_map"),
+        ({"dtype": "float32"}, "dtype float32"),
+        ({"query": (2, 256, 4, 100)}, "query has head_dim 100, .* multiples of 8"),
+        ({"value": (2, 256, 2, 264)}, "value has head_dim 264"),
+        ({"key": (2, 0, 2, 128)}, "sizes above 0"),
+        ({"rules": Rules(scale=0.0)}, "softmax_scale"),
+        ({"query": (2, 256, 4, 256), "bias": (1, 4, 256, 256)}, "bias .* up to head_dim 128"),
+    ],
+)
+def test_refusal_names_the_argument_and_the_way_out(monkeypatch, changes, words):
+    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: None)
+    reason = unsupported_reason(dataclasses.replace(FINE, **changes))
+    assert re.search(words, reason), reason
+    assert re.search("'xla'|'cudnn'", reason)
+
+
+def test_what_the_environment_lacks_is_the_reason(monkeypatch):
+    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: "no such thing here")
+    assert "no such thing here" in unsupported_reason(FINE)
+
+
+@pytest.mark.parametrize(
+    ("dims", "params", "words"),
+    [
+        ((128, 128), dataclasses.replace(FUSED, q_stages=4, dout_stages=4), "shared memory"),
+        ((128, 128), dataclasses.replace(FUSED, q_block=192), "q_block must be 64 or 128"),
+        ((128, 128), dataclasses.replace(SPLIT, q_block=192), "sums in a thread"),
+        ((64, 64), dataclasses.replace(FUSED, warpgroups=3), "cannot divide the 64 columns"),
+        ((192, 128), dataclasses.replace(WIDE, q_block=128), "q_block must be 64"),
+        ((256, 256), FUSED, "shared memory"),
+    ],
+)
+def test_parameters_that_cannot_run_are_refused(dims, params, words):
+    call = dataclasses.replace(FINE, query=(2, 256, 4, dims[0]), key=(2, 256, 2, dims[0]), value=(2, 256, 2, dims[1]))
+    assert re.search(words, params_fault(call, params)), params_fault(call, params)
+
+
+def test_a_bias_needs_the_division_by_keys():
+    assert "division='keys'" in params_fault(dataclasses.replace(FINE, bias=(1, 4, 256, 256)), WIDE_SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("form", "both"), ("division", None), ("warpgroups", 4), ("q_block", 65), ("q_stages", 0), ("kv_block", 64)],
+)
+def test_error_names_field_and_value(field, value):
+    with pytest.raises(ConfigError, match=rf"{field} must be .*, got {value!r}"):
+        BackwardParams(**{field: value})
+
+
+def test_only_sums_in_one_order_repeat_bit_by_bit():
+    biased = dataclasses.replace(FINE, bias=(1, 4, 256, 256))
+    assert not is_deterministic(FINE, FUSED)
+    assert is_deterministic(FINE, SPLIT)
+    assert not is_deterministic(biased, SPLIT)
+    assert is_deterministic(dataclasses.replace(biased, bias=(2, 4, 256, 256)), SPLIT)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
+    queries, keys = data.draw(st.tuples(*[st.integers(1, 24)] * 2), "lengths")
+    blocks = Blocks(*data.draw(st.tuples(*[st.sampled_from([2, 4, 8])] * 2), "blocks"))
+    left, right = data.draw(st.tuples(*[st.none() | st.integers(0, 20)] * 2), "window")
+    rules, ids = Rules(scale=1.0, left=left, right=right), [None, None]
+    visible = within_window(np.arange(queries) + keys - queries, np.arange(keys), rules)
+    visible = np.ones((1, queries, keys), bool) if visible is None else np.asarray(visible)[None]
+    if data.draw(st.booleans(), "segments"):
+        ids = [np.array([data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))]) for n in (queries, keys)]
+        visible = visible & (ids[0][:, :, None] == ids[1][:, None, :])
+    mask = None
+    if data.draw(st.booleans(), "mask"):
+        mask = np.random.default_rng(data.draw(st.integers(0, 99))).random((1, 2, queries, keys)) < 0.1
+    given_ = Visibility(queries=queries, keys=keys, rules=rules, query_segments=ids[0], key_segments=ids[1], mask=mask)
+    counts = (-(-queries // blocks.queries), -(-keys // blocks.keys))
+    whole = np.zeros((counts[0] * blocks.queries, counts[1] * blocks.keys), bool)
+    some, every = whole.copy(), whole.copy()
+    some[:queries, :keys] = visible[0] if mask is None else visible[0] & mask.any(axis=(0, 1))
+    every[:queries, :keys], every[queries:, :keys] = visible[0], True
+    shape = (counts[0], blocks.queries, counts[1], blocks.keys)
+    some, every = some.reshape(shape).any(axis=(1, 3)), every.reshape(shape).all(axis=(1, 3))
+    for ranges, seen, free in (
+        (ranges_of_queries(given_, blocks), some.T, every.T),
+        (ranges_of_keys(given_, blocks), some, every),
+    ):
+        first, begin, end, last = (np.asarray(ranges)[0, :, i, None] for i in range(4))
+        tiles = np.arange(seen.shape[1])
+        assert (np.diff(np.asarray(ranges)[0], axis=-1) >= 0).all()
+        assert not (seen & ~((first <= tiles) & (tiles < last))).any()
+        assert not ((begin <= tiles) & (tiles < end) & ~free).any()
+
+
+def test_empty_rows_have_the_log_sum_exp_that_gives_zero_weights():
+    assert jnp.exp2(jnp.float32(-EMPTY_ROW_LSE)) == 0

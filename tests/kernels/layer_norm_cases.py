@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer normalisation under test."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from tests.kernels.conformance import Backend, Subject
+
+from ejkernel.kernels.layer_norm.pallas import PallasParams
+from ejkernel.modules import LayerNorm
+
+
+def rows_of(*shape, vectors=None, **options):
+    """Return a call with random rows, and weight and bias of a dtype of their own."""
+
+    def call(dtype):
+        rng = np.random.default_rng(0)
+        x, weight, bias = (rng.standard_normal(size) for size in (shape, shape[-1:], shape[-1:]))
+        return (jnp.asarray(3 + x, dtype), *(jnp.asarray(1 + v, vectors or dtype) for v in (weight, bias))), options
+
+    return call
+
+
+def in_use(dtype):
+    vector = jax.ShapeDtypeStruct((4096,), dtype)
+    return (jax.ShapeDtypeStruct((8192, 4096), dtype), vector, vector), {}
+
+
+def interpret_pallas(monkeypatch):
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+
+
+SUBJECT = Subject(
+    operation=LayerNorm(),
+    calls={
+        "rows": rows_of(20, 24),
+        "one row": rows_of(24),
+        "several axes": rows_of(2, 3, 6, 16, eps=0.1),
+        "wide vectors": rows_of(4, 16, vectors="float32"),
+    },
+    briefly=("rows",),
+    backends={
+        "xla": Backend(dtypes=("float32", "bfloat16", "float16")),
+        "pallas": Backend(params=(PallasParams(block_rows=16), None), simulate=interpret_pallas),
+    },
+    tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
+    spaces={"many rows": in_use},
+)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`layer_norm` as a user meets it: what it refuses, and who runs it where."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.modules import LayerNorm, layer_norm
+from ejkernel.ops import ArgumentError, Invocation, UnsupportedError
+
+X, VECTOR = jnp.ones((4, 16)), jnp.ones(16)
+KERNEL = LayerNorm()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": [1.0]}, "x must be a floating-point array .* got list"),
+        ({"x": jnp.ones(())}, "x must have an axis to normalise over"),
+        ({"bias": jnp.ones(3)}, r"bias must have the length of x's last axis; got shapes \(3,\) and \(4, 16\)"),
+        ({"weight": jnp.ones(16, int)}, "weight must be a floating-point array .* got dtype int32"),
+        ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
+        ({"implementation": "cudnn"}, "implementation must be one of xla, pallas, or None; got 'cudnn'"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        layer_norm(**{"x": X, "weight": VECTOR, "bias": VECTOR} | changes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [
+        ((8, 1 << 20), "float32", "rows of 1048576 elements, and 'pallas' keeps 8"),
+        ((8, 128), "float16", "x has dtype float16, and 'pallas' takes float32 and bfloat16"),
+        ((0, 128), "float32", "rows whose number is known and not 0"),
+    ],
+)
+def test_pallas_says_what_it_does_not_run(shape, dtype, words):
+    vector = jax.ShapeDtypeStruct(shape[-1:], dtype)
+    args, options = KERNEL.prepare(jax.ShapeDtypeStruct(shape, dtype), vector, vector, implementation="pallas")
+    with pytest.raises(UnsupportedError, match=f"layer_norm: .*{words}.*'xla'"):
+        KERNEL.heuristic_cfg(Invocation(kernel=KERNEL, args=args, kwargs=options, device="tpu:v5"))
+
+
+def test_a_program_for_a_tpu_runs_the_kernel_and_its_gradient_is_xlas():
+    def loss(x):
+        return layer_norm(x, VECTOR, VECTOR, implementation=["pallas", "xla"]).sum()
+
+    text = jax.jit(jax.grad(loss)).trace(X).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 1
+    with pytest.raises(UnsupportedError, match=r"needs a TPU, and this call is for cpu.*use 'xla'"):
+        jax.jit(lambda x: layer_norm(x, VECTOR, VECTOR, implementation="pallas")).lower(X).compile()
