@@ -88,7 +88,7 @@ class Pattern:
         return parts[0]
 
 
-def _sum(gradients: Sequence[Any]) -> Any:
+def _sum(gradients: Sequence[jax.Array]) -> Any:
     return jnp.asarray(sum(np.asarray(gradient) for gradient in gradients))
 
 
@@ -142,11 +142,11 @@ def cotangents_of(function: Flat, arrays: Arrays, rng: np.random.Generator) -> A
     return [random_array(out, rng) for out in jax.eval_shape(function, *arrays) if is_inexact(out)]
 
 
-def _selected(arrays: Sequence[Any], wrt: Sequence[bool]) -> Arrays:
+def _selected(arrays: Sequence[jax.Array], wrt: Sequence[bool]) -> Arrays:
     return [array for array, has in zip(arrays, wrt, strict=True) if has]
 
 
-def _merged(arrays: Sequence[Any], own: Sequence[Any], wrt: Sequence[bool]) -> Arrays:
+def _merged(arrays: Sequence[jax.Array], own: Sequence[jax.Array], wrt: Sequence[bool]) -> Arrays:
     given = iter(own)
     return [next(given) if has else array for array, has in zip(arrays, wrt, strict=True)]
 
@@ -154,7 +154,7 @@ def _merged(arrays: Sequence[Any], own: Sequence[Any], wrt: Sequence[bool]) -> A
 jax.tree_util.register_dataclass(Results, ["outs", "gradients"], [])
 
 
-def compiled(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], *inputs: object) -> Callable[..., Any]:
     """Return the function as a program for inputs of these types, made quickly rather than well."""
     program: Callable[..., Any] = compat.compiled_to_be_checked(jax.jit(function).lower(*inputs), jax.default_backend())
     return program

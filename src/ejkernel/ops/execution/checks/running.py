@@ -12,6 +12,7 @@ from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristi
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.execution.checks.forms import (
     dtype_rows,
@@ -34,7 +35,7 @@ def checked(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    configs: Collection[Any] | None,
+    configs: Collection[object] | None,
     without: frozenset[str],
     seed: int,
 ) -> CheckReport:
@@ -53,7 +54,7 @@ def checked(
     return CheckReport(call, tuple(chosen), tuple(_rows(subject, chosen, without)), note)
 
 
-def _arguments_of(inv: Invocation[Any, Any]) -> str:
+def _arguments_of(inv: Invocation[Cfg, Out]) -> str:
     """Return the call's arguments in short; what has no stable name is left out."""
     try:
         return arguments(inv.description)
@@ -61,7 +62,7 @@ def _arguments_of(inv: Invocation[Any, Any]) -> str:
         return ""
 
 
-def _rows(subject: Subject, configs: Sequence[Any], without: frozenset[str]) -> Iterator[CheckRow]:
+def _rows(subject: Subject, configs: Sequence[object], without: frozenset[str]) -> Iterator[CheckRow]:
     yield CheckRow(check="configurations", config=None, status=CheckStatus.OK)
     try:
         numbers = Numbers(subject, configs[0], tuple(without))
@@ -82,7 +83,7 @@ def _rows(subject: Subject, configs: Sequence[Any], without: frozenset[str]) -> 
     yield from _form_rows(subject, configs[0], without)
 
 
-def _form_rows(subject: Subject, config: Any, without: frozenset[str]) -> Iterator[CheckRow]:
+def _form_rows(subject: Subject, config: object, without: frozenset[str]) -> Iterator[CheckRow]:
     if "dtypes" not in without:
         yield from dtype_rows(subject, _dtype_row)
         weak = weak_type_row(subject, config)
@@ -111,7 +112,7 @@ def _dtype_row(subject: Subject, name: str) -> CheckRow:
     return CheckRow(check=name, config=config, status=status, reason=reason, error=worst.error, allowed=worst.allowed)
 
 
-def _configs(subject: Subject, inv: Invocation[Any, Any], given: Collection[Any] | None) -> tuple[list[Any], str]:
+def _configs(subject: Subject, inv: Invocation[Cfg, Out], given: Collection[object] | None) -> tuple[list[Any], str]:
     """Return the configurations to check, the heuristic's first, and what to say of them."""
     if inv.override_cfg is not None:
         return [inv.override_cfg], "The arguments say the whole configuration."
