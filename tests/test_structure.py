@@ -52,10 +52,6 @@ ANY_IN_A_THOUSAND_LINES = 100
 SILENT = {
     "ops/autotuner/process/serve.py": ["_sendable", "warn"],
     "ops/autotuner/bench/confirmation.py": ["_works"],
-    "ops/execution/checks/forms.py": ["_lowered_row", "_derived", "_fails"],
-    "ops/execution/checks/programs.py": ["computed"],
-    "ops/execution/checks/running.py": ["_arguments_of"],
-    "ops/utils/telling.py": ["traceback_text"],
 }
 
 

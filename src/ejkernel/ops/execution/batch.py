@@ -20,7 +20,7 @@ def vmap_with_config(
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
-    cfg: object = None,
+    cfg: Cfg | None = None,
     executor: Executor[Any, Any] | None = None,
     **vmap_options: Any,
 ) -> Callable[..., Any]:
@@ -49,7 +49,7 @@ def pmap_with_config(
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
-    cfg: object = None,
+    cfg: Cfg | None = None,
     executor: Executor[Any, Any] | None = None,
     **pmap_options: Any,
 ) -> Callable[..., Any]:

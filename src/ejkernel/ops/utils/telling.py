@@ -32,8 +32,8 @@ def traceback_text(error: BaseException) -> str:
     """Return an error's traceback, as far as it can be had."""
     try:
         return printable_lines("".join(traceback.format_exception(error)))
-    except BaseException:  # noqa: BLE001 - as above
-        return error_text(error)
+    except BaseException as raised:  # noqa: BLE001 - as above
+        return f"{error_text(error)}\nno traceback, for to write it raises {type(raised).__name__}"
 
 
 def value_text(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import pickle  # noqa: TID251 - of a kernel that is there already, as worker processes are sent it
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -19,7 +20,7 @@ from ejkernel.ops.autotuner.measure.correctness import deviations
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook, run_forms
-from ejkernel.ops.core.transformations.nodes import Choice, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.execution.checks.programs import Arrays, compiled, cotangents_of, pulled
@@ -27,6 +28,9 @@ from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.utils.telling import error_text
+
+logger = logging.getLogger(__name__)
 
 _PLATFORMS: Final = ("cpu", "gpu", "tpu")
 _CLAIMED_BY: Final = {  # forms of `run` that are for a platform, and for nothing else
@@ -152,7 +156,8 @@ def _lowered_row(subject: Subject, check: str, platform: str, config: object, cl
     try:
         cotangents = cotangents_of(run, arrays, np.random.default_rng(subject.seed))
         traced = jax.jit(pulled(run, wrt)).trace(arrays, cotangents) if any(wrt) and cotangents else None
-    except Exception:  # noqa: BLE001 - that there is no gradient is said by another row
+    except Exception as error:  # noqa: BLE001 - that there is no gradient is said by another row
+        logger.debug("%s: no gradient is lowered for %s: %s", subject.kernel.op_id, platform, error_text(error))
         return _row(check, config, "")
     try:
         if traced is not None:
@@ -196,12 +201,12 @@ def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Inv
     for function, given in programs:
         try:
             found += discover(function, *given)
-        except Exception:  # noqa: BLE001 - that it cannot be traced is said by another row
-            continue
+        except Exception as error:  # noqa: BLE001 - that it cannot be traced is said by another row
+            logger.debug("%s: calls with no key to look at: %s", subject.kernel.op_id, error_text(error))
     return found
 
 
-def _summed_gradient(run: Any, arrays: Sequence[object], wrt: Sequence[bool]) -> Any:
+def _summed_gradient(run: Flat, arrays: Sequence[jax.Array], wrt: Sequence[bool]) -> Any:
     outs = jax.eval_shape(run, *arrays)
     cotangents = [jnp.ones(out.shape, out.dtype) for out in outs if is_inexact(out)]
     return pulled(run, wrt)(list(arrays), cotangents).gradients
@@ -271,6 +276,7 @@ def _exported(function: Any, arrays: Arrays) -> Sequence[Any]:
 def _fails(function: object, arrays: Arrays) -> bool:
     try:
         _exported(function, arrays)
-    except Exception:  # noqa: BLE001 - that is the question
+    except Exception as error:  # noqa: BLE001 - that is the question
+        logger.debug("plain JAX cannot export it either: %s", error_text(error))
         return True
     return False

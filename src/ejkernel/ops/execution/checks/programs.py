@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,8 +17,11 @@ from ejkernel import compat
 from ejkernel.ops.core.examples import stack, stacked
 from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
 from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.ops.utils.telling import error_text
 
-Arrays = list[Any]
+logger = logging.getLogger(__name__)
+
+Arrays = list[jax.Array]
 Levels = tuple[tuple[tuple[int | None, ...], int], ...]
 
 
@@ -167,7 +171,8 @@ def computed(jobs: Mapping[str, Job]) -> dict[str, Results | Exception]:
     """Compute all jobs, in one program if that works: most of the time of a small one is JAX's for each program."""
     try:
         return dict(_together(dict(jobs)))
-    except Exception:  # noqa: BLE001 - which of them it was shows when each is computed alone
+    except Exception as error:  # noqa: BLE001 - which of them it was shows when each is computed alone
+        logger.debug("%s are computed one by one, for together they fail: %s", ", ".join(jobs), error_text(error))
         return {name: _alone(name, job) for name, job in jobs.items()}
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
@@ -26,6 +27,9 @@ from ejkernel.ops.execution.checks.numbers import Numbers
 from ejkernel.ops.execution.checks.report import CheckReport, CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.tables import arguments
+from ejkernel.ops.utils.telling import error_text
+
+logger = logging.getLogger(__name__)
 
 _TOO_FEW: Final = 2  # rows of a configuration that does not run
 
@@ -58,7 +62,8 @@ def _arguments_of(inv: Invocation[Cfg, Out]) -> str:
     """Return the call's arguments in short; what has no stable name is left out."""
     try:
         return arguments(inv.description)
-    except Exception:  # noqa: BLE001 - the row of the key says why
+    except Exception as error:  # noqa: BLE001 - the row of the key says why
+        logger.debug("%s: its arguments cannot be shown: %s", inv.op_id, error_text(error))
         return ""
 
 
