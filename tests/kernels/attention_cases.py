@@ -59,9 +59,9 @@ class Case:
 
     def call(self, dtype="float32"):
         """Return the arguments of the operation."""
-        *arrays, query_segments, key_segments = self.operands(dtype)
-        segments = None if query_segments is None else (query_segments, key_segments)
-        return (*arrays, segments), options_of(self.rules)
+        operands = self.operands(dtype)
+        segments = None if not self.segments else (operands.query_segments, operands.key_segments)
+        return (*operands[:5], segments), options_of(self.rules)
 
 
 def options_of(rules):
@@ -184,7 +184,9 @@ SUBJECT = Subject(
     # Blocks are smaller than the lengths, of different sizes, and no divisors of them: every way to have a rest.
     backends={
         "xla": Backend(params=(FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32, kv_blocksize=20))),
+        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "cudnn": Backend(dtypes=("bfloat16", "float16"), simulate=simulate_cudnn),
+        "cudnn_packed": Backend(dtypes=("bfloat16", "float16")),
     },
     tolerance={"float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2},
     spaces={"causal, 2048": in_use(2048, causal=True)},

@@ -124,9 +124,8 @@ def calls_of(tested, name, dtype, *, forward_only=False):
         for backward in (False, True)
     ]
     for call in calls[: 2 - forward_only]:
-        if tested.successor is not tested.implementation and call.backward:
-            continue
-        if reason := tested.implementation.unsupported(call):
+        reason = tested.subject.operation.implementations.unsupported(tested.name, call)
+        if reason and (not call.backward or tested.successor is tested.implementation):
             pytest.skip(reason)
     return args, options, calls
 

@@ -20,3 +20,10 @@ def mosaic_gpu_reason() -> str | None:
     if importlib.util.find_spec("absl") is None:
         return "it needs the package absl-py, which Pallas Mosaic GPU imports: pip install absl-py"
     return None
+
+
+def simulated_races() -> bool:
+    """Return whether the last simulation of a Mosaic GPU kernel, if it looked for races, found one."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return bool(interpret_pallas_call.get_races().races_found)

@@ -81,6 +81,10 @@ class Implementation(Generic[CallT]):
         """Return why `call` must not run with these parameters; `None` if it may. They are refused, and never tried."""
         return None
 
+    def preference(self, call: CallT) -> int:
+        """Return how much it is to be preferred for a call that it runs; of equals, the first of the operation is."""
+        return 0
+
     def heuristic(self, call: CallT) -> Any:
         """Return good parameters without measuring; by default the type's defaults."""
         return self.params_type(backward=call.backward)()

@@ -251,6 +251,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             for name in able
             if name not in kept
         }
+        if names is None:
+            kept = sorted(kept, key=lambda name: -self.implementations[name].preference(call))
         return [(name, call) for name in kept], reasons
 
     def _of_one_contract(self, able: list[str], asked: list[str], call: CallT) -> list[str]:

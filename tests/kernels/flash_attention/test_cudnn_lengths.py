@@ -91,7 +91,7 @@ def fake_backward(operands, residuals, dout, *, lengths=None, **static):
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """CuDNN's conventions, anywhere: what is behind a length is undefined."""
+    """Imitate cuDNN, anywhere: what is behind a length is undefined."""
     monkeypatch.setattr(compat, "cudnn_attention_forward", fake_forward)
     monkeypatch.setattr(compat, "cudnn_attention_backward", fake_backward)
 

@@ -259,7 +259,7 @@ def _abstract_eval(*avals: object, call: Call) -> tuple[Sequence[Any], Any]:
 
 def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
     if compat.jit_disabled():
-        return _compute(call, (jax.default_backend(),), None, *arrays)
+        return _compute(call, jax.default_backend(), *arrays)
     compiled, key = _eager.of(call.node.spec.kernel), (call.weak, call.host.generation)
     function = compiled.get(key)
     if function is None:
@@ -268,22 +268,16 @@ def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
     return list(function(*arrays))
 
 
-def _compute(
-    call: Call, platforms: Sequence[str], expected: Sequence[object] | None, *arrays: jax.Array
-) -> Sequence[Any]:
-    if len(platforms) == 1:
-        avals = [jax.typeof(array) for array in arrays]
-        return call.host.body_of(call, platforms[0], avals, expected).compute(*arrays)
-    branches = {platform: functools.partial(_compute, call, (platform,), expected) for platform in platforms}
-    out: Sequence[Any] = compat.run_on_platform(branches, *arrays)
-    return out
+def _compute(call: Call, platform: str, *arrays: jax.Array) -> Sequence[Any]:
+    avals = [jax.typeof(array) for array in arrays]
+    return call.host.body_of(call, platform, avals, None).compute(*arrays)
 
 
 def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     platforms = compat.lowering_platforms(ctx)
+    if len(platforms) > 1:
+        return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     with call.settings.entered(), compat.lowering(ctx):
-        if len(platforms) > 1:
-            return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
         # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
         body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
         if body.jaxpr is None:
@@ -387,7 +381,7 @@ def _through(
     given = iter(tangents)
     all_tangents = [next(given) if has else zero_tangent(p) for p, has in zip(primals, wrt, strict=True)]
     with call.settings.entered():
-        compute = functools.partial(_compute, call, (jax.default_backend(),), None)
+        compute = functools.partial(_compute, call, jax.default_backend())
         out, found = jax.jvp(lambda *arrays: tuple(compute(*arrays)), tuple(primals), tuple(all_tangents))
     pairs = zip(out, found, strict=True)
     return list(out), [compat.zero_for(v) if compat.is_zero_tangent(t) else t for v, t in pairs]

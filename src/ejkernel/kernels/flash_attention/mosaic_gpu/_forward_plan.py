@@ -125,6 +125,11 @@ class ForwardPlan:
 _ALIGNMENT = 1024  # that every buffer begins at a multiple of
 
 
+def padded_dim(size: int) -> int:
+    """Return the width, which swizzles divide, that heads of `size` are filled up to with zeros."""
+    return -(-size // 16) * 16
+
+
 def swizzle(row_bytes: int) -> int:
     """Return the widest swizzle, in bytes, that divides a row; 0 if none does."""
     return next((width for width in (128, 64, 32) if row_bytes % width == 0), 0)

@@ -15,6 +15,7 @@ from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
 
 from ._forward_plan import LOG2E, ROWS
 from ._forward_types import Memory, Part
+from .visibility import remainder
 
 mgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # its types differ from version to version
 
@@ -88,7 +89,7 @@ class Rows:
 
     def _first_block(self, step: Any) -> _Sums:
         mgpu.barrier_wait(self.wait.query_full.at[self.part.slot])
-        stage = lax.rem(step, self.params.stages)
+        stage = remainder(step, self.params.stages)
         mgpu.barrier_wait(self.wait.key_full.at[stage])
         self._await_turn()
 
@@ -108,7 +109,7 @@ class Rows:
 
     def _overlapped(self, sums: _Sums, block: Any, masked: bool) -> _Sums:
         """Meet a block: its softmax runs while the block before's weights are multiplied with their values."""
-        stage, before = lax.rem(sums.step, self.params.stages), lax.rem(sums.step - 1, self.params.stages)
+        stage, before = remainder(sums.step, self.params.stages), remainder(sums.step - 1, self.params.stages)
         mgpu.barrier_wait(self.wait.key_full.at[stage])
         self._await_turn()
 
@@ -131,7 +132,7 @@ class Rows:
 
     def _in_turn(self, sums: _Sums, block: Any, masked: bool) -> _Sums:
         """Meet a block: both products first, then the softmax."""
-        stage, before = lax.rem(sums.step, self.params.stages), lax.rem(sums.step - 1, self.params.stages)
+        stage, before = remainder(sums.step, self.params.stages), remainder(sums.step - 1, self.params.stages)
         mgpu.barrier_wait(self.wait.value_full.at[before])
         mgpu.barrier_wait(self.wait.key_full.at[stage])
         self._await_turn()
@@ -152,7 +153,7 @@ class Rows:
         return _Sums(acc * _columns(decay, acc.shape), top, total, weights, sums.step + 1)
 
     def _last_product(self, sums: _Sums) -> Any:
-        stage = lax.rem(sums.step - 1, self.params.stages)
+        stage = remainder(sums.step - 1, self.params.stages)
         mgpu.barrier_wait(self.wait.value_full.at[stage])
         if self.memory.simulated:
             acc = self._end(None, sums, stage)
@@ -195,7 +196,7 @@ class Rows:
                 self._release(self.part.number - 1)
 
     def _release(self, number: Any) -> None:
-        mgpu.barrier_arrive(self.wait.query_free.at[lax.rem(number, self.params.query_buffers)])
+        mgpu.barrier_arrive(self.wait.query_free.at[remainder(number, self.params.query_buffers)])
 
     # Products. No CPU simulates one with an operand in registers, as the weights are: it is then computed at its end.
 
@@ -227,7 +228,7 @@ class Rows:
 
     def _pass_turn(self) -> None:
         if self.params.ping_pong:
-            mgpu.barrier_arrive(self.wait.turn.at[lax.rem(self.warpgroup + 1, self.params.warpgroups)])
+            mgpu.barrier_arrive(self.wait.turn.at[remainder(self.warpgroup + 1, self.params.warpgroups)])
 
     # Logits and weights.
 

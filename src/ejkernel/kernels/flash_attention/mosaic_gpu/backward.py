@@ -50,8 +50,10 @@ def backward(
     padded = _padded_lengths(params)
     inputs = _inputs(operands, residuals, dout.astype(problem.dtype), problem, padded)
     gradients, dbias = _run(inputs, _visibility(operands, problem), problem, params, machine)
-    found = zip(gradients, operands[:3], strict=True)
-    return (*(x[:, : like.shape[1], :, : like.shape[3]] for x, like in found), _bias_gradient(dbias, operands))
+    dquery, dkey, dvalue = (
+        x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(gradients, operands[:3], strict=True)
+    )
+    return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
 
 
 def _run(
@@ -95,13 +97,14 @@ def _inputs(
     dims = (problem.head_dim, problem.head_dim, problem.value_dim, problem.value_dim)
     segments = zip((operands.query_segments, operands.key_segments), padded, strict=True)
     added = _added(operands)
-    return Inputs(
+    fields = [
         *(pad_axis(pad_axis(x, 1, 8), 3, dim) for x, dim in zip(arrays, dims, strict=True)),
         *row_inputs(residuals, dout, problem, padded[0]),
         jnp.zeros((1, 1, 4), jnp.int32),
         *(None if x is None else pad_axis(x.astype(jnp.int32), 1, size) for x, size in segments),
         None if added is None else pad_axis(pad_axis(added, 2, padded[0]), 3, padded[1]),
-    )
+    ]
+    return Inputs._make(fields)
 
 
 def _added(operands: Operands) -> jax.Array | None:

@@ -54,10 +54,11 @@ def key_block_buffers(problem: Problem, params: BackwardParams) -> dict[str, Buf
     queries, douts = params.q_stages, params.dout_stages
     fused, columns = params.form == "fused", dquery_columns(problem, params)
     part = math.gcd(*columns)
+    used = part if fused else 0  # factors in shared memory have to be swizzled alike
     buffers = {
-        "key": Buffer((slabs, 64, problem.head_dim), columns=part if fused else 0),
+        "key": Buffer((slabs, 64, problem.head_dim), columns=used),
         "value": Buffer((slabs, 64, problem.value_dim)),
-        "query": Buffer((queries, rows, problem.head_dim)),
+        "query": Buffer((queries, rows, problem.head_dim), columns=used),
         "dout": Buffer((douts, rows, problem.value_dim)),
         "shift": Buffer((queries, rows), 4),
         "delta": Buffer((douts, rows), 4),
@@ -67,7 +68,7 @@ def key_block_buffers(problem: Problem, params: BackwardParams) -> dict[str, Buf
     if problem.bias is not None:
         buffers["dbias"] = Buffer((slabs, 64, rows), 4)
     if fused:
-        buffers["dscores"] = Buffer((2, slabs, 64, rows))
+        buffers["dscores"] = Buffer((2, slabs, 64, rows), columns=used)
         buffers["dquery"] = Buffer((params.warpgroups, 64, part), 4)
     return buffers
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .backward_key_blocks import Block, KeyBlockKernel, Step
 from .backward_tiles import WGMMA, walk, zeros
+from .machine import plgpu
 
 
 class ProductsKernel(KeyBlockKernel):

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .backward_buffers import query_block_buffers
 from .backward_params import BackwardParams
 from .backward_problem import Inputs, Problem
 from .backward_tiles import Range, Tile, drain, take_registers, tiled, walk, weigh, zeros
-from .machine import Machine
+from .machine import Machine, plgpu
 
 
 class Scratch(NamedTuple):
@@ -33,9 +32,9 @@ class Scratch(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block of the grid works on."""
+    """What a block of the grid works on; `arrays` are references to `Inputs`."""
 
-    arrays: Inputs
+    arrays: Any
     output: Any
     scratch: Scratch
     example: jax.Array
@@ -59,7 +58,7 @@ class QueriesKernel:
 
         def body(*refs: Any) -> None:
             given = iter(refs)
-            arrays = Inputs(*(next(given) if here else None for here in present))
+            arrays = Inputs._make(next(given) if here else None for here in present)
             output = next(given)
             pl.run_scoped(
                 lambda *scratch: self._block(arrays, output, Scratch(*scratch)),

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .backward_buffers import dquery_columns, key_block_buffers
 from .backward_params import BackwardParams
 from .backward_problem import Inputs, Problem
 from .backward_tiles import Range, Tile, drain, take_registers, tiled, weigh, zeros
-from .machine import Machine
+from .machine import Machine, plgpu
 
 
 class Scratch(NamedTuple):
@@ -58,9 +57,9 @@ class Sums(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block of the grid works on."""
+    """What a block of the grid works on; `arrays` are references to `Inputs`."""
 
-    arrays: Inputs
+    arrays: Any
     sums: Sums
     outputs: tuple[Any, ...]
     scratch: Scratch
@@ -102,7 +101,7 @@ class KeyBlockKernel:
         def body(*refs: Any) -> None:
             given = iter(refs)
             found = [next(given) if here else None for here in present]
-            arrays, totals = Inputs(*found[: len(inputs)]), Sums(*found[len(inputs) :])
+            arrays, totals = Inputs._make(found[: len(inputs)]), Sums._make(found[len(inputs) :])
             outputs = tuple(given)
             pl.run_scoped(
                 lambda *scratch: self._block(arrays, totals, outputs, Scratch(*scratch)),
@@ -180,7 +179,8 @@ class KeyBlockKernel:
                 self._load_tile(block, Step(head, j, number))
                 return number + 1
 
-            return lax.fori_loop(block.tiles.first, block.tiles.last, of_tile, number)
+            total: jax.Array = lax.fori_loop(block.tiles.first, block.tiles.last, of_tile, number)
+            return total
 
         steps = lax.fori_loop(0, self.problem.heads_per_group, of_head, jnp.int32(0))
         drain(scratch.query_free, params.q_stages, steps)

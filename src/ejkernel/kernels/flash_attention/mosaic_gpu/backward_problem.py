@@ -67,7 +67,7 @@ class Problem:
     groups: int
     head_dim: int
     value_dim: int
-    dtype: jnp.dtype
+    dtype: Any
     rules: Rules
     segments: bool = False
     added: tuple[int, int] | None = None

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import jax.numpy as jnp
+
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.utils.values.signature import is_known
@@ -90,7 +92,7 @@ def problem_of_call(call: AttentionCall) -> Problem:
         groups=call.key[2],
         head_dim=padded_dim(call.query[3]),
         value_dim=padded_dim(call.value[3]),
-        dtype=call.dtype,
+        dtype=jnp.dtype(call.dtype),
         rules=call.rules,
         segments=call.segments,
         added=leading_sizes(call.bias, call.attention_mask),

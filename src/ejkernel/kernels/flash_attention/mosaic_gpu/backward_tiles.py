@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .backward_problem import LOG2_E, Inputs, Problem
+from .machine import plgpu
 
 WGMMA = plgpu.Layout.WGMMA
-# A thread's registers, by how many warpgroups compute: of 65,536 for all, in steps of 8. One alone has 255 to begin with.
+# A thread's registers, by how many warpgroups compute: of 65,536 for all, in steps of 8. One alone has 255 at once.
 _LOADER_REGISTERS = {2: 24, 3: 32}
 _COMPUTE_REGISTERS = {2: 240, 3: 160}
 Carry = Any
@@ -60,7 +60,8 @@ class Tile(NamedTuple):
 
     def vector(self, ref: Any, axis: int, *, optimized: bool = True) -> jax.Array:
         """Load a vector that lies along `axis`."""
-        return plgpu.load(ref, layout=WGMMA.reduce(1 - axis), optimized=optimized)
+        loaded: jax.Array = plgpu.load(ref, layout=WGMMA.reduce(1 - axis), optimized=optimized)
+        return loaded
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, columns: int = 0) -> Any:
@@ -132,7 +133,8 @@ def _bias(arrays: Inputs, tile: Tile) -> jax.Array:
     axis, bias = tile.query_axis, cast(Any, arrays.bias)
     queries, keys = pl.ds(tile.query, tile.shape[axis]), pl.ds(tile.key, tile.shape[1 - axis])
     part = bias.at[(*pick(bias, tile), *((queries, keys) if axis == 0 else (keys, queries)))]
-    return plgpu.load(part, layout=WGMMA, optimized=False).astype(jnp.float32)
+    loaded: jax.Array = plgpu.load(part, layout=WGMMA, optimized=False)
+    return loaded.astype(jnp.float32)
 
 
 def pick(ref: Any, tile: Tile) -> tuple[Any, Any]:
@@ -167,7 +169,8 @@ def _same_segment(tile: Tile, query_segments: Any, key_segments: Any) -> jax.Arr
 
 def zeros(shape: tuple[int, int]) -> jax.Array:
     """Return a float32 tile of zeros, in the layout of accumulators."""
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+    tile: jax.Array = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+    return tile
 
 
 def take_registers(warpgroups: int, *, computes: bool) -> None:

@@ -126,4 +126,5 @@ def _ranges(some: Array, every: Array, *, masked_after: bool) -> Array:
     broken = ~every & (index >= begin[..., None])
     end = np_or_jnp.where(broken.any(axis=-1), broken.argmax(axis=-1), count)
     end = np_or_jnp.clip(end, begin, np_or_jnp.maximum(last, begin))
-    return np_or_jnp.stack([first, begin, end, last], axis=-1).astype(np.int32)
+    ranges: Array = np_or_jnp.stack([first, begin, end, last], axis=-1).astype(np.int32)
+    return ranges

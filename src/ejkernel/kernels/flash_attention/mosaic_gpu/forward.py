@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules
 
-from ._forward_plan import ForwardPlan, swizzle
+from ._forward_plan import ForwardPlan, padded_dim, swizzle
 from .params import ForwardParams
 from .visibility import block_table, has_table
 
@@ -26,18 +27,19 @@ def forward(
         params: How to run it; what `params_fault` has nothing against.
         interpret: How to simulate it on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
     """
-    from . import _forward_kernel as kernel
+    from ._forward_kernel import launch  # needs what not every environment has
+    from ._forward_types import Inputs, Outputs
 
-    operands, by_row = _without_row_terms(operands)
+    operands, by_row = _without_row_terms(unify_varying(operands))
     plan = _plan(operands, rules, params)
-    query, key, value = (_padded(x, 1, _TILE_ROWS) for x in operands[:3])
-    types = kernel.Outputs(
+    query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, padded_dim(1)) for x in operands[:3])
+    types = Outputs(
         jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
         # Copies of one axis are not cut off where the array ends, so that this one has room for whole tiles.
         jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.row_tiles * plan.tile_rows), jnp.float32),
     )
-    out, lse = kernel.launch(plan, kernel.Inputs(query, key, value, **_extras(operands, plan)), types, interpret)
-    return _with_row_terms(out[:, : plan.queries], lse[..., : plan.queries], *by_row)
+    out, lse = launch(plan, Inputs(query, key, value, **_extras(operands, plan)), types, interpret)
+    return _with_row_terms(out[:, : plan.queries, :, : operands.value.shape[3]], lse[..., : plan.queries], *by_row)
 
 
 _TILE_ROWS = 8  # of the tiles of shared memory, whole ones of which a copy moves
@@ -83,8 +85,8 @@ def _plan(operands: Operands, rules: Rules, params: ForwardParams) -> ForwardPla
         keys=key.shape[1],
         heads=query.shape[2],
         groups=key.shape[2],
-        head_dim=query.shape[3],
-        value_dim=value.shape[3],
+        head_dim=padded_dim(query.shape[3]),
+        value_dim=padded_dim(value.shape[3]),
         dtype=str(query.dtype),
         rules=rules,
         params=params,

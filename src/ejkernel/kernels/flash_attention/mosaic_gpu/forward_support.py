@@ -14,14 +14,14 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.values.signature import is_known
 
-from ._forward_plan import REGISTERS, ROWS, ForwardPlan, swizzle
+from ._forward_plan import REGISTERS, ROWS, ForwardPlan, padded_dim, swizzle
 from .params import ForwardParams
 
 _HOPPER = re.compile(r"(^|[:_])(h20|h100|h200|h800|gh200)(_|$)")
 _DTYPES = ("bfloat16", "float16")
 _SHARED_BYTES = 232_448  # that a block of threads may have on Hopper
 _REGISTERS_LEFT = 32  # of a thread, for all but logits, weights, output and bias: with fewer, products wait in line
-_KV_BLOCKS = (64, 80, 96, 112, 128, 144, 160, 176, 192)
+_KV_BLOCKS = (64, 96, 128, 160)
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -86,15 +86,19 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
     def persistence(query_buffers: int, persistent: bool) -> bool:
         return persistent or query_buffers == 1
 
-    switches = dict.fromkeys(("overlap", "ping_pong", "persistent", "pack_heads", "share_buffer"), (False, True))
+    either = (False, True)
+    few = heuristic(call)
     return ConfigSpace(
         {
-            "kv_block": [size for size in _KV_BLOCKS if size <= max(64, _rounded(call.key[1], 16))],
-            "stages": (1, 2, 3, 4),
+            "kv_block": tuple(sorted({few.kv_block, *(size for size in _KV_BLOCKS if size < call.key[1] + 32)})),
+            "stages": tuple(sorted({few.stages, 2, 3})),
             "warpgroups": (2, 3),
+            "ping_pong": either,
+            "persistent": either,
             "query_buffers": (1, 2),
-            **switches,
-            "heads_first": (False, True),
+            "pack_heads": either,
+            "share_buffer": either,
+            "heads_first": either,
         },
         constraints=(memory, registers, packing, persistence),
         build=ForwardParams,
@@ -135,8 +139,8 @@ def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         keys=call.key[1],
         heads=call.query[2],
         groups=call.key[2],
-        head_dim=call.query[3],
-        value_dim=call.value[3],
+        head_dim=padded_dim(call.query[3]),
+        value_dim=padded_dim(call.value[3]),
         dtype=call.dtype,
         rules=call.rules,
         params=params,
@@ -174,12 +178,9 @@ def _platform_reason(call: AttentionCall) -> str | None:
 def _arguments_reason(call: AttentionCall) -> str | None:
     if call.dtype not in _DTYPES:
         return f"query has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
-    for name, size in (("query", call.query[3]), ("value", call.value[3])):
-        if size % 16 or not 16 <= size <= 256:
-            return (
-                f"{name} has head_dim {size}, and 'mosaic_gpu' takes multiples of 16 up to 256; pad head_dim with "
-                "zeros, or use 'xla'."
-            )
+    widest = max(call.query[3], call.value[3])
+    if widest > 256:
+        return f"head_dim is {widest}, and 'mosaic_gpu' takes up to 256; use 'xla'."
     if 0 in (*call.query, *call.key):
         return "an array without elements is left to 'xla'."
     if call.rules.scale <= 0:
@@ -229,7 +230,3 @@ def _register_fault(plan: ForwardPlan) -> str | None:
     if needed > available:
         return f"it takes about {needed} registers a thread, and {available} are to be had"
     return None
-
-
-def _rounded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
+
+plgpu: Any = mosaic_gpu  # its annotations differ between versions, and few of them take a slice of a reference
 
 Accumulators = Sequence[Any]
 
@@ -29,7 +31,8 @@ class Hopper:
 
     def read(self, accumulator: Any, *, pending: int) -> jax.Array:
         """Return an accumulator's value once at most `pending` products are under way."""
-        return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
+        value: jax.Array = plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
+        return value
 
     def add_to_memory(self, source: Any, target: Any) -> None:
         """Start adding a tile in shared memory to one in global memory."""

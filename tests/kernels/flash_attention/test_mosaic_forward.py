@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our forward for Hopper: simulated on a CPU, lowered for CUDA without a GPU, and refused where it cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kernels.attention_cases import Case
+
+from ejkernel import compat
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe, within_window
+from ejkernel.kernels.flash_attention.mosaic_gpu import _forward_plan
+from ejkernel.kernels.flash_attention.mosaic_gpu.forward_support import (
+    heuristic,
+    params_fault,
+    space,
+    unsupported_reason,
+)
+from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import block_table, window_blocks
+from ejkernel.kernels.flash_attention.reference import attention
+from ejkernel.ops import ConfigError
+
+CAUSAL = Rules(scale=0.2, right=0)
+ONE = ForwardParams(kv_block=32, warpgroups=1)
+TWO = ForwardParams(kv_block=32)
+TWO_TILES = ForwardParams(kv_block=32, warpgroups=1, persistent=True, query_buffers=2)
+PACKED = ForwardParams(kv_block=32, pack_heads=True, share_buffer=True)
+Small = functools.partial(Case, batch=1, queries=70, keys=70, heads=1, groups=1)
+
+
+@pytest.fixture
+def mosaic():
+    """The module of the kernel, where it can be imported."""
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
+
+
+@pytest.fixture
+def soon_compiled():
+    """What is simulated is compiled as fast as can be: it runs once."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def one_multiprocessor(monkeypatch):
+    """A persistent launch has one block of threads, which takes all tiles."""
+    monkeypatch.setattr(_forward_plan, "MULTIPROCESSORS", 1)
+
+
+def described(case, dtype="bfloat16"):
+    operands = jax.eval_shape(lambda: case.operands(dtype))
+    return describe(operands, case.rules, platform="gpu", fingerprint="gpu:nvidia_h200")
+
+
+def simulated(mosaic, case, params, dtype="bfloat16", operands=None):
+    """Return the forward's results, simulated, and those of the reference."""
+    from ejkernel.kernels.flash_attention.mosaic_gpu.forward import forward
+
+    operands = case.operands(dtype) if operands is None else operands
+    call = describe(operands, case.rules, platform="gpu", fingerprint="gpu:nvidia_h200")
+    assert (unsupported_reason(call), params_fault(call, params)) == (None, None)
+    # Of buffers that share memory, the detector tells no parts apart.
+    interpret = mosaic.InterpretGPUParams(detect_races=not params.share_buffer)
+    found = forward(operands, case.rules, params, interpret=interpret)
+    if not params.share_buffer:
+        assert not compat.simulated_races()
+    return found, attention(operands, case.rules)
+
+
+def assert_close(found, expected, dtype="bfloat16"):
+    (out, lse), (wanted, wanted_lse) = found, expected
+    assert out.dtype == dtype
+    assert out.shape == wanted.shape
+    out, wanted = np.asarray(out, np.float64), np.asarray(wanted, np.float64)
+    assert np.linalg.norm(out - wanted) <= 5e-3 * np.linalg.norm(wanted)
+    np.testing.assert_allclose(lse, wanted_lse, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "params"),
+    [
+        (Small(heads=2, value_dim=24), TWO),
+        (Small(heads=2, rules=CAUSAL), TWO_TILES),
+        (
+            Small(keys=90, rules=Rules(scale=0.2, left=20, right=3, soft_cap=2.0)),
+            dataclasses.replace(ONE, overlap=False),
+        ),
+        (Small(heads=2, segments=True, rules=CAUSAL), PACKED),
+        (Small(bias=(1, 1, 70, 70), mask=(1, 1, 70, 70)), ONE),
+        (Small(batch=2, bias=(1, 1, 1, 70), mask=(2, 1, 1, 70)), ONE),
+        (Small(bias=(1, 1, 70, 1), mask=(1, 1, 70, 1), head_dim=20), ONE),
+    ],
+    ids=["full", "causal", "window, soft cap", "segments", "bias and mask", "bias and mask of keys", "of rows"],
+)
+@pytest.mark.usefixtures("soon_compiled", "one_multiprocessor")
+def test_output_and_lse_match_reference(mosaic, case, params):
+    assert_close(*simulated(mosaic, case, params))
+
+
+@pytest.mark.usefixtures("soon_compiled")
+def test_rows_without_keys_are_zero(mosaic):
+    """The first queries stand before all keys."""
+    (out, lse), expected = simulated(mosaic, Small(keys=20, rules=CAUSAL), ONE, "float16")
+    assert_close((out, lse), expected, "float16")
+    np.testing.assert_array_equal(np.asarray(out[:, :50], np.float32), 0)
+    np.testing.assert_array_equal(lse[..., :50], np.float32(EMPTY_ROW_LSE))
+
+
+@pytest.mark.usefixtures("soon_compiled")
+def test_the_lowest_float_as_a_bias_hides_nothing_from_a_row_that_has_nothing_else(mosaic):
+    """As in plain JAX: masks made of it leave a row that they hide altogether with the average of all values."""
+    case = Small()
+    operands = case.operands("bfloat16")._replace(
+        bias=jnp.zeros((1, 1, 70, 70)).at[:, :, 3].set(jnp.finfo(jnp.float32).min)
+    )
+    found, expected = simulated(mosaic, case, ONE, operands=operands)
+    np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], atol=2e-2)
+
+
+@pytest.mark.usefixtures("soon_compiled")
+def test_segments_in_any_order_match_reference(mosaic):
+    rng = np.random.default_rng(0)
+    ids = [jnp.asarray(rng.integers(0, 3, (1, 70)), jnp.int32) for _ in range(2)]
+    operands = Small().operands("bfloat16")._replace(query_segments=ids[0], key_segments=ids[1])
+    assert_close(*simulated(mosaic, Small(), ONE, operands=operands))
+
+
+# Lowering, which builds the whole kernel and checks its layouts.
+
+
+SAMPLE = {
+    "causal 128": Case(queries=512, keys=512, heads=4, groups=2, head_dim=128, value_dim=128, rules=CAUSAL),
+    "window 64": Case(queries=999, keys=1000, head_dim=64, value_dim=64, rules=Rules(scale=0.1, left=100, right=0)),
+    "full 256": Case(queries=512, keys=512, head_dim=256, value_dim=256),
+    "192 and 128": Case(queries=300, keys=300, head_dim=192, value_dim=128, segments=True, rules=CAUSAL),
+    "soft cap 96": Case(queries=256, keys=256, head_dim=96, value_dim=96, rules=Rules(scale=0.1, soft_cap=5.0)),
+    "bias 32": Case(queries=256, keys=256, head_dim=32, value_dim=32, bias=(1, 4, 256, 256), mask=(2, 1, 256, 256)),
+}
+
+
+def lower(case, params):
+    from ejkernel.kernels.flash_attention.mosaic_gpu.forward import forward
+
+    operands = jax.eval_shape(lambda: case.operands("bfloat16"))
+    run = functools.partial(forward, rules=case.rules, params=params)
+    return jax.jit(run).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.usefixtures("mosaic")
+def test_what_the_heuristic_says_is_lowered(name):
+    case = SAMPLE[name]
+    assert "flash_attention_forward" in lower(case, heuristic(described(case)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.usefixtures("mosaic")
+def test_the_whole_space_is_lowered(name):
+    case = SAMPLE[name]
+    for params in space(described(case)):
+        lower(case, params)
+
+
+# What runs, and with which parameters.
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_heuristic_is_in_the_space_and_runs(name):
+    call = described(SAMPLE[name])
+    assert params_fault(call, heuristic(call)) is None
+    assert heuristic(call) in space(call)
+    assert len(space(call)) > 10
+    assert not [params for params in space(call) if params_fault(call, params)]
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 256])
+@pytest.mark.parametrize("bias", [None, (2, 4, 48, 48), (1, 1, 1, 48)])
+@pytest.mark.parametrize("mask", [None, (2, 1, 48, 48)])
+def test_there_are_parameters_for_every_call(head_dim, bias, mask):
+    call = described(Case(head_dim=head_dim, value_dim=head_dim, bias=bias, mask=mask), "float16")
+    call = dataclasses.replace(call, bias_dtype=None if bias is None else "float32")
+    assert params_fault(call, heuristic(call)) is None
+
+
+FINE = described(Case(queries=512, keys=512, heads=4, groups=2, head_dim=128, value_dim=128, rules=CAUSAL))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "cast it"),
+        ({"platform": "cpu", "device_fingerprint": "cpu:any"}, "needs a Hopper GPU"),
+        ({"device_fingerprint": "gpu:nvidia_a100"}, "needs a Hopper GPU"),
+        ({"device_fingerprint": "gpu:nvidia_b200"}, "needs a Hopper GPU"),
+        ({"device_fingerprint": "gpu:amd_instinct_mi300x"}, "needs a Hopper GPU"),
+        ({"partitioned": True}, r"jax\.shard_map"),
+        ({"query": (2, 512, 4, 264)}, "up to 256"),
+        ({"query": (2, 0, 4, 128)}, "without elements"),
+        ({"rules": Rules(scale=0.0)}, "scale must be positive"),
+        ({"query": (None, 512, 4, 128)}, "shapes that are numbers"),
+    ],
+)
+def test_what_does_not_run_is_refused_with_a_reason(monkeypatch, change, reason):
+    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: None)
+    assert unsupported_reason(FINE) is None
+    assert re.search(reason, unsupported_reason(dataclasses.replace(FINE, **change)) or "")
+
+
+def test_what_cannot_be_imported_is_refused_with_a_reason(monkeypatch):
+    monkeypatch.setattr(compat, "mosaic_gpu_reason", lambda: "it needs absl-py")
+    assert "it needs absl-py" in unsupported_reason(FINE)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"stages": 4}, "shared memory"),
+        ({"kv_block": 256}, "shared memory"),
+        ({"kv_block": 96, "stages": 1, "warpgroups": 3}, "registers"),
+        ({"warpgroups": 3, "kv_block": 64, "pack_heads": True}, "multiple of 3 heads"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(change, fault):
+    assert fault in params_fault(FINE, ForwardParams(**change))
+
+
+def test_heads_with_masks_of_their_own_are_not_packed():
+    call = dataclasses.replace(FINE, attention_mask=(1, 4, 512, 512))
+    assert "one mask" in params_fault(call, ForwardParams(pack_heads=True, kv_block=64))
+
+
+def test_wide_values_do_not_share_the_buffer_of_queries():
+    call = dataclasses.replace(FINE, query=(2, 512, 4, 64), key=(2, 512, 2, 64))
+    assert "share_buffer" in params_fault(call, ForwardParams(share_buffer=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kv_block": 40}, "kv_block must be a multiple of 16"),
+        ({"stages": 0}, "stages must be"),
+        ({"warpgroups": True}, "warpgroups must be"),
+        ({"query_buffers": 2}, "query_buffers must be 1 unless persistent=True"),
+        ({"overlap": 1}, "overlap must be True or False"),
+    ],
+)
+def test_wrong_parameters_are_errors(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        ForwardParams(**wrong)
+
+
+# Which blocks are met, against a dense mask.
+
+SIDE = st.none() | st.integers(0, 30)
+IDS = st.integers(0, 3)
+TILES = 10
+
+
+def check_blocks(found, visible, keys, kv_block, rows):
+    """Hold the blocks of each tile, `[tiles, 4]`, against a mask `[queries, keys]`."""
+    for tile, (first, free_from, free_until, end) in enumerate(np.asarray(found).tolist()):
+        seen = visible[tile * rows : (tile + 1) * rows]
+        assert 0 <= first < end <= -(-keys // kv_block)
+        assert not seen[:, : first * kv_block].any()
+        assert not seen[:, end * kv_block :].any()
+        free = range(max(free_from, first), min(free_until, end))
+        for block in free:
+            assert seen[:, block * kv_block : (block + 1) * kv_block].all()
+            assert (block + 1) * kv_block <= keys
+
+
+@given(st.integers(1, 40), st.integers(1, 40), SIDE, SIDE, st.sampled_from([4, 8]), st.sampled_from([4, 16]))
+@settings(max_examples=60, deadline=None)
+def test_blocks_of_a_window_hold_all_that_it_shows(queries, keys, left, right, rows, kv_block):
+    rules = Rules(scale=1.0, left=left, right=right)
+    mask = within_window(np.arange(queries) + keys - queries, np.arange(keys), rules)
+    low = np.arange(TILES, dtype=np.int32) * rows + (keys - queries)
+    blocks = window_blocks(rules, keys, kv_block, low, np.minimum(low + rows, keys) - 1)
+    found = np.stack([np.broadcast_to(x, low.shape) for x in blocks], axis=-1)[: -(-queries // rows)]
+    check_blocks(found, np.ones((queries, keys), bool) if mask is None else np.asarray(mask), keys, kv_block, rows)
+
+
+blocks_of = jax.jit(block_table, static_argnames=("rules", "tile_rows", "kv_block"))
+
+
+@given(st.data(), st.sampled_from([(24, 24), (13, 30), (30, 13)]), st.sampled_from([(None, None), (5, 0), (None, 3)]))
+@settings(max_examples=100, deadline=None)
+def test_blocks_of_segments_and_masks_hold_all_that_they_show(data, sizes, sides):
+    (queries, keys), (left, right) = sizes, sides
+    rules, rows, kv_block = Rules(scale=1.0, left=left, right=right), 8, 4
+    ids = [np.array([data.draw(st.lists(IDS, min_size=n, max_size=n))], np.int32) for n in sizes]
+    if data.draw(st.booleans()):
+        ids = [np.sort(x) for x in ids]
+    shown = data.draw(st.sampled_from([0.1, 0.9, 1]))
+    mask = np.random.default_rng(data.draw(IDS)).random((1, 1, queries, keys)) < shown
+    shapes = ((1, queries, 1, 1), (1, keys, 1, 1), (1, keys, 1, 1))
+    arrays = Operands(*(np.zeros(shape) for shape in shapes), None, mask, *ids)
+    if shown == 1:
+        arrays = arrays._replace(attention_mask=None)
+    window = within_window(np.arange(queries) + keys - queries, np.arange(keys), rules)
+    visible = mask[0, 0] & (ids[0][0][:, None] == ids[1][0][None, :]) & (True if window is None else np.asarray(window))
+    found = blocks_of(arrays, rules=rules, tile_rows=rows, kv_block=kv_block)
+    check_blocks(found[0, 0], visible, keys, kv_block, rows)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [5, 2, 9, 1]], ids=["ascending", "in any order"])
+def test_foreign_blocks_of_packed_segments_are_skipped(order):
+    """Each tile lies in one segment of 64 tokens and meets its blocks alone."""
+    ids = jnp.repeat(jnp.asarray([order], jnp.int32), 64, axis=1)
+    arrays = Operands(*[jnp.zeros((1, 256, 1, 1))] * 3, query_segments=ids, key_segments=ids)
+    found = np.asarray(blocks_of(arrays, rules=Rules(scale=1.0), tile_rows=32, kv_block=16))[0, 0]
+    start = np.arange(8) // 2 * 4
+    np.testing.assert_array_equal(found, np.stack([start, start, start + 4, start + 4], axis=-1))
