@@ -22,7 +22,7 @@ from compare import compare
 from demo import losses_agree, show
 from train import Model, training_step
 
-from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache, autotune, set_default_executor
+from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, PersistentCache, autotune, set_default_executor
 
 MODEL = Model(
     layers=8, width=2048, heads=16, groups=8, batch=1, seq=8192, longest=2048, dtype=jnp.bfloat16, cap=50.0
@@ -33,11 +33,13 @@ def main() -> int:
     """Print one table and what it means; 1 if the losses disagree."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=21, help="timed steps of each build (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds to tune a call (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="keep the result here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
-        set_default_executor(Executor(ConfigSelectorChain(persistent=PersistentCache(cache))))
+        policy = AutotunePolicy(budget_s=args.budget)
+        set_default_executor(Executor(ConfigSelectorChain(persistent=PersistentCache(cache), policy=policy)))
         step, arguments = training_step(model=MODEL)
         print(autotune(step, *arguments))
         result = compare(cache, args.turns, MODEL)
