@@ -205,15 +205,6 @@ def test_it_is_lowered_under_strict_settings(setting):
         jax.config.update(setting[0], before)
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-@pytest.mark.usefixtures("mosaic")
-def test_the_space_is_lowered(request, name):
-    case = SAMPLE[name]
-    params = list(space(described(case)))
-    for chosen in params if request.config.getoption("--whole-spaces") else params[:: len(params) - 1]:
-        lower(case, chosen)
-
-
 # What runs, and with which parameters.
 
 
