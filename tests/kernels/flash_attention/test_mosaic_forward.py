@@ -29,6 +29,8 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import block_table, 
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
+pytestmark = pytest.mark.slow
+
 CAUSAL = Rules(scale=0.2, right=0)
 ONE = ForwardParams(kv_block=32, warpgroups=1)
 TWO = ForwardParams(kv_block=32)

@@ -110,11 +110,11 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     rules, short = call.rules, call.query[1] < 2048
     windowed = rules.left is not None and rules.left < call.key[1] // 2
     uneven = call.segments or windowed or call.bias is not None
-    params = ForwardParams(persistent=uneven, heads_first=not (uneven or short))
     if max(call.query[3], call.value[3]) > 192:
-        return dataclasses.replace(params, kv_block=64, share_buffer=True, ping_pong=rules.right is not None)
+        return ForwardParams(kv_block=64, share_buffer=True, ping_pong=rules.right is not None)
     if call.query[3] > 128:
-        return dataclasses.replace(params, share_buffer=True, heads_first=False)
+        return ForwardParams(share_buffer=True)
+    params = ForwardParams(persistent=uneven or (short and rules.right is None), heads_first=not (uneven or short))
     if call.query[3] <= 64 and not (uneven or short):
         params = dataclasses.replace(params, warpgroups=3)
     packs = (call.segments or windowed) and (call.query[2] // call.key[2]) % params.warpgroups == 0
