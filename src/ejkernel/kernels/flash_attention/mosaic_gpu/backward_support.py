@@ -21,7 +21,7 @@ _DTYPES = ("bfloat16", "float16")
 _LARGEST_DIM = 256
 _LARGEST_DIM_WITH_BIAS = 128
 # Of a thread that computes, by how many warpgroups do, less what addresses and a tile's numbers take at least.
-_SUM_REGISTERS = {1: 224, 2: 224, 3: 144}
+_SUM_REGISTERS = {1: 208, 2: 208, 3: 128}
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -75,15 +75,14 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
     """Return all parameters worth measuring for `call`."""
     found = []
     for division, warpgroups, q_block in (("keys", 2, 64), ("keys", 2, 128), ("keys", 1, 64), ("products", 2, 64)):
-        for stages in ((1, 1), (2, 1), (2, 2), (3, 3)):
-            first = BackwardParams(
-                division=division, warpgroups=warpgroups, q_block=q_block, q_stages=stages[0], dout_stages=stages[1]
-            )
-            found.append(first)
-            found += [
-                dataclasses.replace(first, form="split", kv_block=keys, kv_stages=kv_stages, q_warpgroups=q_warpgroups)
-                for keys, kv_stages, q_warpgroups in ((64, 1, 2), (64, 2, 2), (128, 1, 2), (128, 2, 2), (64, 3, 3))
-            ]
+        first = BackwardParams(division=division, warpgroups=warpgroups, q_block=q_block)
+        fused = [dataclasses.replace(first, q_stages=a, dout_stages=b) for a, b in ((1, 1), (2, 1), (2, 2), (3, 3))]
+        found += fused
+        found += [
+            dataclasses.replace(params, form="split", kv_block=keys, kv_stages=stages, q_warpgroups=q_warpgroups)
+            for params in fused[:3]
+            for keys, stages, q_warpgroups in ((64, 1, 2), (64, 2, 2), (128, 1, 2), (128, 2, 2), (64, 3, 3))
+        ]
     return tuple(params for params in found if params_fault(call, params) is None)
 
 
