@@ -208,6 +208,35 @@ def test_configurations_are_lowered(request, mosaic, name):
         assert "attention_backward" in lower(mosaic, case, params)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{}, {"numpy_rank_promotion": "raise"}, {"numpy_dtype_promotion": "strict"}, {"enable_x64": True}],
+    ids=str,
+)
+def test_it_is_lowered_inside_shard_map_under_strict_settings(mosaic, setting):
+    case = Case(queries=200, keys=300, head_dim=64, value_dim=64, segments=True, rules=CAUSAL)
+    operands = jax.eval_shape(lambda: case.operands("bfloat16"))
+    lse = jax.ShapeDtypeStruct((case.batch, case.heads, case.queries), jnp.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+
+    def run(operands, lse, dout):
+        return mosaic.backward(operands, (dout, lse), dout, case.rules, FUSED)
+
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+    for name, value in setting.items():
+        jax.config.update(f"jax_{name}", value)
+    try:
+        jax.jit(sharded).trace(operands, lse, operands.query).lower(lowering_platforms=("cuda",))
+    finally:
+        for name, value in {
+            "numpy_rank_promotion": "allow",
+            "numpy_dtype_promotion": "standard",
+            "enable_x64": False,
+        }.items():
+            jax.config.update(f"jax_{name}", value)
+
+
 @pytest.mark.parametrize("name", SAMPLE)
 def test_the_heuristic_is_in_the_space_and_runs(name):
     call = described(SAMPLE[name])

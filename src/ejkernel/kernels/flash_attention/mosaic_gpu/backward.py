@@ -42,7 +42,9 @@ def backward(
     def pull(operands: Operands, residuals: Any, dout: jax.Array) -> tuple[jax.Array, ...]:
         from .backward_launch import gradients  # what it imports is not there in every environment
 
-        return tuple(x for x in gradients(operands, residuals, dout, rules, params, interpret) if x is not None)
+        with jax.enable_x64(False):  # the kernels count in int32
+            found = gradients(operands, residuals, dout, rules, params, interpret)
+        return tuple(x for x in found if x is not None)
 
     @pull.def_vmap
     def _folded(size: int, batched: Any, *args: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.kernels.flash_attention.common import Operands, Rules
 
@@ -22,6 +21,7 @@ from .backward_visibility import Blocks, Visibility, ranges_of_keys, ranges_of_q
 from .machine import Hopper, Interpreter, Machine
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+_HIDDEN_SEGMENT = 2**31 - 1
 _BY_KEY_BLOCKS = {"keys": KeysKernel, "products": ProductsKernel}
 
 
@@ -53,7 +53,7 @@ def _with_lengths_as_segments(operands: Operands) -> Operands:
     if queries is None or keys is None:
         queries, keys = (jnp.zeros(x.shape[:2], jnp.int32) for x in operands[:2])
     hidden = jnp.arange(keys.shape[1], dtype=jnp.int32)[None] >= lengths[:, None]
-    keys = jnp.where(hidden, np.iinfo(np.int32).max, keys.astype(jnp.int32))
+    keys = jnp.where(hidden, _HIDDEN_SEGMENT, keys.astype(jnp.int32))
     return operands._replace(query_segments=queries, key_segments=keys)
 
 

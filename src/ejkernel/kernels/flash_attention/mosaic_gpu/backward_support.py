@@ -21,7 +21,7 @@ _DTYPES = ("bfloat16", "float16")
 _LARGEST_DIM = 256
 _LARGEST_DIM_WITH_BIAS = 128
 # Of a thread that computes, by how many warpgroups do, less what addresses and a tile's numbers take at least.
-_SUM_REGISTERS = {1: 224, 2: 224, 3: 144}
+_SUM_REGISTERS = {1: 208, 2: 208, 3: 128}
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -73,17 +73,19 @@ def heuristic(call: AttentionCall) -> BackwardParams:
 
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
     """Return all parameters worth measuring for `call`."""
+    wide = max(padded_dim(call.query[3]), padded_dim(call.value[3]))
+    by_products = ("products", 2, 64)
+    divisions = [("keys", 2, 128), ("keys", 2, 64), ("keys", 1, 64)] if wide <= 64 else [("keys", 2, 64), by_products]
     found = []
-    for division, warpgroups, q_block in (("keys", 2, 64), ("keys", 2, 128), ("keys", 1, 64), ("products", 2, 64)):
-        for stages in ((1, 1), (2, 1), (2, 2), (3, 3)):
-            first = BackwardParams(
-                division=division, warpgroups=warpgroups, q_block=q_block, q_stages=stages[0], dout_stages=stages[1]
-            )
-            found.append(first)
-            found += [
-                dataclasses.replace(first, form="split", kv_block=keys, kv_stages=kv_stages, q_warpgroups=q_warpgroups)
-                for keys, kv_stages, q_warpgroups in ((64, 1, 2), (64, 2, 2), (128, 1, 2), (128, 2, 2), (64, 3, 3))
-            ]
+    for division, warpgroups, q_block in divisions if wide <= 128 else [by_products]:
+        first = BackwardParams(division=division, warpgroups=warpgroups, q_block=q_block)
+        fused = [dataclasses.replace(first, q_stages=a, dout_stages=b) for a, b in ((2, 2), (2, 1), (1, 1), (3, 3))]
+        found += fused
+        found += [
+            dataclasses.replace(params, form="split", kv_block=keys, kv_stages=stages, q_warpgroups=2)
+            for params in fused[:2]
+            for keys, stages in ((64, 2), (128, 2), (64, 1))
+        ]
     return tuple(params for params in found if params_fault(call, params) is None)
 
 

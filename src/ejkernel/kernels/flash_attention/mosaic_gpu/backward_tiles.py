@@ -33,7 +33,8 @@ class Range(NamedTuple):
     def load(cls, ranges: Any, example: jax.Array, block: jax.Array) -> Range:
         """Read a block's range from memory; there is one for all examples, or one for each."""
         row = example if ranges.shape[0] > 1 else 0
-        return cls(*(ranges[row, block, i] for i in range(4)))
+        # The maximum gives them the type of numbers that are computed here, whatever mesh the ranges vary over.
+        return cls(*(jnp.maximum(ranges[row, block, i], 0) for i in range(4)))
 
 
 class Tile(NamedTuple):

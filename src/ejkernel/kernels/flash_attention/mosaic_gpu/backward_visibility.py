@@ -121,7 +121,7 @@ def _ranges(some: Array, every: Array, *, masked_after: bool) -> Array:
     Where there is none, all masked tiles count as before or as after it: whichever a causal mask has in any case.
     """
     module, count = _module(some), some.shape[-1]
-    index = np.arange(count)
+    index = np.arange(count).reshape(1, 1, -1)
     visible = some.any(axis=-1)
     first = module.where(visible, some.argmax(axis=-1), 0)
     last = module.where(visible, count - some[..., ::-1].argmax(axis=-1), 0)
