@@ -90,8 +90,8 @@ class Node(Protocol):
         """The function from `count` arguments and all cotangents to `count` gradients; `None` for integers."""
 
 
-class Around:
-    """What a node that is not linear has of the one that it is made of.
+class MadeOf:
+    """What a node has of the one that it is made of.
 
     Attributes:
         of: That node.
@@ -105,14 +105,31 @@ class Around:
         return self.of.spec
 
     @property
-    def suffix(self) -> str:
+    def forward(self) -> Node:
         """See `Node`."""
-        return self.of.suffix
+        return self.of.forward
 
     @property
     def lead(self) -> int:
         """See `Node`."""
         return self.of.lead
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+        raise NotImplementedError
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`; what JAX finds by differentiating `flat`."""
+        return autodiff_vjp(self.flat(choice), count)
+
+
+class Around(MadeOf):
+    """What a node that is not linear has of the one that it is made of."""
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix
 
     @property
     def transpose(self) -> Node:
