@@ -17,6 +17,7 @@ from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def confirm(oracle: Oracle, candidate: Candidate, *, rule_is_faulty: bool = Fals
 
 
 @looking_only()
-def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[object], rule_is_faulty: bool) -> bool:
+def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[HasType], rule_is_faulty: bool) -> bool:
     """Return whether there is a gradient, which then is right.
 
     Raises:

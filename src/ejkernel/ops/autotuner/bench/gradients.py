@@ -24,6 +24,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, GradientError
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.identity import Strong
+from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def without_rule(node: Node, choice: Choice) -> Node:
     return changed
 
 
-def gradient_of(oracle: Oracle, results: Sequence[object]) -> tuple[Node, list[Any], list[str]] | None:
+def gradient_of(oracle: Oracle, results: Sequence[HasType]) -> tuple[Node, list[Any], list[str]] | None:
     """Return the backward of a forward call, inputs for it, and names for what comes out; `None` if it has none.
 
     Args:
