@@ -17,7 +17,7 @@ from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rms_norm.reference import normalize
 from ejkernel.kernels.rms_norm.xla import XlaParams
 from ejkernel.modules import RmsNorm, RmsNormConfig, rms_norm
-from ejkernel.ops import ArgumentError, ConfigError, Invocation, recording
+from ejkernel.ops import ArgumentError, Autotuner, ConfigError, Invocation, recording
 
 pytestmark = pytest.mark.slow
 
@@ -221,6 +221,13 @@ def test_other_axes_are_normalised(axis):
     factor = jnp.einsum("ab->" + ("ab" if axes == (1, 2) else "ba"), weight) if len(axes) == 2 else weight
     shape = [x.shape[a] if a in {b % 3 for b in axes} else 1 for a in range(3)]
     assert_close(x / jnp.sqrt(mean + 1e-6) * factor.reshape(shape), rms_norm(x, weight, axis=axis))
+
+
+def test_its_gradient_is_checked_along_others_than_its_own_rows():
+    """Along a row itself the normalised row does not change."""
+    args, options = KERNEL.prepare(make()[0])
+    tuned = Autotuner(rounds=2, warmup=1).tune(Invocation(kernel=KERNEL, args=args, kwargs=options), KERNEL)
+    assert not tuned.rule_fault
 
 
 def test_what_says_nothing_is_not_in_the_key():

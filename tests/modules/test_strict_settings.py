@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.rms_norm.xla import XlaParams
-from ejkernel.modules import FlashAttentionConfig, RmsNormConfig, flash_attention, rms_norm
+from ejkernel.modules import FlashAttentionConfig, RmsNormConfig, flash_attention, layer_norm, rms_norm
 from ejkernel.ops import BwdParams, FwdParams
 
 SWITCHES = {
@@ -59,6 +59,14 @@ def norm(dtype):
     return run, [normal(3, 16, 2, dtype=dtype), normal(16)]
 
 
+def centred_norm(dtype):
+    """Normalisation with its mean."""
+    return functools.partial(layer_norm, eps=np.float32(1e-6)), [normal(3, 2, 16, dtype=dtype), normal(16), normal(16)]
+
+
+MODULES = [attention, norm, centred_norm]
+
+
 def with_gradients(run, arrays):
     """Return the output and all gradients."""
 
@@ -72,7 +80,7 @@ def with_gradients(run, arrays):
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("module", [attention, norm])
+@pytest.mark.parametrize("module", MODULES)
 def test_a_module_computes_the_same_under_a_strict_setting(module, switch):
     run, arrays = module("bfloat16")
     expected = with_gradients(run, arrays)
@@ -95,7 +103,7 @@ _CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("module", [attention, norm])
+@pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("platforms", [PLATFORMS, ("cuda", "rocm")], ids=["all", "GPUs"])
 def test_a_program_may_be_exported_for_several_platforms(module, platforms):
     run, arrays = module("bfloat16")

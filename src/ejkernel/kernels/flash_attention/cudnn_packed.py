@@ -83,7 +83,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         )
     if call.platform == "gpu" and call.device_fingerprint and not cudnn.is_hopper_or_later(call.device_fingerprint):
         return f"cuDNN's packed layout needs a Hopper GPU or a later one, not {call.device_fingerprint}; use 'xla'."
-    return cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
+    reason = cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
+    return None if reason is None else reason.replace("implementation='cudnn'", "implementation='cudnn_packed'")
 
 
 class _Layout(NamedTuple):

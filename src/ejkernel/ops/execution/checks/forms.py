@@ -154,7 +154,7 @@ def _lowered_row(subject: Subject, check: str, platform: str, config: object, cl
         return _row(check, config, _told(error), status=CheckStatus.FAILED if is_fault else CheckStatus.SKIPPED)
     wrt = subject.differentiable()
     try:
-        cotangents = cotangents_of(run, arrays, np.random.default_rng(subject.seed))
+        cotangents = cotangents_of(run, arrays, np.random.default_rng((subject.seed, 1)))
         traced = jax.jit(pulled(run, wrt)).trace(arrays, cotangents) if any(wrt) and cotangents else None
     except Exception as error:  # noqa: BLE001 - that there is no gradient is said by another row
         logger.debug("%s: no gradient is lowered for %s: %s", subject.kernel.op_id, platform, error_text(error))
