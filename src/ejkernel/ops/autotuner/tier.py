@@ -18,7 +18,8 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
 from ejkernel.ops.config.tiers import AUTOTUNE
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import TuningError, TuningWarning
 
 
@@ -36,7 +37,7 @@ class AutotuneTier:
         """Who measures for a chain that was not given a tuner."""
         return Autotuner()
 
-    def store_beside(self, persistent: Any) -> MeasurementStore | None:
+    def store_beside(self, persistent: object) -> MeasurementStore | None:
         """Return the store that searches start from; `None` if `persistent` is no `PersistentCache`."""
         if not isinstance(persistent, PersistentCache):
             return None
@@ -65,8 +66,8 @@ class AutotuneTier:
     def answer(
         self,
         chain: ConfigSelectorChain[Any, Any],
-        inv: Invocation[Any, Any],
-        kernel: Any,
+        inv: Invocation[Cfg, Out],
+        kernel: Kernel[Cfg, Out],
         policy: AutotunePolicy,
         known: Callable[[], Resolution[Any] | None],
     ) -> Resolution[Any] | str:

@@ -10,7 +10,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ejkernel.ops.autotuner.bench.limits import Limits
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
@@ -24,7 +24,7 @@ from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
 from ejkernel.ops.utils.checks import check_argument, is_count
 from ejkernel.ops.utils.tables import ratio
@@ -73,10 +73,10 @@ class Autotuner:
 
     def tune(
         self,
-        inv: Invocation[Any, Any],
-        kernel: Kernel[Any, Any],
+        inv: Invocation[Cfg, Out],
+        kernel: Kernel[Cfg, Out],
         *,
-        candidates: Collection[Any] | None = None,
+        candidates: Collection[object] | None = None,
         policy: AutotunePolicy | None = None,
         records: Sequence[Record] = (),
         compiled: BundledCall | None = None,

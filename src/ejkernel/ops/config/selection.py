@@ -185,7 +185,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         """Return what every tier says, down to the one that answers; nothing is measured or remembered."""
         return list(self._consult(self._request(inv, kernel, dry=True)))
 
-    def search(self, inv: Invocation[Any, Any], kernel: object, *, tuner: object = None, **options: object) -> Any:
+    def search(
+        self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out] | None, *, tuner: object = None, **options: object
+    ) -> Any:
         """Have the tuner search for the configuration of a call; remember it, and store all that was measured.
 
         The search starts from what the store has measured for the call and for others like it, if the tuner takes

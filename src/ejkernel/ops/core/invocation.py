@@ -25,7 +25,7 @@ from ejkernel.ops.errors import ArgumentError, UnstableKeyError
 from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
 from ejkernel.ops.utils.values.payloads import key_of
-from ejkernel.ops.utils.values.signature import abstract, abstract_tree, describe, describe_static, is_array
+from ejkernel.ops.utils.values.signature import HasType, abstract, abstract_tree, describe, describe_static, is_array
 
 # What JAX begins with; only what differs from it is in a description.
 DEFAULT_PRNG: Final = "threefry2x32"
@@ -318,7 +318,7 @@ def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
 
 
 def invocation_of(
-    node: Node, avals: Sequence[Any], *, platform: str, override: Any = None, stamp: bool = True
+    node: Node, avals: Sequence[HasType], *, platform: str, override: Any = None, stamp: bool = True
 ) -> Invocation[Any, Any]:
     """Return the invocation of `node` on arrays of types `avals`, as lowering sees it under the call's settings."""
     axes, sizes, example = [], [], list(avals[node.lead : node.lead + node.spec.num_arrays])
@@ -344,7 +344,7 @@ def invocation_of(
     )
 
 
-def _example(aval: Any, axis: int | None) -> jax.ShapeDtypeStruct:
+def _example(aval: HasType, axis: int | None) -> jax.ShapeDtypeStruct:
     shape = tuple(dim for index, dim in enumerate(aval.shape) if index != axis)
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -27,7 +27,7 @@ from ejkernel.ops.errors import ArgumentError, GradientError, NoConfigError
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
 from ejkernel.ops.utils.perobject import Bounded, PerObject
 from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
-from ejkernel.ops.utils.values.signature import abstract_tree
+from ejkernel.ops.utils.values.signature import HasType, abstract_tree
 
 
 class Body(Protocol):
@@ -55,7 +55,13 @@ class Host(Protocol):
     def generation(self) -> int:
         """A number that changes when eager programs must be compiled again."""
 
-    def body_of(self, call: Call, platform: str, avals: Sequence[Any], expected: Sequence[Any] | None) -> Body:
+    def body_of(
+        self,
+        call: Call,
+        platform: str,
+        avals: Sequence[HasType],
+        expected: Sequence[HasType] | None,
+    ) -> Body:
         """Resolve the call's configuration; what it computes is checked against the `expected` types."""
 
     def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
@@ -137,9 +143,9 @@ class Types:
     found: _Found
 
     @property
-    def avals(self) -> Sequence[Any]:
+    def avals(self) -> Sequence[HasType]:
         """Types of the results."""
-        return cast("Sequence[Any]", self.jaxpr.out_avals)
+        return cast("Sequence[HasType]", self.jaxpr.out_avals)
 
     @property
     def trees(self) -> tuple[Any, ...]:
@@ -167,15 +173,15 @@ class _Traces:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
-        self.found: dict[Any, _Found] = {}
+        self.found: dict[Hashable, _Found] = {}
         self.known: Bounded[Types] = Bounded()
 
-    def of(self, avals: Sequence[object]) -> Types:
+    def of(self, avals: Sequence[HasType]) -> Types:
         key = (tuple(avals), compat.trace_context())
         known = self.known.get(key)
         return self.known.keep(key, self._traced(avals)) if known is None else known
 
-    def _traced(self, avals: Sequence[object]) -> Types:
+    def _traced(self, avals: Sequence[HasType]) -> Types:
         jaxpr = compat.traced(self._typed, avals)
         foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
         if foreign:
@@ -198,7 +204,7 @@ class _Traces:
             return self.call.node.flat(choice)(*arrays)
 
 
-def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
+def _shapes(avals: Sequence[HasType]) -> tuple[Any, ...]:
     return tuple((aval.shape, aval.dtype) for aval in avals)
 
 
@@ -206,7 +212,7 @@ _traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)
 _eager: PerObject[Bounded[Callable[..., Any]]] = PerObject(Bounded)
 
 
-def types_of(call: Call, avals: Sequence[object]) -> Types:
+def types_of(call: Call, avals: Sequence[HasType]) -> Types:
     """Return the result types, effects and structure of `call`, with any valid configuration and no measurement.
 
     Raises:
@@ -223,13 +229,13 @@ def types_of(call: Call, avals: Sequence[object]) -> Types:
         return found.of(avals)
 
 
-def known_types(call: Call, avals: Sequence[object]) -> Types | None:
+def known_types(call: Call, avals: Sequence[HasType]) -> Types | None:
     """Return what `types_of` found before, if it was asked."""
     found = _traces.of(call.node.spec.kernel).get(call.weak)
     return None if found is None else found.known.get((tuple(avals), compat.trace_context()))
 
 
-def _closed_over(call: Call, avals: Sequence[object]) -> ArgumentError:
+def _closed_over(call: Call, avals: Sequence[HasType]) -> ArgumentError:
     kernel = call.node.spec.kernel
     shown = ", ".join(str(aval) for aval in avals)
     return ArgumentError(
@@ -252,7 +258,7 @@ def _config_for_types(call: Call, platform: str, args: tuple[object, ...], kwarg
         return call.host.choose_for_types(inv)
 
 
-def _abstract_eval(*avals: object, call: Call) -> tuple[Sequence[Any], Any]:
+def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]:
     types = types_of(call, avals)
     return types.avals, types.effects
 
@@ -318,7 +324,7 @@ def _batch(axis_data: Any, arrays: Sequence[object], axes: Sequence[Any], *, cal
     return out, [0] * len(out)
 
 
-def _axes_of(call: Call, avals: Sequence[object]) -> set[Any]:
+def _axes_of(call: Call, avals: Sequence[HasType]) -> set[Any]:
     """Return the names of axes that collectives in the call go over."""
     node = call.node
     if not call.linear:
@@ -387,7 +393,7 @@ def _through(
     return list(out), [compat.zero_for(v) if compat.is_zero_tangent(t) else t for v, t in pairs]
 
 
-def residual_trees(call: Call, avals: Sequence[object]) -> tuple[Any, Any] | None:
+def residual_trees(call: Call, avals: Sequence[HasType]) -> tuple[Any, Any] | None:
     """Return the structures of output and residuals, if the call is a forward whose kernel has the residual form."""
     root = innermost(call.node)
     kernel = call.node.spec.kernel
@@ -426,7 +432,7 @@ def _transpose_forward(cotangents: Sequence[object], arguments: Sequence[Any], c
     return [next(found) if unknown else None for unknown in wanted]
 
 
-def _discharge(in_avals: Sequence[object], *arrays: jax.Array, call: Call) -> tuple[list[Any], Sequence[Any]]:
+def _discharge(in_avals: Sequence[HasType], *arrays: jax.Array, call: Call) -> tuple[list[Any], Sequence[Any]]:
     references = tuple(map(compat.is_reference, in_avals))
     out = call_p.bind(*arrays, call=dataclasses.replace(call, node=Discharged(call.node, references)))
     after = iter(out[len(out) - sum(references) :])

@@ -34,13 +34,8 @@ def vmap_with_config(
         executor: Who runs it; the default executor if left out.
         **vmap_options: `axis_name`, `axis_size`, `spmd_axis_name`.
     """
-    check_argument(callable(kernel), "kernel", "a Kernel", kernel)
-
-    def batched(*args: Any, **kwargs: object) -> Any:
-        call = functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs)
-        return jax.vmap(call, in_axes=in_axes, out_axes=out_axes, **vmap_options)(*args)
-
-    return batched
+    over = functools.partial(jax.vmap, in_axes=in_axes, out_axes=out_axes, **vmap_options)
+    return _mapped(kernel, over, cfg, executor)
 
 
 def pmap_with_config(
@@ -64,10 +59,20 @@ def pmap_with_config(
         executor: Who runs it; the default executor if left out.
         **pmap_options: `devices`, `backend`, `axis_size`.
     """
+    over = functools.partial(jax.pmap, axis_name=axis_name, in_axes=in_axes, out_axes=out_axes, **pmap_options)
+    return _mapped(kernel, over, cfg, executor)
+
+
+def _mapped(
+    kernel: Kernel[Cfg, Out],
+    over: Callable[[Callable[..., Any]], Callable[..., Any]],
+    cfg: Cfg | None,
+    executor: Executor[Any, Any] | None,
+) -> Callable[..., Any]:
+    """Return the kernel, transformed by `over`, as whoever is the executor when it is called runs it."""
     check_argument(callable(kernel), "kernel", "a Kernel", kernel)
 
-    def parallel(*args: Any, **kwargs: object) -> Any:
-        call = functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs)
-        return jax.pmap(call, axis_name=axis_name, in_axes=in_axes, out_axes=out_axes, **pmap_options)(*args)
+    def mapped(*args: Any, **kwargs: object) -> Any:
+        return over(functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs))(*args)
 
-    return parallel
+    return mapped

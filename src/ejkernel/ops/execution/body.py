@@ -26,6 +26,7 @@ from ejkernel.ops.errors import CacheWarning, KernelError, NoConfigError, Serial
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.meta import label, stamp
 from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ResolvedCall:
     call: Call
     inv: Invocation[Any, Any]
     resolution: Resolution[Any]
-    expected: Sequence[Any] | None
+    expected: Sequence[HasType] | None
     jaxpr: Any
     stamp_prefix: str
 
@@ -121,8 +122,8 @@ class ResolvedCall:
 def resolved(
     call: Call,
     platform: str,
-    avals: Sequence[object],
-    expected: Sequence[object] | None,
+    avals: Sequence[HasType],
+    expected: Sequence[HasType] | None,
     *,
     resolve: Callable[[Invocation[Any, Any]], Resolution[Any]],
     stamp_prefix: str,
@@ -137,7 +138,7 @@ def resolved(
     )
 
 
-def _trace_with(config: object, call: Call, avals: Sequence[object], platform: str) -> Any:
+def _trace_with(config: object, call: Call, avals: Sequence[HasType], platform: str) -> Any:
     """Return what was traced for the call's types, if it is the whole call under this configuration."""
     if not call.node.types_are_whole:
         return None
@@ -164,7 +165,10 @@ def _does_not_fit(inv: Invocation[Cfg, Out], resolution: Resolution[Any]) -> Ker
 
 
 def _check_types(
-    inv: Invocation[Cfg, Out], resolution: Resolution[Any], expected: Sequence[Any] | None, out: Sequence[Any]
+    inv: Invocation[Cfg, Out],
+    resolution: Resolution[Any],
+    expected: Sequence[HasType] | None,
+    out: Sequence[Any],
 ) -> None:
     """Raise if the results are not what the call was traced with: then shapes depend on the configuration."""
     if expected is None:
@@ -178,5 +182,5 @@ def _check_types(
         )
 
 
-def _shown(types: list[tuple[tuple[int, ...], object]]) -> str:
+def _shown(types: Sequence[tuple[tuple[int, ...], object]]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types)

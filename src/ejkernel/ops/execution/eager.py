@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.utils.perobject import Bounded, PerObject
 from ejkernel.ops.utils.values.identity import identity, identity_of_node, token_of
 from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
@@ -55,7 +57,7 @@ class Plans:
 
     def run(
         self,
-        kernel: object,
+        kernel: Kernel[Cfg, Out],
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         cfg: object,
@@ -86,7 +88,7 @@ class Plans:
         table.keep(key, plan)
         return out
 
-    def _by_types(self, kernel: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
+    def _by_types(self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
         bind, owner = self._bind, weakref.ref(kernel)
 
         def run(*args: object, **kwargs: object) -> Any:

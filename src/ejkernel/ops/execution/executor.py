@@ -30,7 +30,7 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.values.identity import identity, token_of
-from ejkernel.ops.utils.values.signature import as_array, stands_for_array
+from ejkernel.ops.utils.values.signature import HasType, as_array, stands_for_array
 
 
 class ConfigChooser(Protocol[Cfg, Out]):
@@ -142,7 +142,11 @@ class Executor(Generic[Cfg, Out]):
         return self._generation
 
     def body_of(
-        self, call: Call, platform: str, avals: Sequence[object], expected: Sequence[object] | None
+        self,
+        call: Call,
+        platform: str,
+        avals: Sequence[HasType],
+        expected: Sequence[HasType] | None,
     ) -> ResolvedCall:
         """Resolve the call's configuration; what it computes is checked against the `expected` types."""
         return resolved(call, platform, avals, expected, resolve=self.resolve, stamp_prefix=self.stamp_prefix)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.values.signature import HasType, is_array
 
 LARGE = 1 << 20  # elements from which arrays stay on the device
 
 
-def random_array(like: Any, rng: np.random.Generator) -> Any:
+def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
     """Return a random array of the shape and dtype of `like`; see `Kernel.example_inputs`."""
     if compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key):
         first = jax.random.key(int(rng.integers(2**31)), impl=compat.key_implementation(like.dtype))
@@ -28,7 +28,8 @@ def random_array(like: Any, rng: np.random.Generator) -> Any:
     if not jnp.issubdtype(like.dtype, jnp.inexact):
         return jnp.asarray(rng.integers(0, 2, like.shape).astype(like.dtype))
     if math.prod(like.shape) > LARGE:
-        return _normal(int(rng.integers(2**31)), like.shape, jnp.dtype(like.dtype))
+        made: jax.Array = _normal(int(rng.integers(2**31)), like.shape, jnp.dtype(like.dtype))
+        return made
     values = rng.standard_normal(like.shape, np.float32)
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         values = values + 1j * rng.standard_normal(like.shape, np.float32)
@@ -36,7 +37,7 @@ def random_array(like: Any, rng: np.random.Generator) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
+def _normal(seed: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> jax.Array:
     """Return normal numbers that the device made by itself: the host takes seconds for them, and to send them."""
     # this generator is made for a device, and compiles in no time; JAX's default is made to be split
     return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, dtype)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -18,6 +17,7 @@ from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def confirm(oracle: Oracle, candidate: Candidate, *, rule_is_faulty: bool = Fals
 
 
 @looking_only()
-def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[Any], rule_is_faulty: bool) -> bool:
+def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[HasType], rule_is_faulty: bool) -> bool:
     """Return whether there is a gradient, which then is right.
 
     Raises:
@@ -80,7 +80,7 @@ def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[
     return True
 
 
-def _excuse(oracle: Oracle, gradient: Node, inputs: Sequence[Any], error: BaseException) -> bool:
+def _excuse(oracle: Oracle, gradient: Node, inputs: Sequence[object], error: BaseException) -> bool:
     """Return `False`, there is no gradient, if the heuristic has none either.
 
     Raises:
@@ -92,9 +92,10 @@ def _excuse(oracle: Oracle, gradient: Node, inputs: Sequence[Any], error: BaseEx
     return False
 
 
-def _works(node: Node, choice: Choice, inputs: Sequence[Any]) -> bool:
+def _works(node: Node, choice: Choice, inputs: Sequence[object]) -> bool:
     try:
         jax.block_until_ready(jax.jit(node.flat(choice))(*inputs))
-    except BaseException:  # noqa: BLE001 - that is the question
+    except BaseException as error:  # noqa: BLE001 - that is the question
+        logger.debug("%s: the heuristic's gradient fails too: %s", node.spec.kernel.op_id, error_text(error))
         return False
     return True

@@ -20,14 +20,16 @@ from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
 from ejkernel.ops.core.transformations.autodiff import Vjp, innermost, with_spec
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, GradientError
 from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.identity import Strong
+from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)
 
 
-def differentiable(spec: CallSpec, arrays: Sequence[Any]) -> tuple[bool, ...]:
+def differentiable(spec: CallSpec, arrays: Sequence[jax.Array]) -> tuple[bool, ...]:
     """Return which of a call's arrays have a gradient: a rule answers for floating-point positional ones alone."""
     own = sum(sum(flags) for _, flags in spec.flags_by_argument())
     count = own if has_gradient_rule(spec.kernel) else len(arrays)
@@ -37,11 +39,11 @@ def differentiable(spec: CallSpec, arrays: Sequence[Any]) -> tuple[bool, ...]:
 class _RunAsReference:
     """Stands for a kernel whose `reference` is its `run` under one configuration."""
 
-    def __init__(self, kernel: Kernel[Any, Any], choice: Choice) -> None:
+    def __init__(self, kernel: Kernel[Cfg, Out], choice: Choice) -> None:
         self.op_id = kernel.op_id
         self._kernel, self._choice = kernel, choice
 
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
+    def reference(self, *args: object, **kwargs: object) -> Any:
         """Return what `run` returns."""
         config = self._choice.config
         return hook(self._kernel, "run", self._choice.platform, config)(*args, cfg=config, **kwargs)
@@ -56,7 +58,7 @@ def without_rule(node: Node, choice: Choice) -> Node:
     return changed
 
 
-def gradient_of(oracle: Oracle, results: Sequence[Any]) -> tuple[Node, list[Any], list[str]] | None:
+def gradient_of(oracle: Oracle, results: Sequence[HasType]) -> tuple[Node, list[Any], list[str]] | None:
     """Return the backward of a forward call, inputs for it, and names for what comes out; `None` if it has none.
 
     Args:
@@ -123,12 +125,12 @@ def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str
     return oracle.inv.node, oracle.arrays, result_names(oracle.inv.node)
 
 
-def baseline_gradient(oracle: Oracle, node: Node, inputs: Sequence[Any]) -> Sequence[Any]:
+def baseline_gradient(oracle: Oracle, node: Node, inputs: Sequence[object]) -> Sequence[Any]:
     """Return the gradients of the oracle's baseline, by the kernel's own rule."""
     return _run_once(node, oracle.choice, inputs, oracle.inv.platform)
 
 
-def _run_once(node: Node, choice: Choice, inputs: Sequence[Any], platform: str) -> Sequence[Any]:
+def _run_once(node: Node, choice: Choice, inputs: Sequence[object], platform: str) -> Sequence[Any]:
     compiled = compat.compiled_for_one_run(jax.jit(node.flat(choice)).lower(*inputs), platform)
     check_room(peak_bytes(compiled) or 0, "the gradient")
     results: Sequence[Any] = jax.block_until_ready(compiled(*inputs))

@@ -95,13 +95,13 @@ class Oracle:
         arrays = example_arrays(self.inv, np.random.default_rng(self.seed), self.choice)
         return list(jax.block_until_ready(arrays))
 
-    def truth_about(self, node: Node, arrays: Sequence[Any]) -> Sequence[Any]:
+    def truth_about(self, node: Node, arrays: Sequence[jax.Array]) -> Sequence[Any]:
         """Return what the reference makes of `arrays`; where the kernel has none, the baseline."""
         if node not in self._references:
             self._references[node] = self._compiled_reference(node, arrays)
         return list(jax.block_until_ready(self._references[node](*arrays)))
 
-    def _compiled_reference(self, node: Node, arrays: Sequence[Any]) -> Callable[..., Any]:
+    def _compiled_reference(self, node: Node, arrays: Sequence[jax.Array]) -> Callable[..., Any]:
         if node is self.inv.node and self.reference is not None:
             loaded: Callable[..., Any] = self.reference.load()
             return loaded
@@ -111,7 +111,7 @@ class Oracle:
         compiled: Callable[..., Any] = compat.compiled_for_one_run(lowered, self.inv.platform)
         return compiled
 
-    def judge(self, results: Sequence[Any]) -> None:
+    def judge(self, results: Sequence[object]) -> None:
         """Raise a `CandidateError` unless results of the call, on its inputs, are as near to the truth as they can be.
 
         Nothing is said where nobody wants to know.
@@ -119,10 +119,10 @@ class Oracle:
         if self._truth is not None:
             self.compare(results, self._truth, result_names(self.inv.node))
 
-    def compare(self, results: Sequence[Any], truth: Sequence[Any], names: Sequence[str]) -> None:
+    def compare(self, results: Sequence[object], truth: Sequence[object], names: Sequence[str]) -> None:
         """Raise a `CandidateError` unless the results are as near to the truth as their dtypes allow."""
         check_results(results, truth, platform=self.inv.platform, precision=self.inv.precision, names=names)
 
-    def begin(self, what: str, *configs: Any) -> None:
+    def begin(self, what: str, *configs: object) -> None:
         """Say what the device works on, which may take as long as the first compilation."""
         self.watch.begin(what, configs, self.limits.compile.first)

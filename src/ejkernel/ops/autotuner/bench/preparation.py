@@ -119,7 +119,7 @@ class Preparation:
                 self.finished(candidate)
         self._tell_of_twins(candidates)
 
-    def _take(self, candidate: Candidate, done: Done[Any]) -> None:
+    def _take(self, candidate: Candidate, done: Done[object]) -> None:
         """Take note of what became of a candidate when it was compiled, and run it."""
         candidate.compile_seconds = done.seconds
         if isinstance(done.error, _SameProgram):
@@ -174,7 +174,7 @@ class Preparation:
             self._claim(program.digest, candidate)
         return program
 
-    def _check(self, candidate: Candidate, compiled: Any) -> None:
+    def _check(self, candidate: Candidate, compiled: object) -> None:
         check(self.oracle, candidate, compiled)
         if candidate.status == Status.READY:
             self.note_spills(candidate.spilled)

@@ -88,7 +88,7 @@ class _Run:
     index: int
     watch: Watch
 
-    def __call__(self, *arrays: Any) -> Any:
+    def __call__(self, *arrays: jax.Array) -> Any:
         self.watch.running(self.index)
         return self.compiled(*arrays)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import jax
 
@@ -14,6 +13,7 @@ from ejkernel.ops.autotuner.trials.programs import Program, program_digest
 from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
+from ejkernel.ops.core.types import Cfg, Out
 
 # XLA chooses how to compute these by timing on the device, and chooses badly where there is none.
 # With such programs a bundle would compare kernels with a handicapped XLA.
@@ -21,7 +21,7 @@ _TUNED_BY_XLA = re.compile(r"stablehlo\.(dot|convolution)|__cudnn|__cublas")
 _MOSAIC = re.compile(r"mosaic_gpu")
 
 
-def compile_for(inv: Invocation[Any, Any], choice: Choice, target: Target, *, only_once: bool = False) -> Program:
+def compile_for(inv: Invocation[Cfg, Out], choice: Choice, target: Target, *, only_once: bool = False) -> Program:
     """Compile a call for a target; this may run in any process.
 
     Args:

@@ -38,6 +38,7 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
 from ejkernel.ops.utils.storage.sealed import digest_of, read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
@@ -197,7 +198,7 @@ class _How:
     executor: concurrent.futures.Executor | None
 
     def job(
-        self, timeout: AdaptiveTimeout, inv: Invocation[Any, Any], choice: Choice, only_once: bool
+        self, timeout: AdaptiveTimeout, inv: Invocation[Cfg, Out], choice: Choice, only_once: bool
     ) -> Callable[[], Program]:
         """Return what compiles a call."""
         compiler: Callable[..., Program] = compile_for
@@ -212,8 +213,8 @@ def _submitted(executor: concurrent.futures.Executor, job: Callable[[], Program]
 
 
 def _compile_call(
-    inv: Invocation[Any, Any],
-    configs: list[Any],
+    inv: Invocation[Cfg, Out],
+    configs: Sequence[object],
     how: _How,
     progress: Callable[[Invocation[Any, Any], int, int], None] | None,
 ) -> list[Done[Program]]:
@@ -234,7 +235,7 @@ def _compile_call(
     return [ended[index] for index in range(len(jobs))]
 
 
-def _configs(inv: Invocation[Any, Any], max_candidates: int) -> list[Any]:
+def _configs(inv: Invocation[Cfg, Out], max_candidates: int) -> list[Any]:
     assert inv.kernel is not None
     space = candidates_of(inv.kernel, inv)
     if isinstance(space, ConfigSpace) and not space.has_at_most(max(LISTED, max_candidates)):
@@ -247,7 +248,7 @@ def _configs(inv: Invocation[Any, Any], max_candidates: int) -> list[Any]:
 
 
 def _written(
-    inv: Invocation[Any, Any], configs: Sequence[Any], ended: Sequence[Done[Program]], folder: Path, number: int
+    inv: Invocation[Cfg, Out], configs: Sequence[object], ended: Sequence[Done[Program]], folder: Path, number: int
 ) -> _Call:
     """Write the programs of a call, each once, and return what the manifest says of it."""
     names = (f"{number:03d}-{index:04d}.bin" for index in itertools.count())
@@ -270,7 +271,7 @@ def _written(
     return _Call(description=inv.description, candidates=rows, reference=reference)
 
 
-def _row(config: Any, done: Done[Program]) -> _Row:
+def _row(config: object, done: Done[Program]) -> _Row:
     """Return what the manifest says of a candidate, or of the reference, but for its file."""
     program, error = done.result, done.error
     if program is None:

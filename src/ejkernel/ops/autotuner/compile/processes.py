@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from ejkernel import compat, settings
 from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
@@ -31,6 +30,7 @@ from ejkernel.ops.autotuner.trials.programs import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.fingerprint import default_device
 from ejkernel.ops.utils.telling import error_text
@@ -58,7 +58,7 @@ class CompileProcesses:
 
     def compile(
         self,
-        inv: Invocation[Any, Any],
+        inv: Invocation[Cfg, Out],
         choice: Choice,
         target: Target,
         *,
@@ -263,7 +263,7 @@ class Compiler:
         self._allowed = allowed
         self._busy: set[_Process] = set()
 
-    def __call__(self, inv: Invocation[Any, Any], choice: Choice) -> Program | None:
+    def __call__(self, inv: Invocation[Cfg, Out], choice: Choice) -> Program | None:
         """Return the program; `None` if it must be compiled where it runs."""
         program = self._processes.compile(inv, choice, self._target, allowed=self._allowed, busy=self._busy)
         return None if program.why_left else program

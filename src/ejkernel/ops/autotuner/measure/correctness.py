@@ -67,7 +67,12 @@ class Deviation(NamedTuple):
 
 
 def check_results(
-    results: Sequence[Any], truth: Sequence[Any], *, platform: str, precision: str | None, names: Sequence[str] = ()
+    results: Sequence[object],
+    truth: Sequence[object],
+    *,
+    platform: str,
+    precision: str | None,
+    names: Sequence[str] = (),
 ) -> None:
     """Compare results with the reference's.
 
@@ -87,7 +92,12 @@ def check_results(
 
 
 def deviations(
-    results: Sequence[Any], truth: Sequence[Any], *, platform: str, precision: str | None, names: Sequence[str] = ()
+    results: Sequence[object],
+    truth: Sequence[object],
+    *,
+    platform: str,
+    precision: str | None,
+    names: Sequence[str] = (),
 ) -> Iterator[Deviation]:
     """Yield how far each result is from the reference's; see `check_results`.
 
@@ -116,14 +126,14 @@ def _deviation(name: str, result: Any, true: Any, platform: str, precision: str 
     return _judge(name, _compare(result, true, allowed.worst), allowed)
 
 
-def _count_differing(got: Any, want: Any) -> int:
+def _count_differing(got: Any, want: object) -> int:
     if got.size <= _SMALL:
         return int(np.sum(np.asarray(got) != np.asarray(want)))
     return int(_count_on_device(got, want))
 
 
 @jax.jit
-def _count_on_device(got: Any, want: Any) -> Any:
+def _count_on_device(got: object, want: object) -> Any:
     return jnp.sum(got != want)
 
 
@@ -147,7 +157,7 @@ class _Comparison(NamedTuple):
     scale: Any
 
 
-def _compare(got: Any, want: Any, worst: float) -> _Comparison:
+def _compare(got: Any, want: object, worst: float) -> _Comparison:
     """Compare large results on the device, for they take seconds to be fetched, and small ones without compiling."""
     if got.size > _SMALL:
         found: _Comparison = jax.device_get(_compare_on_device(got, want, worst))
@@ -157,7 +167,7 @@ def _compare(got: Any, want: Any, worst: float) -> _Comparison:
 
 
 @jax.jit
-def _compare_on_device(got: Any, want: Any, worst: float) -> _Comparison:
+def _compare_on_device(got: object, want: object, worst: float) -> _Comparison:
     return _compared(got, want, worst, jnp)
 
 

@@ -93,7 +93,7 @@ class Runner:
     def __init__(
         self,
         function: Callable[..., Any],
-        argument_sets: Sequence[Sequence[Any]] = ((),),
+        argument_sets: Sequence[Sequence[object]] = ((),),
         *,
         compile_seconds: float | None = None,
         cache_bytes: int | None = None,
@@ -145,7 +145,7 @@ def sets_for_cold(bytes_of_one: int, *, cache_bytes: int | None = None) -> int:
     return 1 if bytes_of_one <= 0 else max(2, -(-_TIMES_CACHE * size // bytes_of_one))
 
 
-def _bytes_of(arguments: Sequence[Any]) -> int:
+def _bytes_of(arguments: Sequence[object]) -> int:
     return sum(num_bytes(leaf) for leaf in jax.tree.leaves(arguments) if is_array(leaf))
 
 
@@ -254,7 +254,9 @@ def _measurement(function: Callable[[], Any], samples: Sequence[float], method: 
     return Measurement(samples=tuple(samples), method=method)
 
 
-def benchmark(fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warmup: int = 3, **kwargs: Any) -> float:
+def benchmark(
+    fn: Callable[..., Any], *args: object, num_iters: int = 100, num_warmup: int = 3, **kwargs: object
+) -> float:
     """Return the milliseconds that a call `fn(*args, **kwargs)` takes: the median over `num_iters` calls.
 
     The first `num_warmup` calls, which compile, do not count. Results are waited for.

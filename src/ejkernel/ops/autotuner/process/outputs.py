@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from typing import Any, TextIO
+from typing import TextIO
 
 _STDOUT, _STDERR = 1, 2
 _HIGH = 100  # descriptors from here on are for copies, out of the way of whoever closes the usual ones
@@ -113,5 +113,5 @@ def _is_closed(number: int) -> bool:
     return False
 
 
-def _can_be_written(stream: Any) -> bool:
+def _can_be_written(stream: object) -> bool:
     return hasattr(stream, "write") and not getattr(stream, "closed", False)

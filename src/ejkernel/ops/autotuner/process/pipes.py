@@ -11,20 +11,23 @@ import contextlib
 import os
 import select
 import struct
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _HEADER = struct.Struct("!Q")
 _CHUNK = 1 << 20
 
 
-def write_message(pipe: Any, data: bytes) -> None:
+def write_message(pipe: Connection, data: bytes) -> None:
     """Write a message, and wait until it is written."""
     rest = memoryview(_HEADER.pack(len(data)) + data)
     while rest:
         rest = rest[os.write(pipe.fileno(), rest) :]
 
 
-def read_message(pipe: Any) -> bytes:
+def read_message(pipe: Connection) -> bytes:
     """Wait for a message, and return it.
 
     Raises:
@@ -34,7 +37,7 @@ def read_message(pipe: Any) -> bytes:
     return _read_exactly(pipe, length)
 
 
-def _read_exactly(pipe: Any, length: int) -> bytes:
+def _read_exactly(pipe: Connection, length: int) -> bytes:
     found = bytearray()
     while len(found) < length:
         part = os.read(pipe.fileno(), min(_CHUNK, length - len(found)))
@@ -51,7 +54,7 @@ class Exchange:
         pipe: A connection; it is closed with this.
     """
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._incoming = bytearray()
         self._outgoing = memoryview(b"")

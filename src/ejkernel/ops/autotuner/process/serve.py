@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pickle  # noqa: TID251 - between a process and its own child
 import threading
 import time
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import MutableSequence, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ejkernel import settings
 from ejkernel.ops.autotuner.process import outputs
@@ -21,6 +22,11 @@ from ejkernel.ops.autotuner.process.outputs import Outputs
 from ejkernel.ops.autotuner.process.pipes import read_message, write_message
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.telling import error_text, traceback_text
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+logger = logging.getLogger(__name__)
 
 # What parent and worker share without a lock, which one that is killed would keep: the index of the candidate that
 # runs, a number that changes with each sign of life, one that changes as long as the interpreter's lock is to be had,
@@ -34,8 +40,8 @@ WAKE_UP = 0.5  # seconds between two changes of `WAKES`
 class Reports:
     """A `Watch` that tells the parent, and sees to it that what one candidate closes is there for the next."""
 
-    pipe: Any
-    pulse: Any
+    pipe: Connection
+    pulse: MutableSequence[int]
     outputs: Outputs
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
@@ -45,12 +51,12 @@ class Reports:
         with self.lock:
             write_message(self.pipe, data)
 
-    def compiling(self, configs: Sequence[Any]) -> None:
+    def compiling(self, configs: Sequence[object]) -> None:
         """See `Watch`."""
         self.outputs.mend(is_idle=not configs)
         self.send(Compiling(list(configs)))
 
-    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
+    def begin(self, doing: str, configs: Sequence[object], allowed: float) -> None:
         """See `Watch`."""
         self.outputs.mend()
         self.pulse[RUNNING] = 0  # here and not in the parent, which hears of it when another may be running
@@ -73,11 +79,12 @@ class Reports:
     def _beat(self) -> None:
         self.pulse[BEATS] += 1
 
-    def warn(self, message: Warning | str, *_: Any, **__: Any) -> None:
+    def warn(self, message: Warning | str, *_: object, **__: object) -> None:
         """Have the parent warn, in place of `warnings.showwarning`."""
         try:
             self.send(Warned(message))
-        except Exception:  # noqa: BLE001 - a warning of the user's own that cannot be pickled: its text has to do
+        except Exception as error:  # noqa: BLE001 - one of the user's own that cannot be pickled: its text has to do
+            logger.debug("a warning is sent as its text: %s", error_text(error))
             text = error_text(message) if isinstance(message, Warning) else message
             self.send(Warned(text))
 
@@ -90,7 +97,7 @@ class Reports:
 class _ByParent(Cancellation):
     """The parent's, as its worker sees it."""
 
-    def __init__(self, pulse: Any) -> None:
+    def __init__(self, pulse: MutableSequence[int]) -> None:
         super().__init__()
         self._pulse = pulse
 
@@ -108,7 +115,9 @@ def reports() -> Reports | None:
     return _reports[0] if _reports else None
 
 
-def begin_serving(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool, parent: int) -> None:
+def begin_serving(
+    pipe: Connection, pulse: MutableSequence[int], environ: dict[str, str], leads: bool, parent: int
+) -> None:
     """Make a worker of this process.
 
     Args:
@@ -131,7 +140,7 @@ def begin_serving(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool, p
     threading.Thread(target=_wake_up, args=(pulse,), name="ejkernel-awake", daemon=True).start()
 
 
-def _wake_up(pulse: Any) -> None:
+def _wake_up(pulse: MutableSequence[int]) -> None:
     while True:
         time.sleep(WAKE_UP)
         pulse[WAKES] += 1
@@ -171,7 +180,7 @@ def _carry_out(sent: bytes) -> Returned | Raised:
         return Raised(_sendable(error))
 
 
-def pickled(value: Any) -> bytes:
+def pickled(value: object) -> bytes:
     """Return what a worker is told of `value`.
 
     Raises:
@@ -207,6 +216,7 @@ def _sendable(error: BaseException) -> BaseException:
     bare = error.with_traceback(None)
     try:
         unpickled(pickle.dumps(bare))
-    except BaseException:  # noqa: BLE001 - then its text has to do
+    except BaseException as refused:  # noqa: BLE001 - then its text has to do
+        logger.debug("an error is sent as its text: %s", error_text(refused))
         return TuningError(error_text(error))
     return bare

@@ -18,6 +18,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import default_device, device_called, device_fingerprint
@@ -172,7 +173,7 @@ def _wait_for(future: concurrent.futures.Future[Any], look: Callable[[], None] |
 
 
 @contextlib.contextmanager
-def on_device_of(inv: Invocation[Any, Any]) -> Iterator[None]:
+def on_device_of(inv: Invocation[Cfg, Out]) -> Iterator[None]:
     """Make the device that a call is for the default device inside the `with` block.
 
     Raises:

@@ -32,10 +32,10 @@ class Watch(Protocol):
 class Unwatched:
     """Nobody watches."""
 
-    def compiling(self, configs: Sequence[Any]) -> None:
+    def compiling(self, configs: Sequence[object]) -> None:
         """See `Watch`."""
 
-    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
+    def begin(self, doing: str, configs: Sequence[object], allowed: float) -> None:
         """See `Watch`."""
 
     def running(self, index: int) -> None:

@@ -22,9 +22,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.lifetime import start_process
@@ -54,6 +54,9 @@ from ejkernel.ops.autotuner.process.serve import pickled as pickled
 from ejkernel.ops.autotuner.process.serve import reports as reports
 from ejkernel.ops.autotuner.process.signals import interrupts_held_back
 from ejkernel.ops.errors import DeviceLostError, TuningError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _LOOK = 0.2  # seconds between two looks at whether a worker is alive
 _START = 120.0  # seconds in which a worker must have started
@@ -157,7 +160,7 @@ class Worker:
     def call(
         self,
         function: Callable[..., Any],
-        *args: Any,
+        *args: object,
         on_event: Callable[[Any], None] | None = None,
         cancellation: Cancellation | None = None,
         doing: WorkerStatus | None = None,
@@ -340,7 +343,7 @@ class _OwnDeadline:
         return math.inf
 
 
-def _serve(pipe: Any, pulse: Any, environ: dict[str, str], leads: bool, parent: int) -> None:
+def _serve(pipe: Connection, pulse: MutableSequence[int], environ: dict[str, str], leads: bool, parent: int) -> None:
     """Be a worker."""
     begin_serving(pipe, pulse, environ, leads, parent)
     with worker_session():

@@ -34,7 +34,7 @@ class Strategy(Protocol):
         """Take note of a configuration's time; `None` if it failed."""
 
 
-def seeds_of(records: Iterable[Record], seeds: Iterable[Any] = (), *, count: int = 1) -> list[Any]:
+def seeds_of(records: Iterable[Record], seeds: Iterable[object] = (), *, count: int = 1) -> list[Any]:
     """Return the fastest `count` configurations of each record, in turns, and then `seeds`."""
     columns = [record.best(count) for record in records]
     turns = [column[i] for i in range(count) for column in columns if i < len(column)]
@@ -44,7 +44,7 @@ def seeds_of(records: Iterable[Record], seeds: Iterable[Any] = (), *, count: int
 class _Told:
     """What every strategy keeps: the seeds that are left, what was proposed, what was told."""
 
-    def __init__(self, space: ConfigSpace[Any], seeds: Iterable[Any]) -> None:
+    def __init__(self, space: ConfigSpace[Any], seeds: Iterable[object]) -> None:
         self.space = space
         self.times: dict[Point, float | None] = {}
         self._seeds = [config for config in seeds if config in space]
@@ -67,7 +67,7 @@ class _Told:
             chosen.extend(points)
         return [self.space.config(point) for point in chosen]
 
-    def tell(self, config: Any, seconds: float | None) -> None:
+    def tell(self, config: object, seconds: float | None) -> None:
         """Take note of a configuration's time; `None`, or what is not a positive finite number, is a failure.
 
         A configuration that is not in the space counts for nothing but the time to beat.
@@ -106,7 +106,7 @@ class Exhaustive(_Told):
         seeds: What comes first.
     """
 
-    def __init__(self, space: ConfigSpace[Any], *, seeds: Iterable[Any] = ()) -> None:
+    def __init__(self, space: ConfigSpace[Any], *, seeds: Iterable[object] = ()) -> None:
         super().__init__(space, seeds)
         self._walk = space.walk()
 
@@ -123,7 +123,7 @@ class Random(_Told):
         seed: Of the random numbers.
     """
 
-    def __init__(self, space: ConfigSpace[Any], *, seeds: Iterable[Any] = (), seed: int = 0) -> None:
+    def __init__(self, space: ConfigSpace[Any], *, seeds: Iterable[object] = (), seed: int = 0) -> None:
         super().__init__(space, seeds)
         self._rng = np.random.default_rng(seed)
         self._order: Iterator[Point] | None = None
@@ -156,7 +156,7 @@ class ModelSearch(_Told):
         self,
         space: ConfigSpace[Any],
         *,
-        seeds: Iterable[Any] = (),
+        seeds: Iterable[object] = (),
         records: Iterable[Record] = (),
         seed: int = 0,
         options: SearchOptions | None = None,
@@ -247,7 +247,7 @@ class ModelSearch(_Told):
 
 
 def default_strategy(
-    space: ConfigSpace[Any], *, seeds: Iterable[Any] = (), records: Iterable[Record] = (), seed: int = 0
+    space: ConfigSpace[Any], *, seeds: Iterable[object] = (), records: Iterable[Record] = (), seed: int = 0
 ) -> Strategy:
     """Return the strategy for a space: all of a tiny one in its order; chance for hundreds of axes; else a model."""
     seeds = (*seeds, *space.seeds)

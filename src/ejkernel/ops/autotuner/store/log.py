@@ -61,7 +61,7 @@ class StoredSearch(Findings):
     provenance: Mapping[str, Any]
     path: Path | None = None
 
-    def record(self, label: str = "", cfg_type: Any = None) -> Record:
+    def record(self, label: str = "", cfg_type: object = None) -> Record:
         """Return the times, for a search to start from.
 
         What was never tried, and what is the program of another candidate, is left out, and so is, with a line in the
@@ -87,7 +87,7 @@ class StoredSearch(Findings):
             logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
         return Record(label or f"{self.key.device} {self.key.call}", tuple(times))
 
-    def _decoded(self, config: Any, cfg_type: Any) -> Any:
+    def _decoded(self, config: object, cfg_type: object) -> Any:
         return decode_config(config, self.config_type) if cfg_type is None else from_data(config, cfg_type)
 
     def summary(self, *, width: int | None = None) -> str:
@@ -191,7 +191,7 @@ _COLUMNS: Final = [field.name for field in dataclasses.fields(_Row)]
 _NEEDED: Final = [field.name for field in dataclasses.fields(_Row) if field.default is dataclasses.MISSING]
 
 
-def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
+def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
     """Return a search as text.
 
     Raises:
@@ -230,7 +230,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, Any]) -> str:
     return sealed_lines(printable_json(text))
 
 
-def _row(config: Any, outcome: Outcome) -> _Row:
+def _row(config: object, outcome: Outcome) -> _Row:
     measured, compiled = outcome.measurement, outcome.compile_seconds
     return _Row(
         config=config,

@@ -37,7 +37,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
@@ -123,7 +123,7 @@ class MeasurementStore:
             if search is not None:
                 yield search
 
-    def records(self, inv: Invocation[Any, Any], *, count: int = RECORDS) -> list[Record]:
+    def records(self, inv: Invocation[Cfg, Out], *, count: int = RECORDS) -> list[Record]:
         """Return what was measured for the call and for others like it, as a search starts from it.
 
         First come earlier searches of the call on its device, then of the same call on other devices, then of calls

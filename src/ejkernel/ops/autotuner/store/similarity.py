@@ -11,7 +11,7 @@ from ejkernel.ops.utils.storage.serialize import stable_json
 _NO_PART = ("wiring",)  # says how a call came about, not what it is; see `Invocation.call_key`
 
 
-def dimensions_of(call: Any) -> tuple[str, tuple[int, ...]]:
+def dimensions_of(call: object) -> tuple[str, tuple[int, ...]]:
     """Return what two calls must have in common to be compared, and the dimensions in which they may differ.
 
     Args:
@@ -35,7 +35,7 @@ def _log2(dimension: int) -> float:
     return math.log2(max(dimension, 0.5))  # nothing is as far from 1 as 2 is
 
 
-def _without_dimensions(data: Any, dimensions: list[int]) -> Any:
+def _without_dimensions(data: object, dimensions: list[int]) -> Any:
     """Return a copy with the array's dimensions left out, and put them into `dimensions`."""
     if isinstance(data, list):
         if len(data) == 3 and data[0] == "vmap" and type(data[1]) is int:

@@ -115,12 +115,12 @@ class _Attempt:
         if self._journal is not None and not self._is_abandoned:
             self._journal.note(event)
 
-    def compiling(self, configs: Sequence[Any]) -> None:
+    def compiling(self, configs: Sequence[object]) -> None:
         """See `Watch`."""
         self._outputs.mend()
         self._compiling, self._alive = list(configs), time.monotonic()
 
-    def begin(self, doing: str, configs: Sequence[Any], allowed: float) -> None:
+    def begin(self, doing: str, configs: Sequence[object], allowed: float) -> None:
         """See `Watch`."""
         self._outputs.mend()
         self._running, self._configs = 0, configs

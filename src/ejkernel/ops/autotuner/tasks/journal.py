@@ -80,7 +80,7 @@ class Journal:
 
     # --- time ---
 
-    def silence(self, what: str, accused: Iterable[Any], allowed: float, *, is_stuck: bool = False) -> float:
+    def silence(self, what: str, accused: Iterable[object], allowed: float, *, is_stuck: bool = False) -> float:
         """Return the seconds without a sign of life after which an attempt is ended.
 
         Args:
@@ -156,7 +156,7 @@ class Journal:
 
     # --- blame ---
 
-    def attribute_crash(self, reason: str, what: str, accused: Iterable[Any]) -> None:
+    def attribute_crash(self, reason: str, what: str, accused: Iterable[object]) -> None:
         """Find out who was to blame for the end of an attempt.
 
         One that was alone under way is. Of several any may be: whoever was announced last need not be who keeps the
@@ -186,7 +186,7 @@ class Journal:
                 raise TuningError(f"{self._task.inv.op_id}: the search ends without any candidate: {reason}")
 
 
-def named(accused: Iterable[Any]) -> str:
+def named(accused: Iterable[object]) -> str:
     """Return candidates in words, to follow what was done with them; nothing for none."""
     listed = [value_text(config) for config in accused]
     return f": {', '.join(listed)}" if listed else ""

@@ -42,6 +42,7 @@ from ejkernel.ops.autotuner.trials.status import REJECTED, Status
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.checks import check_candidates, named
 from ejkernel.ops.utils.tables import counted
@@ -129,7 +130,7 @@ class TuningRun:
             rule_fault=self._rule_fault,
         )
 
-    def _set_up(self, baseline: Any, compiler: Compiler | None) -> None:
+    def _set_up(self, baseline: object, compiler: Compiler | None) -> None:
         """Make the bench: what is right, what compiles and checks candidates, and what times them."""
         task = self.task
         self._oracle = Oracle(
@@ -195,7 +196,7 @@ class TuningRun:
 
     # --- which candidates ---
 
-    def _take_all(self, first: Sequence[Any], others: Iterable[Any]) -> None:
+    def _take_all(self, first: Sequence[object], others: Iterable[object]) -> None:
         others = list(others)
         for config in others:
             check_config(self.task.kernel, config, "each candidate")
@@ -204,7 +205,7 @@ class TuningRun:
         self._prepare(self._tried)
         self._race(self._tried, self._plan)
 
-    def _ask(self, space: ConfigSpace[Any], first: Sequence[Any]) -> None:
+    def _ask(self, space: ConfigSpace[Any], first: Sequence[object]) -> None:
         """Measure the candidates that a strategy asks for, and the best of them, beside the heuristic, again."""
         points, most = space.points(), self.task.policy.max_candidates
         total = most if points is None else min(len(points), most)
@@ -421,7 +422,7 @@ class TuningRun:
             logger.info("%s: %r is suspiciously fast; looking again", self.task.inv.op_id_v, winner.config)
 
 
-def _first(inv: Invocation[Any, Any], first: Sequence[Any], others: Collection[Any]) -> Any:
+def _first(inv: Invocation[Cfg, Out], first: Sequence[object], others: Collection[object]) -> Any:
     for config in (*first, *itertools.islice(others, 1)):
         return config
     raise TuningError(f"{inv.op_id}: there is nothing to measure; config_space(inv) returned no configuration.")
@@ -435,7 +436,7 @@ def _release_losers(tried: Sequence[Candidate]) -> None:
             candidate.compiled = None
 
 
-def _nobody_left(inv: Invocation[Any, Any], tried: Sequence[Candidate]) -> str:
+def _nobody_left(inv: Invocation[Cfg, Out], tried: Sequence[Candidate]) -> str:
     reasons = collections.Counter(candidate.reason for candidate in tried)
     listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
     return f"{inv.op_id}: none of {counted(len(tried), 'candidate')} could be measured: {listed}"

@@ -14,6 +14,7 @@ from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
 from ejkernel.ops.utils.telling import error_text, message_of
 
@@ -66,7 +67,7 @@ class Candidate:
         )
 
 
-def config_id(config: Any) -> Any:
+def config_id(config: object) -> Any:
     """Return what tells a configuration from others.
 
     Raises:
@@ -78,7 +79,7 @@ def config_id(config: Any) -> Any:
         raise TuningError(f"configurations must be plain data, got {config!r}: {error}") from error
 
 
-def distinct(configs: Iterable[Any], but: Sequence[Candidate] = ()) -> list[Candidate]:
+def distinct(configs: Iterable[object], but: Sequence[Candidate] = ()) -> list[Candidate]:
     """Return one candidate for each configuration, in their order, leaving out those of `but`."""
     found: dict[Any, Candidate] = {}
     known = {config_id(candidate.config) for candidate in but}
@@ -98,7 +99,7 @@ def exchange(one: Candidate, other: Candidate) -> None:
             setattr(other, field.name, mine)
 
 
-def heuristic_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> list[Any]:
+def heuristic_of(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Any]:
     """Return the heuristic's configuration, if the kernel has any to offer."""
     try:
         config = hook(kernel, "heuristic_cfg", inv.platform)(inv)

@@ -12,6 +12,7 @@ from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.kernel import Kernel, run_forms
 from ejkernel.ops.core.transformations.autodiff import innermost
 from ejkernel.ops.core.transformations.nodes import Node
+from ejkernel.ops.core.types import Cfg, Out
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -34,7 +35,7 @@ def leaf_name(kernel: Kernel[Any, Any], path: Any) -> str:
     return f"{name}{jax.tree_util.keystr(tuple(rest))}"
 
 
-def _parameters(kernel: Kernel[Any, Any]) -> list[str]:
+def _parameters(kernel: Kernel[Cfg, Out]) -> list[str]:
     # a `run` that takes whatever `prepare` returns has no names of its own
     for name in ("run", *run_forms(kernel), "prepare"):
         parameters = inspect.signature(getattr(kernel, name)).parameters.values()

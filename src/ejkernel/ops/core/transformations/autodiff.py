@@ -16,8 +16,8 @@ from ejkernel.ops.core.transformations.nodes import (
     Choice,
     Flat,
     Forward,
+    MadeOf,
     Node,
-    autodiff_vjp,
     run_vjp,
     zero_tangent,
 )
@@ -32,11 +32,6 @@ class Discharged(Around):
     references: tuple[bool, ...]
 
     types_are_whole = False  # they make references of their own
-
-    @property
-    def forward(self) -> Node:
-        """See `Node`."""
-        return self.of.forward
 
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
@@ -58,13 +53,9 @@ class Discharged(Around):
 
         return discharged
 
-    def flat_vjp(self, choice: Choice, count: int) -> Flat:
-        """See `Node`."""
-        return autodiff_vjp(self.flat(choice), count)
-
 
 @dataclasses.dataclass(frozen=True)
-class _Linear:
+class _Linear(MadeOf):
     """What the linear nodes share.
 
     Attributes:
@@ -80,21 +71,6 @@ class _Linear:
     outs: tuple[bool, ...]
 
     types_are_whole = False  # see `flat`
-
-    @property
-    def spec(self) -> CallSpec:
-        """See `Node`."""
-        return self.of.spec
-
-    @property
-    def forward(self) -> Node:
-        """See `Node`."""
-        return self.of.forward
-
-    @property
-    def lead(self) -> int:
-        """See `Node`."""
-        return self.of.lead
 
     def _all_tangents(self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, ...]:
         given = iter(tangents)
@@ -119,14 +95,6 @@ class _Linear:
 
     def _selected(self, results: Sequence[object]) -> tuple[Any, ...]:
         return tuple(result for result, has in zip(results, self.outs, strict=True) if has)
-
-    def flat_vjp(self, choice: Choice, count: int) -> Flat:
-        """See `Node`."""
-        return autodiff_vjp(self.flat(choice), count)
-
-    def flat(self, choice: Choice) -> Flat:
-        """See `Node`."""
-        raise NotImplementedError
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from ejkernel.ops.core.transformations.nodes import Around, Choice, Flat, Node, 
 class AxisName:
     """The name that somebody gave an axis: any hashable value, `None` too."""
 
-    name: Any
+    name: Hashable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Level:
     size: int
     axes: tuple[int | None, ...]
     axis_name: AxisName | None
-    spmd_axis_name: Any
+    spmd_axis_name: Hashable
 
     def map(self, function: Flat, axes: Sequence[int | None]) -> Flat:
         """Return `function` batched over `axes`, none of which need be there."""
@@ -39,7 +39,7 @@ class Level:
         counted: Any = jax.vmap(lambda _, *arrays: function(*arrays), in_axes=(0, *axes), **options)
         return lambda *arrays: counted(np.zeros(self.size, np.bool_), *arrays)
 
-    def batched(self, like: Any, axis: int | None) -> jax.ShapeDtypeStruct:
+    def batched(self, like: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
         """Return the type `like` with this level's axis in it."""
         shape = list(like.shape)
         if axis is not None:
@@ -47,14 +47,14 @@ class Level:
         return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
 
 
-def _unbatch(gradient: Any, axis: int | None) -> Any:
+def _unbatch(gradient: jax.Array | None, axis: int | None) -> jax.Array | None:
     """Return the gradient of an argument whose batch axis was `axis`; an unbatched argument's is the sum."""
     if gradient is None:
         return None
     return gradient.sum(0) if axis is None else jnp.moveaxis(gradient, 0, axis)
 
 
-def no_cotangent(shape: tuple[int, ...]) -> Any:
+def no_cotangent(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Return what stands for the cotangent of an integer result."""
     return np.zeros(shape, jax.dtypes.float0)
 

@@ -18,6 +18,7 @@ from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.hooks import has_residual_form, hook, overrides
 from ejkernel.ops.errors import GradientError
+from ejkernel.ops.utils.values.signature import HasType
 
 Flat = Callable[..., tuple[Any, ...]]
 
@@ -90,8 +91,8 @@ class Node(Protocol):
         """The function from `count` arguments and all cotangents to `count` gradients; `None` for integers."""
 
 
-class Around:
-    """What a node that is not linear has of the one that it is made of.
+class MadeOf:
+    """What a node has of the one that it is made of.
 
     Attributes:
         of: That node.
@@ -105,14 +106,31 @@ class Around:
         return self.of.spec
 
     @property
-    def suffix(self) -> str:
+    def forward(self) -> Node:
         """See `Node`."""
-        return self.of.suffix
+        return self.of.forward
 
     @property
     def lead(self) -> int:
         """See `Node`."""
         return self.of.lead
+
+    def flat(self, choice: Choice) -> Flat:
+        """See `Node`."""
+        raise NotImplementedError
+
+    def flat_vjp(self, choice: Choice, count: int) -> Flat:
+        """See `Node`; what JAX finds by differentiating `flat`."""
+        return autodiff_vjp(self.flat(choice), count)
+
+
+class Around(MadeOf):
+    """What a node that is not linear has of the one that it is made of."""
+
+    @property
+    def suffix(self) -> str:
+        """See `Node`."""
+        return self.of.suffix
 
     @property
     def transpose(self) -> Node:
@@ -120,7 +138,7 @@ class Around:
         raise TypeError(f"{self.spec.kernel.op_id} is not linear.")
 
 
-def is_inexact(value: Any) -> bool:
+def is_inexact(value: HasType) -> bool:
     """Return whether `value` has a gradient."""
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
@@ -135,7 +153,7 @@ def autodiff_vjp(function: Flat, count: int) -> Flat:
     return gradients
 
 
-def zero_tangent(value: object) -> Any:
+def zero_tangent(value: jax.Array) -> Any:
     """Return the zero of `value`'s tangent space."""
     return compat.zeros_of_tangent(value)
 
@@ -298,7 +316,7 @@ def _match_structure(op: str, position: int, tree: Any, gradient: Any) -> list[A
     return leaves
 
 
-def _fit(op: str, index: int, primal: Any, gradient: Any) -> Any:
+def _fit(op: str, index: int, primal: jax.Array, gradient: Any) -> jax.Array | None:
     if not is_inexact(primal):
         return None
     if gradient is None:
@@ -308,4 +326,5 @@ def _fit(op: str, index: int, primal: Any, gradient: Any) -> Any:
             f"{op}: the gradient of array {index} must have the array's shape {primal.shape}, got "
             f"{jnp.shape(gradient)}."
         )
-    return compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
+    fitted: jax.Array = compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
+    return fitted

@@ -232,7 +232,7 @@ class Numbers:
                 yield self._judged(f"gradient of {name}", config, [deviation])
 
     def _gradient_deviations(
-        self, got: Sequence[object] | None, want: Sequence[object] | None, what: str = "gradient"
+        self, got: Sequence[jax.Array] | None, want: Sequence[jax.Array] | None, what: str = "gradient"
     ) -> list[Deviation]:
         names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
         called = [f"the {what} of {name}" for name in names]
@@ -301,7 +301,7 @@ class Numbers:
         return "the reference's" if self._subject.has_reference else "JAX's of `run`"
 
     def _deviations(
-        self, got: Sequence[object], want: Sequence[object], names: Sequence[str] = (), whose: str = ""
+        self, got: Sequence[jax.Array], want: Sequence[jax.Array], names: Sequence[str] = (), whose: str = ""
     ) -> list[Deviation]:
         """Return how far results are off. NaN is right only where the reference has it."""
         inv = self._subject.inv
@@ -331,7 +331,7 @@ class Numbers:
         )
 
 
-def _with_nan(name: str, array: object, deviation: Deviation, whose: str) -> Deviation:
+def _with_nan(name: str, array: jax.Array, deviation: Deviation, whose: str) -> Deviation:
     if deviation.reason or whose.startswith(("the reference", _BEFORE)) or not _has_nan(array):
         return deviation
     return Deviation(np.inf, deviation.allowed, f"{name} has NaN, and there is no reference that has it too")
@@ -360,5 +360,5 @@ def _restored(kept: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(jnp.array(kept), impl=compat.key_implementation(like.dtype))
 
 
-def _has_nan(array: object) -> bool:
+def _has_nan(array: jax.Array) -> bool:
     return is_inexact(array) and bool(np.isnan(np.asarray(array)).any())

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,18 @@ _JAX_DTYPES = type(jnp.float32)
 _TRANSPARENT: tuple[Any, ...] = (type(jax.jit(lambda: None)), type(functools.cache(lambda: None)))
 # Where JAX's functions of arrays are found.
 JAX_MODULES: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax.numpy.linalg")
+
+
+class HasType(Protocol):
+    """An array, or what stands for one: a tracer, a `jax.ShapeDtypeStruct`, or the type that JAX gives it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """The type of its elements."""
 
 
 def is_array(value: object) -> bool:
