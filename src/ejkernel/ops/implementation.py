@@ -294,7 +294,7 @@ class OperationConfig:
                 )
 
     @classmethod
-    def field_types(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+    def field_types(cls, data: Mapping[str, object]) -> dict[str, Any]:
         """Return the types of the fields of stored data, which the implementation's name among them decides."""
         name: Any = data.get("implementation")
         if name not in cls.implementations:

@@ -15,6 +15,7 @@ from ejkernel.ops.core.hooks import Kernel, overrides
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.checks import asked
 from ejkernel.ops.utils.random_arrays import LARGE, random_array
@@ -22,12 +23,12 @@ from ejkernel.ops.utils.telling import value_text
 from ejkernel.ops.utils.values.signature import is_array
 
 
-def example_types(inv: Invocation[Any, Any]) -> list[jax.ShapeDtypeStruct]:
+def example_types(inv: Invocation[Cfg, Out]) -> list[jax.ShapeDtypeStruct]:
     """Return the types of what `example_arrays` returns."""
     return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in inv.argument_types]
 
 
-def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: Choice) -> list[Any]:
+def example_arrays(inv: Invocation[Cfg, Out], rng: np.random.Generator, choice: Choice) -> list[Any]:
     """Return arrays for all arguments of `inv.node`: residuals, the call's own arrays, tangents or cotangents.
 
     Residuals must belong to the arrays, so they are computed, with `choice`; the rest is random.
@@ -42,7 +43,7 @@ def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: 
     ]
 
 
-def _residuals(forward: Node, primals: Sequence[Any], choice: Choice) -> list[Any]:
+def _residuals(forward: Node, primals: Sequence[jax.Array], choice: Choice) -> list[Any]:
     levels = []
     while isinstance(forward, Vmapped):
         levels.append(forward.level)
@@ -54,7 +55,7 @@ def _residuals(forward: Node, primals: Sequence[Any], choice: Choice) -> list[An
     return list(jax.jit(node.flat(choice))(*primals))
 
 
-def _primals(inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
+def _primals(inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
     """Return the arrays of the forward call, with the batch axes of all enclosing `vmap`s."""
     kernel = inv.kernel
     assert kernel is not None  # a node has a kernel
@@ -66,7 +67,7 @@ def _primals(inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
     return stacked(examples, levels)
 
 
-def _one_example(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
+def _one_example(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
     answer: Any = asked(f"{kernel.op_id}: example_inputs", kernel.example_inputs, inv, rng)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
         raise KernelError(f"{kernel.op_id}: example_inputs must return (args, kwargs), got {value_text(answer)}.")
@@ -101,7 +102,7 @@ def stacked(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> lis
     return examples[0]
 
 
-def stack(arrays: Sequence[Any], axis: int) -> Any:
+def stack(arrays: Sequence[jax.Array], axis: int) -> Any:
     """Return arrays along a new axis; small ones take the way through the host, which compiles nothing."""
     first = arrays[0]
     if first.size > LARGE or compat.dtypes.issubdtype(first.dtype, compat.dtypes.prng_key):

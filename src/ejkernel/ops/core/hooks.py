@@ -233,7 +233,7 @@ def _named_config_type(cls: type[Kernel[Any, Any]]) -> type | None:
     return None
 
 
-def _is_name(name: Any) -> bool:
+def _is_name(name: object) -> bool:
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
@@ -245,18 +245,18 @@ def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
     return found
 
 
-def same_code(left: Kernel[Any, Any], right: Kernel[Any, Any]) -> bool:
+def same_code(left: Kernel[Cfg, Out], right: Kernel[Cfg, Out]) -> bool:
     """Return whether two kernels compute by the same code; what they hold may differ."""
     return type(left) is type(right) or _code_of(left) == _code_of(right)
 
 
-def _code_of(kernel: Kernel[Any, Any]) -> list[Any]:
+def _code_of(kernel: Kernel[Cfg, Out]) -> list[Any]:
     names = [*run_forms(kernel), "run", "custom_vjp", "fwd_with_residuals", "vjp"]
     functions = [getattr(type(kernel), name, None) for name in names] + [vars(kernel).get("__wrapped__")]
     return [_code(getattr(function, "__code__", None)) for function in functions]
 
 
-def _code(code: Any) -> Any:
+def _code(code: object) -> Any:
     """Return what a function does, whatever lines of whatever file it is on."""
     if not isinstance(code, types.CodeType):
         return None
@@ -264,13 +264,13 @@ def _code(code: Any) -> Any:
     return code.co_code, code.co_names, constants
 
 
-def overrides(kernel: Kernel[Any, Any], name: str) -> bool:
+def overrides(kernel: Kernel[Cfg, Out], name: str) -> bool:
     """Return whether `kernel` has a hook `name` of its own."""
     own = getattr(type(kernel), name, None)
     return (own is not None and own is not getattr(Kernel, name, None)) or name in vars(kernel)
 
 
-def has_residual_form(kernel: Kernel[Any, Any]) -> bool:
+def has_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
     """Return whether the kernel's gradient uses residuals of its forward.
 
     Raises:
@@ -283,12 +283,12 @@ def has_residual_form(kernel: Kernel[Any, Any]) -> bool:
     return forward
 
 
-def has_gradient_rule(kernel: Kernel[Any, Any]) -> bool:
+def has_gradient_rule(kernel: Kernel[Cfg, Out]) -> bool:
     """Return whether the kernel says how it is differentiated."""
     return overrides(kernel, "custom_vjp") or has_residual_form(kernel)
 
 
-def hook(kernel: Kernel[Any, Any], name: str, platform: str, config: Any = None) -> Callable[..., Any]:
+def hook(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object = None) -> Callable[..., Any]:
     """Return the form of hook `name` that serves `platform` and `config`; what it returns is checked.
 
     Raises:
@@ -302,7 +302,7 @@ def hook(kernel: Kernel[Any, Any], name: str, platform: str, config: Any = None)
     return typing.cast(Callable[..., Any], getattr(kernel, form))
 
 
-def _form(kernel: Kernel[Any, Any], name: str, platform: str, config: Any) -> str:
+def _form(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object) -> str:
     """Return the name of the form; see `hook`."""
     kind = platform_kind(platform)
     forms = _FORMS.get(kind, (kind, "xla"))
@@ -317,7 +317,7 @@ def _form(kernel: Kernel[Any, Any], name: str, platform: str, config: Any) -> st
     return name
 
 
-def _asked_form(kernel: Kernel[Any, Any], name: str, asked: str, kind: str, forms: tuple[str, ...]) -> str:
+def _asked_form(kernel: Kernel[Cfg, Out], name: str, asked: str, kind: str, forms: tuple[str, ...]) -> str:
     if asked not in forms:
         raise UnsupportedError(
             f"cfg.platform={asked!r} does not run on {kind!r}; use one of {', '.join(forms)}, or 'auto'."
@@ -329,7 +329,7 @@ def _asked_form(kernel: Kernel[Any, Any], name: str, asked: str, kind: str, form
     return name
 
 
-def _no_run(kernel: Kernel[Any, Any], kind: str) -> Exception:
+def _no_run(kernel: Kernel[Cfg, Out], kind: str) -> Exception:
     forms = run_forms(kernel)
     if not forms:
         return KernelError(f"{type(kernel).__name__} has no run; define run(self, ..., *, cfg) or run_<platform>.")
@@ -338,13 +338,13 @@ def _no_run(kernel: Kernel[Any, Any], kind: str) -> Exception:
     )
 
 
-def run_forms(kernel: Kernel[Any, Any]) -> list[str]:
+def run_forms(kernel: Kernel[Cfg, Out]) -> list[str]:
     """Return the names of the platform forms of `run` that the kernel has, sorted."""
     known = sorted({form for forms in _FORMS.values() for form in forms})
     return [f"run_{form}" for form in known if overrides(kernel, f"run_{form}")]
 
 
-def platform_to_trace_for(kernel: Kernel[Any, Any], default: str) -> str:
+def platform_to_trace_for(kernel: Kernel[Cfg, Out], default: str) -> str:
     """Return the platform whose hooks give the types of a call before its platform is known.
 
     That is the default backend's where the kernel runs on it. A program may be lowered for a platform that this
@@ -358,7 +358,7 @@ def platform_to_trace_for(kernel: Kernel[Any, Any], default: str) -> str:
     raise _no_run(kernel, default)
 
 
-def check_config(kernel: Kernel[Any, Any], config: Any, name: str = "cfg") -> None:
+def check_config(kernel: Kernel[Cfg, Out], config: object, name: str = "cfg") -> None:
     """Raise unless `config` is one of the kernel's: of the dataclass that its class names, if it names one.
 
     Raises:
@@ -367,7 +367,7 @@ def check_config(kernel: Kernel[Any, Any], config: Any, name: str = "cfg") -> No
     kernel._check_cfg(config, name)
 
 
-def _heuristic_config(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, Any]) -> Any:
+def _heuristic_config(kernel: Kernel[Cfg, Out], form: str, inv: Invocation[Cfg, Out]) -> Any:
     """Return what a form of `heuristic_cfg` returns, if it is a configuration."""
     config = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
     if config is None:
@@ -379,7 +379,7 @@ def _heuristic_config(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, 
     return config
 
 
-def _candidates(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, Any]) -> Collection[Any]:
+def _candidates(kernel: Kernel[Cfg, Out], form: str, inv: Invocation[Cfg, Out]) -> Collection[Any]:
     """Return what a form of `config_space` returns, if it is a collection of configurations."""
     answer = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
     found = check_candidates(answer, f"{kernel.op_id}: what {form} returns")
@@ -392,7 +392,7 @@ def _candidates(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, Any]) 
 _CHECKS = {"heuristic_cfg": _heuristic_config, "config_space": _candidates, "candidate_cfgs": _candidates}
 
 
-def unbound(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def unbound(target: object, args: tuple[object, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Return a kernel that is a method of an object with that object as its first argument, and all else as it is."""
     if isinstance(target, types.MethodType) and isinstance(target.__func__, Kernel):
         return target.__func__, (target.__self__, *args)
@@ -400,7 +400,7 @@ def unbound(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def prepared(
-    kernel: Kernel[Any, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    kernel: Kernel[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what the kernel's `prepare` makes of the arguments of a call.
 
@@ -413,7 +413,7 @@ def prepared(
     return tuple(found[0]), dict(found[1])
 
 
-def candidates_of(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Collection[Any]:
+def candidates_of(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> Collection[Any]:
     """Return the kernel's candidates for `inv`, under whichever of the two names it gives them."""
     name = "candidate_cfgs" if overrides(kernel, "candidate_cfgs") else "config_space"
     return typing.cast(Collection[Any], hook(kernel, name, inv.platform)(inv))

@@ -42,6 +42,6 @@ def _normal(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, dtype)
 
 
-def random_inputs(tree: Any, rng: np.random.Generator) -> Any:
+def random_inputs(tree: object, rng: np.random.Generator) -> Any:
     """Return `tree` with a random array in place of each array."""
     return jax.tree.map(lambda leaf: random_array(leaf, rng) if is_array(leaf) else leaf, tree)

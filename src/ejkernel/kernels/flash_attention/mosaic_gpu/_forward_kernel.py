@@ -153,7 +153,7 @@ class _Program:
         plan = self.plan
         if self.inputs.table is not None:
             at = within(self.inputs.table, batch, head)
-            # The maximum gives a number the type of numbers that are computed here, whatever mesh the table varies over.
+            # The maximum gives a number the type of those that are computed here, whatever mesh the table varies over.
             return BlockRange(*(jnp.maximum(self.inputs.table[(*at, row_tile, i)], 0) for i in range(4)))
         low = row + (plan.keys - plan.queries)
         high = jnp.minimum(low + plan.tile_rows, plan.keys) - 1

@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of attention by our own kernels for Hopper."""
+"""The gradients of attention by our own kernels for Hopper, under any transformation."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention.common import Operands, Rules
 
-from .backward_by_keys import KeysKernel
-from .backward_by_products import ProductsKernel
-from .backward_by_queries import QueriesKernel
-from .backward_key_blocks import Sums
 from .backward_params import BackwardParams
-from .backward_problem import Inputs, Problem, pad_axis, problem_of, row_inputs
-from .backward_visibility import Blocks, Visibility, ranges_of_keys, ranges_of_queries
-from .machine import Hopper, Interpreter, Machine
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
-_BY_KEY_BLOCKS = {"keys": KeysKernel, "products": ProductsKernel}
 
 
 def backward(
@@ -45,95 +37,32 @@ def backward(
         interpret: How to simulate the kernels on a CPU (`InterpretGPUParams`); `None`: run them on a GPU.
     """
     operands, residuals, dout = unify_varying((operands, residuals, dout))
-    problem = problem_of(operands, rules)
-    machine = Hopper() if interpret is None else Interpreter(interpret)
-    padded = _padded_lengths(params)
-    inputs = _inputs(operands, residuals, dout.astype(problem.dtype), problem, padded)
-    gradients, dbias = _run(inputs, _visibility(operands, problem), problem, params, machine)
-    dquery, dkey, dvalue = (
-        x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(gradients, operands[:3], strict=True)
-    )
-    return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
+
+    @custom_vmap
+    def pull(operands: Operands, residuals: Any, dout: jax.Array) -> tuple[jax.Array, ...]:
+        from .backward_launch import gradients  # what it imports is not there in every environment
+
+        return tuple(x for x in gradients(operands, residuals, dout, rules, params, interpret) if x is not None)
+
+    @pull.def_vmap
+    def _folded(size: int, batched: Any, *args: Any) -> Any:
+        operands: Operands = args[0]
+        batch, bias = operands.query.shape[1 if batched[0].query else 0], operands.bias
+        leaves, structure = jax.tree.flatten(args)
+        mapped = jax.tree.leaves(batched)
+        folded = [_fold(x, size, batch, is_mapped) for x, is_mapped in zip(leaves, mapped, strict=True)]
+        found = [x.reshape(size, -1, *x.shape[1:]) for x in pull(*jax.tree.unflatten(structure, folded))]
+        if bias is not None and bias.shape[1 if batched[0].bias else 0] < batch:
+            found[3] = found[3].sum(axis=1, keepdims=True)
+        return tuple(found), (True,) * len(found)
+
+    found = pull(operands, residuals, dout)
+    dquery, dkey, dvalue = found[:3]
+    return dquery, dkey, dvalue, None if operands.bias is None else found[3]
 
 
-def _run(
-    inputs: Inputs, visibility: Visibility, problem: Problem, params: BackwardParams, machine: Machine
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
-    """Return the gradients of query, key and value, and the bias's sum, all of padded sizes."""
-    lengths = zip((problem.queries, problem.keys), _padded_lengths(params), strict=True)
-    queries, keys = (-(-length // size) * size for length, size in lengths)
-    shape = (problem.batch, queries, problem.heads, problem.head_dim)
-    fused = params.form == "fused"
-    sums = Sums(
-        dquery=jax.new_ref(jnp.zeros(shape, jnp.float32)) if fused else None,
-        dbias=None if problem.bias is None else jax.new_ref(jnp.zeros((*problem.bias, keys, queries), jnp.float32)),
-    )
-    kernel = _BY_KEY_BLOCKS[params.division](problem, params, machine)
-    ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
-    transposed = None if inputs.bias is None else inputs.bias.swapaxes(2, 3)
-    dkey, dvalue = kernel.run(inputs._replace(ranges=jnp.asarray(ranges), bias=transposed), sums)
-    if fused:
-        dquery = (sums.dquery[...] * problem.rules.scale).astype(problem.dtype)
-    else:
-        ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
-        dquery = QueriesKernel(problem, params, machine).run(inputs._replace(ranges=jnp.asarray(ranges)))
-    return (dquery, dkey, dvalue), None if sums.dbias is None else sums.dbias[...]
-
-
-def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
-    """Return what the lengths of queries and of keys are padded to: whole blocks, of both kernels of the split form."""
-    return math.lcm(params.q_block, 64 * params.q_warpgroups or 1), math.lcm(params.keys, params.kv_block or 1)
-
-
-def _inputs(
-    operands: Operands,
-    residuals: tuple[jax.Array, jax.Array],
-    dout: jax.Array,
-    problem: Problem,
-    padded: tuple[int, int],
-) -> Inputs:
-    """Return the inputs of both kernels, but for the ranges; the bias has queries before keys."""
-    arrays = (operands.query, operands.key, operands.value, dout)
-    dims = (problem.head_dim, problem.head_dim, problem.value_dim, problem.value_dim)
-    segments = zip((operands.query_segments, operands.key_segments), padded, strict=True)
-    added = _added(operands)
-    fields = [
-        *(pad_axis(pad_axis(x, 1, 8), 3, dim) for x, dim in zip(arrays, dims, strict=True)),
-        *row_inputs(residuals, dout, problem, padded[0]),
-        jnp.zeros((1, 1, 4), jnp.int32),
-        *(None if x is None else pad_axis(x.astype(jnp.int32), 1, size) for x, size in segments),
-        None if added is None else pad_axis(pad_axis(added, 2, padded[0]), 3, padded[1]),
-    ]
-    return Inputs._make(fields)
-
-
-def _added(operands: Operands) -> jax.Array | None:
-    """Return what is added to the scores for bias and mask, of full size along queries and keys."""
-    bias, mask, query = operands.bias, operands.attention_mask, operands.query
-    if bias is None and mask is None:
-        return None
-    added = jnp.zeros((), query.dtype) if bias is None else bias
-    if mask is not None:
-        added = jnp.where(mask, added, -jnp.inf).astype(added.dtype)
-    return jnp.broadcast_to(added, (*added.shape[:2], query.shape[1], operands.key.shape[1]))
-
-
-def _bias_gradient(total: jax.Array | None, operands: Operands) -> jax.Array | None:
-    """Return the sum, of padded size and with keys before queries, as the gradient of a bias of any broadcast shape."""
-    if total is None or operands.bias is None:
-        return None
-    bias = operands.bias
-    total = total.swapaxes(2, 3)[:, :, : operands.query.shape[1], : operands.key.shape[1]]
-    axes = tuple(axis for axis in (2, 3) if bias.shape[axis] == 1 < total.shape[axis])
-    return total.sum(axis=axes, keepdims=True).astype(bias.dtype)
-
-
-def _visibility(operands: Operands, problem: Problem) -> Visibility:
-    return Visibility(
-        queries=problem.queries,
-        keys=problem.keys,
-        rules=problem.rules,
-        query_segments=operands.query_segments,
-        key_segments=operands.key_segments,
-        mask=operands.attention_mask,
-    )
+def _fold(x: jax.Array, size: int, batch: int, mapped: bool) -> jax.Array:
+    """Merge the mapped axis into that of the batch; every example has its own of what all had in common."""
+    x = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+    x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+    return x.reshape(size * batch, *x.shape[2:])

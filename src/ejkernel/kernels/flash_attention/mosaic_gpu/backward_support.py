@@ -62,6 +62,11 @@ def heuristic(call: AttentionCall) -> BackwardParams:
         choices = [BackwardParams(division="products"), BackwardParams(division="products", dout_stages=1)]
     else:
         choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
+    if call.deterministic:
+        choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
+        choices[:0] = [
+            dataclasses.replace(params, division="keys", kv_stages=2) for params in choices[:2] if wide <= 128
+        ]
     fitting = [params for params in choices if params_fault(call, params) is None]
     return fitting[0] if fitting else space(call)[0]
 
@@ -94,7 +99,7 @@ def problem_of_call(call: AttentionCall) -> Problem:
         value_dim=padded_dim(call.value[3]),
         dtype=jnp.dtype(call.dtype),
         rules=call.rules,
-        segments=call.segments,
+        segments=call.segments or call.key_lengths,
         added=leading_sizes(call.bias, call.attention_mask),
         bias=leading_sizes(call.bias),
     )

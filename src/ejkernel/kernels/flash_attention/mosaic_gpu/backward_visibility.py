@@ -8,7 +8,7 @@ a range over the blocks of the other.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,21 +93,26 @@ def _tiles_by_position(visibility: Visibility, blocks: Blocks) -> tuple[np.ndarr
     return some, every
 
 
-def _extent(segments: Array, size: int) -> tuple[jax.Array, jax.Array]:
+def _module(x: Array) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def _extent(segments: Array, size: int) -> tuple[Array, Array]:
     """Return the smallest and the largest id in each block, `[batch, blocks]`."""
-    blocks = jnp.pad(segments, ((0, 0), (0, -segments.shape[1] % size)), mode="edge")
+    blocks = _module(segments).pad(segments, ((0, 0), (0, -segments.shape[1] % size)), mode="edge")
     blocks = blocks.reshape(blocks.shape[0], -1, size)
     return blocks.min(axis=-1), blocks.max(axis=-1)
 
 
-def _some_in_blocks(mask: Array, counts: tuple[int, ...], blocks: Blocks) -> jax.Array:
+def _some_in_blocks(mask: Array, counts: tuple[int, ...], blocks: Blocks) -> Array:
     """Return whether a boolean mask shows some pair of each tile to some head, `[batch or 1, q blocks, k blocks]`."""
-    some = jnp.asarray(mask).any(axis=1)
+    module, some = _module(mask), mask.any(axis=1)
     for axis, size in ((1, blocks.queries), (2, blocks.keys)):
         if some.shape[axis] > 1:
-            some = jnp.pad(some, [(0, -some.shape[axis] % size if a == axis else 0) for a in range(3)])
+            some = module.pad(some, [(0, -some.shape[axis] % size if a == axis else 0) for a in range(3)])
             some = some.reshape(*some.shape[:axis], -1, size, *some.shape[axis + 1 :]).any(axis=axis + 1)
-    return jnp.broadcast_to(some, (some.shape[0], *counts))
+    spread: Array = module.broadcast_to(some, (some.shape[0], *counts))
+    return spread
 
 
 def _ranges(some: Array, every: Array, *, masked_after: bool) -> Array:
@@ -115,16 +120,15 @@ def _ranges(some: Array, every: Array, *, masked_after: bool) -> Array:
 
     Where there is none, all masked tiles count as before or as after it: whichever a causal mask has in any case.
     """
-    np_or_jnp = np if isinstance(some, np.ndarray) else jnp
-    count = some.shape[-1]
+    module, count = _module(some), some.shape[-1]
     index = np.arange(count)
     visible = some.any(axis=-1)
-    first = np_or_jnp.where(visible, some.argmax(axis=-1), 0)
-    last = np_or_jnp.where(visible, count - some[..., ::-1].argmax(axis=-1), 0)
+    first = module.where(visible, some.argmax(axis=-1), 0)
+    last = module.where(visible, count - some[..., ::-1].argmax(axis=-1), 0)
     every = every & some
-    begin = np_or_jnp.where(every.any(axis=-1), every.argmax(axis=-1), first if masked_after else last)
+    begin = module.where(every.any(axis=-1), every.argmax(axis=-1), first if masked_after else last)
     broken = ~every & (index >= begin[..., None])
-    end = np_or_jnp.where(broken.any(axis=-1), broken.argmax(axis=-1), count)
-    end = np_or_jnp.clip(end, begin, np_or_jnp.maximum(last, begin))
-    ranges: Array = np_or_jnp.stack([first, begin, end, last], axis=-1).astype(np.int32)
+    end = module.where(broken.any(axis=-1), broken.argmax(axis=-1), count)
+    end = module.clip(end, begin, module.maximum(last, begin))
+    ranges: Array = module.stack([first, begin, end, last], axis=-1).astype(np.int32)
     return ranges
