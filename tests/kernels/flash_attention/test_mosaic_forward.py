@@ -203,15 +203,6 @@ def test_it_is_lowered_under_strict_settings(setting):
         jax.config.update(setting[0], before)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SAMPLE)
-@pytest.mark.usefixtures("mosaic")
-def test_the_whole_space_is_lowered(name):
-    case = SAMPLE[name]
-    for params in space(described(case)):
-        lower(case, params)
-
-
 # What runs, and with which parameters.
 
 

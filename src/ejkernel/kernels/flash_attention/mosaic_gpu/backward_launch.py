@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels.flash_attention.common import Operands, Rules
 
@@ -52,7 +53,7 @@ def _with_lengths_as_segments(operands: Operands) -> Operands:
     if queries is None or keys is None:
         queries, keys = (jnp.zeros(x.shape[:2], jnp.int32) for x in operands[:2])
     hidden = jnp.arange(keys.shape[1], dtype=jnp.int32)[None] >= lengths[:, None]
-    keys = jnp.where(hidden, jnp.iinfo(jnp.int32).max, keys.astype(jnp.int32))
+    keys = jnp.where(hidden, np.iinfo(np.int32).max, keys.astype(jnp.int32))
     return operands._replace(query_segments=queries, key_segments=keys)
 
 
