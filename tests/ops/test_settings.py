@@ -105,3 +105,16 @@ def test_current_settings_are_read_anew(monkeypatch):
     before = settings.current().autotune
     monkeypatch.setenv("EJKERNEL_AUTOTUNE", "0")
     assert (before, settings.current().autotune) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", False),
+        ("--xla_gpu_deterministic_ops", True),
+        ("--xla_foo=1 --xla_gpu_exclude_nondeterministic_ops=true", True),
+        ("--xla_gpu_deterministic_ops=false", False),
+    ],
+)
+def test_xlas_flag_for_results_that_repeat_is_read(flags, said):
+    assert settings.deterministic_ops({"XLA_FLAGS": flags}) == said

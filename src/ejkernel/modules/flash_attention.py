@@ -110,7 +110,7 @@ def flash_attention(  # type: ignore[misc]  # the options above are these
             reason, that is found when the program is lowered.
     """
     run = _bucketed_flash_attention if bucket_lengths else _flash_attention
-    batch = None if batches.has_one_batch_axis(query) else batches.batch_of(query, key, value)
+    batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value)
     if batch is not None:
         query, key, value, query_lengths, key_lengths = (
             batches.fold(name, x, batch)
@@ -128,13 +128,17 @@ def flash_attention(  # type: ignore[misc]  # the options above are these
     arrays: list[Any] = [query, key, value, bias, attention_mask, segment_ids]
     if query_lengths is not None or key_lengths is not None or sinks is not None or dropout_key is not None:
         arrays += [(query_lengths, key_lengths), sinks, dropout_key]
-    more = {
-        "soft_cap_after_bias": soft_cap_after_bias,
-        "dropout_rate": dropout_rate,
-        "precision": precision,
-        "deterministic": deterministic,
-        "return_lse": return_lse,
-    }
+    # Every option that is passed takes time of an eager call.
+    flags = soft_cap_after_bias is deterministic is return_lse is False
+    more: dict[str, Any] = {}
+    if not (flags and precision is None and type(dropout_rate) is float and not dropout_rate):
+        more = {
+            "soft_cap_after_bias": soft_cap_after_bias,
+            "dropout_rate": dropout_rate,
+            "precision": precision,
+            "deterministic": deterministic,
+            "return_lse": return_lse,
+        }
     found = run(
         *arrays,
         causal=causal,

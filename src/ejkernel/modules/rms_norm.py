@@ -56,6 +56,8 @@ def rms_norm(
     Raises:
         ArgumentError: an argument has the wrong shape, dtype or value.
     """
+    if type(axis) is int and axis == -1 and type(weight_offset) is float and not weight_offset:
+        return _rms_norm(x, weight, eps=eps, implementation=implementation, cfg=cfg)  # what is not said takes no time
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "implementation": implementation, "cfg": cfg}
     if not is_array(x) or axis in (-1, len(x.shape) - 1):
         return _rms_norm(x, weight, **options)

@@ -12,11 +12,6 @@ from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array
 
 
-def has_one_batch_axis(query: Any) -> bool:
-    """Return whether there is nothing to fold; what is no array is left to the checks."""
-    return not is_array(query) or len(query.shape) == 4
-
-
 def batch_of(query: Any, key: Any, value: Any) -> tuple[int, ...]:
     """Return the sizes of the batch axes.
 

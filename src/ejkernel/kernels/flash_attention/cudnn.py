@@ -55,7 +55,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why cuDNN does not run `call`, and what would; `None` if it does."""
     if not is_known(*call.query, *call.key, *call.value):
         return "it needs shapes that are numbers, and this program is exported for many; use 'xla'"
-    return _platform_reason(call) or _arguments_reason(call) or _masking_reason(call) or _length_reason(call)
+    return platform_reason(call) or _arguments_reason(call) or _masking_reason(call) or _length_reason(call)
 
 
 def is_hopper_or_later(device_fingerprint: str) -> bool:
@@ -63,7 +63,8 @@ def is_hopper_or_later(device_fingerprint: str) -> bool:
     return _HOPPER_OR_LATER.search(device_fingerprint) is not None
 
 
-def _platform_reason(call: AttentionCall) -> str | None:
+def platform_reason(call: AttentionCall) -> str | None:
+    """Return why cuDNN does not run where the call is; `None` if it does."""
     device = call.device_fingerprint
     if call.platform not in (None, "gpu") or _AMD.search(device):
         return f"implementation='cudnn' needs an NVIDIA GPU, and this call is for {device or call.platform}; use 'xla'."

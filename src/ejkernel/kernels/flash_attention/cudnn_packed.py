@@ -72,6 +72,9 @@ class CudnnPacked(AttentionImplementation):
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why the packed layout does not run `call`, and what would; `None` if it does."""
+    elsewhere = cudnn.platform_reason(call)
+    if elsewhere is not None:
+        return elsewhere.replace("implementation='cudnn'", "implementation='cudnn_packed'")
     if not call.segments:
         return "implementation='cudnn_packed' is for segment_ids, and there are none; use 'cudnn'."
     if call.bias is not None or call.attention_mask is not None or call.rules.left is not None:
@@ -83,8 +86,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         )
     if call.platform == "gpu" and call.device_fingerprint and not cudnn.is_hopper_or_later(call.device_fingerprint):
         return f"cuDNN's packed layout needs a Hopper GPU or a later one, not {call.device_fingerprint}; use 'xla'."
-    reason = cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
-    return None if reason is None else reason.replace("implementation='cudnn'", "implementation='cudnn_packed'")
+    return cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
 
 
 class _Layout(NamedTuple):

@@ -62,7 +62,7 @@ class Numbers:
         self._wrt = subject.differentiable()
         self._elements = subject.elements(_ELEMENTS)
         self._kept = [[_copied(array) for array in element] for element in self._elements]
-        rng = np.random.default_rng(subject.seed)
+        rng = np.random.default_rng((subject.seed, 1))  # other numbers than the arguments
         self._cotangents = [cotangents_of(self._truth, self._elements[0], rng) for _ in self._elements]
         self._tangents = [random_array(like, rng) for like in subject.types if is_inexact(like)]
         self._batches: dict[str, Results] = {}
