@@ -107,18 +107,21 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
 
 def _preferred(call: AttentionCall) -> ForwardParams:
     """Return what was fastest on an H200 for calls like this one, whether or not it fits."""
-    rules, short = call.rules, call.query[1] < 2048
-    windowed = rules.left is not None and rules.left < call.key[1] // 2
-    uneven = call.segments or windowed or call.bias is not None
+    rules, short, narrow = call.rules, call.query[1] < 2048, call.query[3] <= 64
     if max(call.query[3], call.value[3]) > 192:
         return ForwardParams(kv_block=64, share_buffer=True, ping_pong=rules.right is not None)
     if call.query[3] > 128:
         return ForwardParams(share_buffer=True)
-    params = ForwardParams(persistent=uneven or (short and rules.right is None), heads_first=not (uneven or short))
-    if call.query[3] <= 64 and not (uneven or short):
-        params = dataclasses.replace(params, warpgroups=3)
-    packs = (call.segments or windowed) and (call.query[2] // call.key[2]) % params.warpgroups == 0
-    return dataclasses.replace(params, pack_heads=packs)
+    if call.segments:
+        return ForwardParams(pack_heads=(call.query[2] // call.key[2]) % 2 == 0)
+    if rules.left is not None and rules.left < call.key[1] // 2:
+        return ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
+    if call.bias is not None:
+        return ForwardParams(persistent=True, query_buffers=2, warpgroups=3 if narrow else 2)
+    if rules.right is not None:
+        return ForwardParams(warpgroups=3 if narrow and not short else 2, heads_first=not (short or narrow))
+    full = ForwardParams(persistent=True, query_buffers=2, share_buffer=not narrow, heads_first=not short)
+    return dataclasses.replace(full, warpgroups=3) if narrow and not short else full
 
 
 def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:

@@ -38,10 +38,14 @@ class MosaicGpu(AttentionImplementation):
 
     def preference(self, call: AttentionCall) -> int:
         """Return 1 where it was faster than cuDNN on one H200 (`benchmarks/results/attention_gpu.md`), else 0."""
-        if call.bias is not None or call.query[1] < 1024:
+        dim, hides = min(call.query[3], call.value[3]), call.rules.right is not None
+        if call.bias is not None:
+            return int(not call.backward)
+        if call.query[1] < 1024:
             return 0
-        dim, is_masked = min(call.query[3], call.value[3]), call.rules.right is not None
-        return int(dim > 128 or (dim >= 64 and is_masked) if call.backward else dim >= 128)
+        if call.backward:
+            return int(dim > 128 or (dim >= 64 and (hides or call.attention_mask is not None)))
+        return int(dim >= 128 or (dim >= 64 and not hides))
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """Return what was fast on calls like this one."""
