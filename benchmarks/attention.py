@@ -2,16 +2,18 @@
 """`python -m benchmarks.attention`: attention, tuned and as the library guesses, beside what else JAX users have.
 
 Of each case, all contenders are timed in turn, forward and forward with backward, on normally distributed inputs that
-are not in the cache; what is reported is their medians, and the best alternative's time over that of the tuned call.
-A contender that cannot run a case says why.
+are not in the cache; what is reported is their medians, and the best alternative's time over that of ours: tuned, or
+as it guesses if `--contenders` leaves `tuned` out. A contender that cannot run a case says why.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -57,11 +59,11 @@ class Case:
 
     def inputs(self, seed: int) -> dict[str, jax.Array]:
         """Return bfloat16 arrays, and segment ids."""
-        rng = np.random.default_rng(seed)
+        keys = iter(jax.random.split(jax.random.key(seed), 5))
         size = (self.batch, self.seq)
 
         def normal(*shape: int) -> jax.Array:
-            return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+            return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
         arrays = {
             "query": normal(*size, self.heads[0], self.dims[0]),
@@ -71,11 +73,11 @@ class Case:
         if self.bias:
             arrays["bias"] = normal(self.batch, self.heads[0], self.seq, self.seq)
         if self.mask:
-            mask = rng.random((self.batch, 1, self.seq, self.seq)) < 0.5
-            arrays["attention_mask"] = jnp.asarray(mask | np.eye(self.seq, dtype=bool))
+            shown = jax.random.bernoulli(next(keys), 0.5, (self.batch, 1, self.seq, self.seq))
+            arrays["attention_mask"] = shown | jnp.eye(self.seq, dtype=bool)
         if self.segments:
-            ids = np.repeat(np.arange(len(self.segments)), self.segments)
-            arrays["segment_ids"] = jnp.asarray(np.broadcast_to(ids, size), jnp.int32)
+            ids = np.repeat(np.arange(len(self.segments), dtype=np.int32), self.segments)
+            arrays["segment_ids"] = jnp.asarray(np.broadcast_to(ids, size))
         return arrays
 
 
@@ -178,16 +180,14 @@ def with_gradient(attention: Attention) -> Callable[..., Any]:
     return both
 
 
-def contenders(case: Case) -> dict[str, Callable[[], Attention]]:
-    """Return what makes the call of each, by name; ours come first."""
-    return {
-        "tuned": lambda: ours(case),
-        "untuned": lambda: ours(case),
-        **{name: functools.partial(ours, case, implementation=name) for name in ("mosaic_gpu", "cudnn", "xla")},
-        "jax.nn cudnn": lambda: by_jax(case, implementation="cudnn"),
-        "jax.nn xla": lambda: by_jax(case, implementation="xla"),
-        "tokamax": lambda: by_tokamax(case),
-    }
+CONTENDERS: dict[str, Callable[[Case], Attention]] = {
+    "tuned": ours,
+    "untuned": ours,
+    **{name: functools.partial(ours, implementation=name) for name in ("mosaic_gpu", "cudnn", "cudnn_packed", "xla")},
+    "jax.nn cudnn": functools.partial(by_jax, implementation="cudnn"),
+    "jax.nn xla": functools.partial(by_jax, implementation="xla"),
+    "tokamax": by_tokamax,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,51 +195,77 @@ class Plan:
     """How the cases are measured.
 
     Attributes:
-        rounds: Samples of each contender.
+        contenders: Who takes part.
+        rounds: Samples of each.
         budget: Seconds that tuning one call may take.
     """
 
+    contenders: Sequence[str]
     rounds: int
     budget: float
 
 
-def measure(case: Case, plan: Plan, *, backward: bool) -> dict[str, Any]:
-    """Return each contender's median in microseconds, or why it has none, and the configurations that were found."""
-    cotangent = jax.random.normal(jax.random.key(9), (case.batch, case.seq, case.heads[0], case.dims[1]), jnp.bfloat16)
+class Contest:
+    """One case in one direction: its contenders are compiled side by side, and timed in turn later."""
 
-    def arguments(seed: int) -> tuple[Any, ...]:
-        return (cotangent, case.inputs(seed)) if backward else (case.inputs(seed),)
+    def __init__(self, case: Case, plan: Plan, *, backward: bool) -> None:
+        self.case, self.plan, self.backward = case, plan, backward
+        self.reasons: dict[str, str] = {}
+        self.configurations: list[str] = []
+        self._programs: dict[str, concurrent.futures.Future[Any]] = {}
 
-    def program(attention: Attention) -> Callable[..., Any]:
-        return with_gradient(attention) if backward else lambda arrays: attention(**arrays)
+    def prepare(self, pool: concurrent.futures.Executor) -> None:
+        """Tune, if that is wanted, and begin to compile."""
+        arguments = jax.eval_shape(lambda: self._arguments(0))
+        tuned, untuned = (ConfigSelectorChain(policy=AutotunePolicy(budget_s=self.plan.budget)) for _ in range(2))
+        if "tuned" in self.plan.contenders:
+            with executor_of(tuned):
+                found = autotune(jax.jit(self._program(ours(self.case))), *arguments)
+            self.configurations = [repr(entry.cfg) for entry in found.entries]
+        for name in self.plan.contenders:
+            with executor_of(tuned if name == "tuned" else untuned):
+                try:
+                    program = jax.jit(self._program(CONTENDERS[name](self.case))).lower(*arguments)
+                except Exception as error:  # noqa: BLE001 - whatever a contender does is a result
+                    self.reasons[name] = error_text(error)[:300]
+                else:
+                    self._programs[name] = pool.submit(program.compile)
 
-    first = arguments(0)
-    tuned, untuned = (ConfigSelectorChain(policy=AutotunePolicy(budget_s=plan.budget)) for _ in range(2))
-    with executor_of(tuned):
-        found = autotune(jax.jit(program(ours(case))), *first)
-    sets = [first, *(arguments(seed) for seed in range(1, min(4, sets_for_cold(_bytes(first)))))]
-    runners: dict[str, Runner] = {}
-    reasons: dict[str, str] = {}
-    for name, make in contenders(case).items():
-        with executor_of(tuned if name == "tuned" else untuned):
+    def measure(self) -> dict[str, Any]:
+        """Return each contender's median in microseconds, or why it has none, and what was tuned."""
+        first = self._arguments(0)
+        sets = [first, *(self._arguments(seed) for seed in range(1, min(4, sets_for_cold(_bytes(first)))))]
+        runners: dict[str, Runner] = {}
+        for name, program in self._programs.items():
             try:
-                runners[name] = Runner(jax.jit(program(make())).lower(*first).compile(), sets)
-            except Exception as error:  # noqa: BLE001 - whatever a contender does is a result
-                reasons[name] = error_text(error)[:300]
-    names = list(runners)
+                runners[name] = Runner(program.result(), sets)
+            except Exception as error:  # noqa: BLE001 - as above
+                self.reasons[name] = error_text(error)[:300]
+        names = list(runners)
 
-    def failed(index: int, error: BaseException) -> None:
-        reasons[names[index]] = error_text(error)[:300]
+        def failed(index: int, error: BaseException) -> None:
+            self.reasons[names[index]] = error_text(error)[:300]
 
-    times = interleaved(list(runners.values()), rounds=plan.rounds, on_error=failed)
-    medians = {name: 1e6 * time.median for name, time in zip(names, times, strict=True) if time.samples}
-    rivals = [time for name, time in medians.items() if name in RIVALS]
-    return {
-        "us": medians,
-        "ratio": min(rivals) / medians["tuned"] if rivals else None,
-        "reasons": reasons,
-        "configurations": [repr(entry.cfg) for entry in found.entries],
-    }
+        times = interleaved(list(runners.values()), rounds=self.plan.rounds, on_error=failed)
+        medians = {name: 1e6 * time.median for name, time in zip(names, times, strict=True) if time.samples}
+        own = medians.get("tuned", medians.get("untuned"))
+        rivals = [time for name, time in medians.items() if name in RIVALS]
+        return {
+            "us": medians,
+            "ratio": min(rivals) / own if rivals and own else None,
+            "reasons": self.reasons,
+            "configurations": self.configurations,
+        }
+
+    def _arguments(self, seed: int) -> tuple[Any, ...]:
+        case = self.case
+        if not self.backward:
+            return (case.inputs(seed),)
+        out = (case.batch, case.seq, case.heads[0], case.dims[1])
+        return jax.random.normal(jax.random.key(seed + 100), out, jnp.bfloat16), case.inputs(seed)
+
+    def _program(self, attention: Attention) -> Callable[..., Any]:
+        return with_gradient(attention) if self.backward else lambda arrays: attention(**arrays)
 
 
 @contextlib.contextmanager
@@ -261,7 +287,7 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
     lines = []
     for direction, cases in found.items():
         names = list(dict.fromkeys(name for case in cases.values() for name in case["us"]))
-        lines += [f"### {direction}, us", f"| | {' | '.join(names)} | best other / tuned |"]
+        lines += [f"### {direction}, us", f"| | {' | '.join(names)} | best of the others / ours |"]
         lines.append("|---" * (len(names) + 2) + "|")
         for title, case in cases.items():
             cells = [f"{case['us'][name]:,.0f}" if name in case["us"] else "" for name in names]
@@ -278,15 +304,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write attention_<device>.json and .md there")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE", help="which")
+    parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each contender (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds to tune a call (default: %(default)s)")
     args = parser.parse_args(argv)
-    plan = Plan(rounds=args.rounds, budget=args.budget)
-    found: dict[str, dict[str, dict[str, Any]]] = {"forward": {}, "forward and backward": {}}
-    for name in args.cases:
-        for direction, cases in found.items():
-            cases[name] = measure(CASES[name], plan, backward=direction != "forward")
-            print(name, direction, json.dumps(cases[name]), file=sys.stderr, flush=True)
+    plan = Plan(contenders=args.contenders, rounds=args.rounds, budget=args.budget)
+    contests = {
+        direction: {name: Contest(CASES[name], plan, backward=direction != "forward") for name in args.cases}
+        for direction in ("forward", "forward and backward")
+    }
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for contest in itertools.chain(*(cases.values() for cases in contests.values())):
+            contest.prepare(pool)
+    found: dict[str, dict[str, dict[str, Any]]] = {direction: {} for direction in contests}
+    for direction, cases in contests.items():
+        for name, contest in cases.items():
+            found[direction][name] = contest.measure()
+            print(name, direction, json.dumps(found[direction][name]), file=sys.stderr, flush=True)
             if args.out is not None:  # what was measured is kept, should a later case end the process
                 kept = {"environment": report.environment(), **found}
                 report.write(args.out, f"attention_{report.platform_name()}", kept, table(found))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from train import EJKERNEL, PLAIN, Operations, batch_of, default_model, training_step
+from train import EJKERNEL, PLAIN, Model, Operations, batch_of, default_model, training_step
 
 from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache, labels_to_configs, set_default_executor
 
@@ -45,11 +45,11 @@ class Build:
         self.losses.append(float(loss))
 
 
-def build(operations: Operations, cache: Path | None) -> Build:
+def build(operations: Operations, model: Model, cache: Path | None) -> Build:
     """Compile the training step, with the configurations that the folder `cache` has, if one is given."""
     chain = ConfigSelectorChain(persistent=None if cache is None else PersistentCache(cache))
     set_default_executor(Executor(chain))
-    function, (state, batch) = training_step(operations)
+    function, (state, batch) = training_step(operations, model)
     lowered = function.lower(state, batch)
     compiled = lowered.compile()
     return Build(
@@ -73,10 +73,13 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "low": ratios[max(outside - 1, 0)], "high": ratios[-max(outside, 1)]}
 
 
-def compare(cache: Path, turns: int) -> dict[str, Any]:
+def compare(cache: Path, turns: int, model: Model) -> dict[str, Any]:
     """Return what was seen in so many turns after the warm-up, ready for JSON."""
-    model = default_model()
-    builds = {"plain JAX": build(PLAIN, None), "untuned": build(EJKERNEL, None), "tuned": build(EJKERNEL, cache)}
+    builds = {
+        "plain JAX": build(PLAIN, model, None),
+        "untuned": build(EJKERNEL, model, None),
+        "tuned": build(EJKERNEL, model, cache),
+    }
     for turn in range(WARM_UP + turns):
         batch = jax.block_until_ready(batch_of(model, turn))
         order = list(builds.values())
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.turns < 6:
         parser.error(f"--turns must be at least 6 for an interval, got {args.turns}")
-    print(json.dumps(compare(args.cache, args.turns)))
+    print(json.dumps(compare(args.cache, args.turns, default_model())))
     return 0
 
 

@@ -28,7 +28,7 @@ class Operations(NamedTuple):
     """The two operations that a model is made with.
 
     Attributes:
-        attention: Of query, key, value and the number of every position's document.
+        attention: Of query, key, value, the number of every position's document, and the soft cap of the logits.
         norm: Of activations and weight.
     """
 
@@ -36,13 +36,23 @@ class Operations(NamedTuple):
     norm: Callable[..., jax.Array]
 
 
-def _ejkernel_attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array) -> jax.Array:
-    return flash_attention(query, key, value, causal=True, segment_ids=documents)
+def _ejkernel_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array, cap: float | None
+) -> jax.Array:
+    return flash_attention(query, key, value, causal=True, segment_ids=documents, logits_soft_cap=cap)
 
 
-def _plain_attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array) -> jax.Array:
+def _plain_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array, cap: float | None
+) -> jax.Array:
     mask = documents[:, None, :, None] == documents[:, None, None, :]
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
+    if cap is None:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
+    mask = mask & jnp.tri(query.shape[1], dtype=bool)  # `dot_product_attention` has no cap, so it is written out
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(mask, cap * jnp.tanh(scores / cap), -jnp.inf))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
 
 
 def _plain_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -63,10 +73,12 @@ class Model:
         layers: Number of blocks.
         width: Length of one token's vector.
         heads: Attention heads; `width` is a multiple of it.
+        groups: Heads of keys and values; `heads` is a multiple of it, and `None` means as many.
         batch: Sequences a step.
         seq: Bytes a sequence.
         longest: Bytes after which a document is cut.
         dtype: What the blocks compute in; parameters and the loss are float32.
+        cap: Soft cap of the attention's logits.
     """
 
     layers: int
@@ -76,6 +88,14 @@ class Model:
     seq: int
     longest: int
     dtype: Any
+    groups: int | None = None
+    cap: float | None = None
+
+    @property
+    def head_counts(self) -> tuple[int, int, int]:
+        """Heads of query, key and value."""
+        groups = self.groups or self.heads
+        return self.heads, groups, groups
 
     @property
     def tokens(self) -> int:
@@ -148,7 +168,7 @@ def initial_state(model: Model, seed: int = 0) -> State:
         width = model.width
         return {
             "attention_norm": jnp.ones(width),
-            "qkv": matrix(width, 3 * width),
+            "qkv": matrix(width, sum(model.head_counts) * (width // model.heads)),
             "out": matrix(width, width),
             "mlp_norm": jnp.ones(width),
             "up": matrix(width, 4 * width),
@@ -179,9 +199,10 @@ def logits(model: Model, params: Params, tokens: jax.Array, documents: jax.Array
 
 def _attention(model: Model, block: Params, x: jax.Array, documents: jax.Array, operations: Operations) -> jax.Array:
     batch, seq, width = x.shape
-    q, k, v = jnp.split((x @ block["qkv"]).reshape(batch, seq, 3 * model.heads, width // model.heads), 3, axis=2)
-    half = width // model.heads // 2
-    out = operations.attention(_rotate(q, half), _rotate(k, half), v, documents)
+    size = width // model.heads
+    ends = np.cumsum(model.head_counts)[:-1]
+    q, k, v = jnp.split((x @ block["qkv"]).reshape(batch, seq, -1, size), ends, axis=2)
+    out = operations.attention(_rotate(q, size // 2), _rotate(k, size // 2), v, documents, model.cap)
     return out.reshape(batch, seq, width) @ block["out"]
 
 
@@ -214,7 +235,9 @@ def step(
     return State(params=params, mean=mean, square=square, count=count), loss
 
 
-def training_step(operations: Operations = EJKERNEL) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def training_step(
+    operations: Operations = EJKERNEL, model: Model | None = None
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the step and arguments for it: what `ejkernel tune` asks for."""
-    model = default_model()
+    model = model or default_model()
     return jax.jit(functools.partial(step, model, operations=operations)), (initial_state(model), batch_of(model, 0))

@@ -17,7 +17,7 @@ from ejkernel.kernels.rms_norm import xla
 from ejkernel.kernels.rms_norm.reference import normalize
 from ejkernel.kernels.rms_norm.xla import XlaParams
 from ejkernel.modules import RmsNorm, RmsNormConfig, rms_norm
-from ejkernel.ops import ArgumentError, ConfigError, Invocation, recording
+from ejkernel.ops import ArgumentError, Autotuner, ConfigError, Invocation, recording
 
 pytestmark = pytest.mark.slow
 
@@ -186,3 +186,66 @@ def test_only_the_forward_has_a_cost():
     with recording() as calls:
         jax.jit(jax.grad(lambda x, weight: rms_norm(x, weight).sum())).lower(*make())
     assert {call.direction: KERNEL.cost(call) is None for call in calls} == {"fwd": False, "bwd": True}
+
+
+# --- weights and axes ---
+
+
+@pytest.mark.parametrize("cfg", [ONE_PASS, BLOCKS], ids=["one pass", "blocks"])
+def test_without_a_weight_rows_have_a_mean_square_of_one(cfg):
+    x, _ = make()
+    assert_close(normalize(x, None, 1e-6), rms_norm(x, cfg=cfg))
+    expected = jax.grad(lambda x: jnp.sin(normalize(x, None, 1e-6)).sum())(x)
+    assert_close(expected, jax.grad(lambda x: jnp.sin(rms_norm(x, cfg=cfg)).sum())(x))
+
+
+@pytest.mark.parametrize("cfg", [ONE_PASS, BLOCKS], ids=["one pass", "blocks"])
+def test_an_offset_is_added_to_the_weight(cfg):
+    x, weight = make()
+
+    def total(norm):
+        return lambda x, w: jnp.sin(norm(x, w)).sum()
+
+    expected = jax.value_and_grad(total(lambda x, w: normalize(x, w + 1, 1e-6)), (0, 1))(x, weight)
+    ours = total(lambda x, w: rms_norm(x, w, weight_offset=1, cfg=cfg))
+    assert_close(expected, jax.value_and_grad(ours, (0, 1))(x, weight))
+    assert_close(KERNEL.reference(x, weight, eps=1e-6, weight_offset=1.0), rms_norm(x, weight, weight_offset=1))
+
+
+@pytest.mark.parametrize("axis", [0, 1, (1, 2), (-1, 0)])
+def test_other_axes_are_normalised(axis):
+    x, _ = make((3, 6, 4))
+    axes = (axis,) if isinstance(axis, int) else axis
+    weight = jnp.arange(1.0, 1 + np.prod([x.shape[a] for a in axes])).reshape([x.shape[a] for a in axes])
+    mean = (x**2).mean(axes, keepdims=True)
+    factor = jnp.einsum("ab->" + ("ab" if axes == (1, 2) else "ba"), weight) if len(axes) == 2 else weight
+    shape = [x.shape[a] if a in {b % 3 for b in axes} else 1 for a in range(3)]
+    assert_close(x / jnp.sqrt(mean + 1e-6) * factor.reshape(shape), rms_norm(x, weight, axis=axis))
+
+
+def test_its_gradient_is_checked_along_others_than_its_own_rows():
+    """Along a row itself the normalised row does not change."""
+    args, options = KERNEL.prepare(make()[0])
+    tuned = Autotuner(rounds=2, warmup=1).tune(Invocation(kernel=KERNEL, args=args, kwargs=options), KERNEL)
+    assert not tuned.rule_fault
+
+
+def test_what_says_nothing_is_not_in_the_key():
+    x, weight = make()
+    assert KERNEL.prepare(x, weight, weight_offset=0) == KERNEL.prepare(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"axis": 3}, "axis must be an axis of x, which has 3, or several; got 3"),
+        ({"axis": (0, -3)}, r"axis must name each axis once; got \(0, -3\)"),
+        ({"axis": (0, 1)}, r"weight must have the shape of x's axes \(0, 1\), \(3, 6\); got \(16,\)"),
+        ({"weight_offset": "1"}, "weight_offset must be a number"),
+        ({"weight": None, "weight_offset": 1}, "weight_offset must be .* 0 where there is no weight"),
+    ],
+)
+def test_a_wrong_axis_or_offset_is_named(changes, words):
+    x, weight = make()
+    with pytest.raises(ArgumentError, match=words):
+        rms_norm(**{"x": x, "weight": weight} | changes)

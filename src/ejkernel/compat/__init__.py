@@ -36,6 +36,7 @@ from ejkernel.compat.programs import is_partitioned as is_partitioned
 from ejkernel.compat.programs import knows_devices as knows_devices
 from ejkernel.compat.programs import label_value as label_value
 from ejkernel.compat.programs import lacks_lowering as lacks_lowering
+from ejkernel.compat.programs import lower_each_platform as lower_each_platform
 from ejkernel.compat.programs import lower_function as lower_function
 from ejkernel.compat.programs import lower_jaxpr as lower_jaxpr
 from ejkernel.compat.programs import lowered_platform as lowered_platform
@@ -45,7 +46,6 @@ from ejkernel.compat.programs import lowering_names as lowering_names
 from ejkernel.compat.programs import lowering_platforms as lowering_platforms
 from ejkernel.compat.programs import mlir as mlir
 from ejkernel.compat.programs import noting_answers as noting_answers
-from ejkernel.compat.programs import run_on_platform as run_on_platform
 from ejkernel.compat.programs import set_xla_metadata as set_xla_metadata
 from ejkernel.compat.settings import Numerics as Numerics
 from ejkernel.compat.settings import chosen_device as chosen_device

@@ -18,7 +18,7 @@ def mosaic_gpu_reason() -> str | None:
     if jax.__version_info__ < _MOSAIC_GPU_SINCE:
         return f"it needs JAX {'.'.join(map(str, _MOSAIC_GPU_SINCE))} or later, and this is {jax.__version__}"
     if importlib.util.find_spec("absl") is None:
-        return "it needs the package absl-py, which Pallas Mosaic GPU imports: pip install absl-py"
+        return "it needs the package absl-py, which Pallas Mosaic GPU imports: pip install 'ejkernel-ops[gpu]'"
     return None
 
 

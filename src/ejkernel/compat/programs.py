@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import jax
 from jax._src.interpreters import mlir as private_mlir
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import mlir as mlir
@@ -52,6 +51,23 @@ def lowering(ctx: Any) -> Iterator[None]:
 def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: Any) -> Any:
     """Lower `function` in place of a primitive."""
     return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+
+
+def lower_each_platform(ctx: Any, rule: Callable[..., Any], *values: Any) -> Any:
+    """Lower by `rule` for each of the platforms that a program is for, with a context that is for this one alone.
+
+    JAX's own branches over platforms are each lowered for all of them, which fails where one needs a primitive that
+    only its platform has.
+    """
+    module = ctx.module_context
+
+    def rule_for(platform: str) -> Callable[..., Any]:
+        # nothing that was lowered for another platform is repeated
+        own = module.replace(platforms=(platform,), lowering_cache={}, cached_primitive_lowerings={})
+        return lambda inner, *values: rule(inner.replace(module_context=own, platforms=None), *values)
+
+    rules = {platform: rule_for(platform) for platform in lowering_platforms(ctx)}
+    return _mlir.lower_per_platform(ctx, str(ctx.primitive), rules, None, ctx.tokens_in.effects(), *values)
 
 
 def lowered_platform() -> str | None:
@@ -132,11 +148,6 @@ def label_value(value: Any, inputs: Sequence[Any], name: str, payload: str) -> b
     found[name] = _ir.StringAttr.get(payload)
     attributes[known] = _ir.DictAttr.get(found)
     return True
-
-
-def run_on_platform(branches: Mapping[str, Callable[..., Any]], *values: Any) -> Any:
-    """Return the result of the branch whose platform the program runs on, when it is lowered for several."""
-    return jax.lax.platform_dependent(*values, **branches)
 
 
 def lowered_text(lowered: Any) -> str:

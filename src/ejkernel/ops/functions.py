@@ -106,7 +106,7 @@ def tune(
     return decorate
 
 
-def _check_functions(called: str, heuristic: Any, reference: Any, bucket: Any) -> None:
+def _check_functions(called: str, heuristic: object, reference: object, bucket: object) -> None:
     for name, value in (("heuristic", heuristic), ("reference", reference), ("bucket", bucket)):
         if value is not None and not callable(value):
             raise KernelError(f"{called}: {name} must be a function or None, got {value!r}.")
@@ -124,12 +124,12 @@ class TunedFunction(Kernel[Config, Out]):
         functools.update_wrapper(self, function)
         self.__signature__ = declared.signature
 
-    def __reduce_ex__(self, protocol: Any) -> str:
+    def __reduce_ex__(self, protocol: object) -> str:
         """Pickle by name, as functions are: another process has a kernel of its own under it."""
         del protocol
         return str(self.__qualname__)  # type: ignore[attr-defined] # the function's
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Return the function as a method of `instance`, which is then the first argument of every call."""
         return self if instance is None else types.MethodType(self, instance)
 
@@ -148,7 +148,7 @@ class TunedFunction(Kernel[Config, Out]):
         """Return the configurations that agree with what the call fixes."""
         return self._declared.config_space(inv)
 
-    def _check_cfg(self, config: Any, name: str) -> None:
+    def _check_cfg(self, config: object, name: str) -> None:
         self._declared.checked_config(config, f"{self.op_id}: {name}")
 
 
@@ -207,7 +207,7 @@ class _Declared:
             }
         return self._listed(space, fixed, base)
 
-    def checked(self, name: str, value: Any) -> Any:
+    def checked(self, name: str, value: object) -> Any:
         """Return the value of a tunable argument as plain data.
 
         Raises:
@@ -222,7 +222,7 @@ class _Declared:
             )
         return value
 
-    def checked_config(self, config: Any, what: str) -> Config:
+    def checked_config(self, config: object, what: str) -> Config:
         """Return a configuration with plain values.
 
         Raises:
@@ -235,7 +235,7 @@ class _Declared:
     def _fixed(self, inv: Invocation[Any, Any]) -> Config:
         return {name: inv.kwargs[name] for name in self.names if name in inv.kwargs}
 
-    def _listed(self, space: Any, fixed: Config, base: Config) -> Collection[Config]:
+    def _listed(self, space: object, fixed: Config, base: Config) -> Collection[Config]:
         """Return the configurations of `space`, whichever form it has, that agree with `fixed`."""
         if isinstance(space, Mapping):
             self._check_names(space)
@@ -254,7 +254,7 @@ class _Declared:
         listed = [{**base, **entry} for entry in space]
         return [entry for entry in listed if _agree(entry, fixed)] or [base]
 
-    def _values(self, name: str, values: Any, base: Config) -> Sequence[Any]:
+    def _values(self, name: str, values: object, base: Config) -> Sequence[Any]:
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
         if isinstance(values, range):
@@ -270,7 +270,7 @@ class _Declared:
             )
 
 
-def plain(value: Any, what: str) -> Any:
+def plain(value: object, what: str) -> Any:
     """Return `value` as it comes back from JSON, with tuples for lists.
 
     Raises:
@@ -288,7 +288,7 @@ def plain(value: Any, what: str) -> Any:
     )
 
 
-def _names_in(space: Any, parameters: Mapping[str, inspect.Parameter], called: str) -> tuple[str, ...]:
+def _names_in(space: object, parameters: Mapping[str, inspect.Parameter], called: str) -> tuple[str, ...]:
     """Return the names of the tunable arguments."""
     if isinstance(space, ConfigSpace):
         names = space.names
@@ -369,7 +369,7 @@ def _bucket(bucket: Bucket) -> Callable[..., Any]:
     return called
 
 
-def _depends_on_shapes(space: Any) -> bool:
+def _depends_on_shapes(space: object) -> bool:
     return isinstance(space, Mapping) and any(map(callable, space.values()))
 
 
@@ -387,7 +387,7 @@ def _types(space: Collection[Config] | None, names: Sequence[str], defaults: Con
     return {name: {type(plain(value, name)) for value in given} for name, given in own.items()}
 
 
-def _agree(config: Mapping[str, Any], fixed: Config) -> bool:
+def _agree(config: Mapping[str, object], fixed: Config) -> bool:
     return all(stable_json(config.get(name)) == stable_json(value) for name, value in fixed.items())
 
 

@@ -81,6 +81,10 @@ class Implementation(Generic[CallT]):
         """Return why `call` must not run with these parameters; `None` if it may. They are refused, and never tried."""
         return None
 
+    def preference(self, call: CallT) -> int:
+        """Return how much it is to be preferred for a call that it runs; of equals, the first of the operation is."""
+        return 0
+
     def heuristic(self, call: CallT) -> Any:
         """Return good parameters without measuring; by default the type's defaults."""
         return self.params_type(backward=call.backward)()
@@ -290,7 +294,7 @@ class OperationConfig:
                 )
 
     @classmethod
-    def field_types(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+    def field_types(cls, data: Mapping[str, object]) -> dict[str, Any]:
         """Return the types of the fields of stored data, which the implementation's name among them decides."""
         name: Any = data.get("implementation")
         if name not in cls.implementations:

@@ -251,6 +251,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             for name in able
             if name not in kept
         }
+        if names is None:
+            kept = sorted(kept, key=lambda name: -self.implementations[name].preference(call))
         return [(name, call) for name in kept], reasons
 
     def _of_one_contract(self, able: list[str], asked: list[str], call: CallT) -> list[str]:
@@ -349,7 +351,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         return None
 
 
-def _without_request(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_request(options: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "implementation"}
 
 
@@ -357,7 +359,7 @@ def _params_of(config: OperationConfig, call: Any) -> Any:
     return config.bwd if call.backward else config.fwd
 
 
-def _faultless(implementation: Implementation[Any], call: Any) -> Collection[Any]:
+def _faultless(implementation: Implementation[Any], call: object) -> Collection[Any]:
     """Return an implementation's space without what must not run; of a `ConfigSpace` that is for its constraints."""
     space = implementation.space(call)
     if isinstance(space, ConfigSpace):

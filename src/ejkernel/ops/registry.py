@@ -14,7 +14,7 @@ from typing import Any
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.utils.checks import check_argument
 
 
@@ -23,7 +23,7 @@ class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
 
     invocation: Invocation[Any, Any]
 
-    def __new__(cls, inv: Invocation[Any, Any]) -> Recorded:
+    def __new__(cls, inv: Invocation[Cfg, Out]) -> Recorded:
         """Make it of an invocation."""
         recorded = super().__new__(cls, (inv.kernel, inv.args, dict(inv.kwargs)))  # type: ignore[arg-type]
         recorded.invocation = inv
@@ -40,7 +40,7 @@ _unused: list[int] = []  # tokens under which no call was lowered
 _lock = threading.Lock()
 
 
-def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
+def record_invocation(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> None:
     """Keep the signature of a call; the same call again replaces it.
 
     Raises:
@@ -87,7 +87,7 @@ def missed() -> Invocations:
     return found
 
 
-def note_missed(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], key: ConfigKey) -> None:
+def note_missed(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], key: ConfigKey) -> None:
     """Keep a call that nothing was measured for, as long as somebody else keeps its kernel."""
     if key not in _missed:
         owner = weakref.ref(kernel, lambda _: _missed.pop(key, None))

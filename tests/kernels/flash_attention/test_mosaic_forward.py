@@ -168,13 +168,39 @@ def test_what_the_heuristic_says_is_lowered(name):
     assert "flash_attention_forward" in lower(case, heuristic(described(case)))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SAMPLE)
 @pytest.mark.usefixtures("mosaic")
-def test_the_whole_space_is_lowered(name):
-    case = SAMPLE[name]
-    for params in space(described(case)):
-        lower(case, params)
+def test_it_is_lowered_within_shard_map_and_vmap():
+    from ejkernel.kernels.flash_attention.mosaic_gpu.forward import forward
+
+    @functools.partial(jax.vmap, in_axes=(0, None, None, None))
+    def attend(query, key, value, ids):
+        operands = Operands(query, key, value, query_segments=ids, key_segments=ids)
+        return forward(operands, CAUSAL, dataclasses.replace(TWO, persistent=True))
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = [jax.P(None, "data"), *[jax.P("data")] * 3]
+    run = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=tuple(specs), out_specs=(specs[0],) * 2, check_vma=True))
+    query = jax.ShapeDtypeStruct((3, 2, 128, 2, 64), jnp.bfloat16)
+    key, ids = jax.ShapeDtypeStruct((2, 128, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    lowered = run.trace(query, key, key, ids).lower(lowering_platforms=("cuda",))
+    assert [x.shape for x in lowered.out_info] == [(3, 2, 128, 2, 64), (3, 2, 2, 128)]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [("jax_numpy_rank_promotion", "raise"), ("jax_numpy_dtype_promotion", "strict"), ("jax_enable_x64", True)],
+    ids=lambda setting: setting[0],
+)
+@pytest.mark.usefixtures("mosaic")
+def test_it_is_lowered_under_strict_settings(setting):
+    before = getattr(jax.config, setting[0])
+    jax.config.update(*setting)
+    try:
+        rules = Rules(scale=0.1, left=100, right=3, soft_cap=5.0)
+        shape = {"queries": 256, "keys": 256, "head_dim": 64, "value_dim": 64, "rules": rules}
+        lower(Case(**shape, segments=True, bias=(1, 4, 256, 256), mask=(2, 1, 1, 256)), TWO_TILES)
+    finally:
+        jax.config.update(setting[0], before)
 
 
 # What runs, and with which parameters.

@@ -14,7 +14,7 @@ from tests.ops.sample_kernels import Times
 
 from ejkernel import ops
 from ejkernel.ops import Kernel
-from ejkernel.ops.core import kernel as kernel_module
+from ejkernel.ops.core import hooks
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 
 X = np.arange(8, dtype=np.float32)
@@ -75,7 +75,7 @@ def test_the_first_form_of_the_platform_runs(executor, platform, forms, expected
 
 @pytest.mark.parametrize(("has_mosaic", "expected"), [(True, "mosaic_gpu"), (False, "triton")])
 def test_mosaic_gpu_runs_where_the_chip_has_it(executor, monkeypatch, has_mosaic, expected):
-    monkeypatch.setattr(kernel_module, "has_mosaic_gpu", lambda: has_mosaic)
+    monkeypatch.setattr(hooks, "has_mosaic_gpu", lambda: has_mosaic)
     assert forms_in(lowered_for(executor, kernel_with("mosaic_gpu", "triton"), "cuda")) == [expected]
 
 

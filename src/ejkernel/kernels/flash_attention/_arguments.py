@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat, settings
+from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -137,7 +138,7 @@ def canonical_sinks(sinks: Any, heads: int) -> Any:
 
 def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
     """Return the rate of dropout, and its key as two words; without dropout there is no key."""
-    if not _is_number(rate) or not 0 <= rate < 1:
+    if not is_number(rate) or not 0 <= rate < 1:
         raise ArgumentError(
             f"dropout_rate must be a number from 0 to 1, 1 excluded, got {rate!r}; it is static under jit."
         )
@@ -166,7 +167,7 @@ def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, 
     """Return whether attention is causal, and the window as `(left, right)`; equal rules give equal answers."""
     causal = flag("causal", causal)
     sides = window if isinstance(window, tuple | list) else (window, window)
-    if len(sides) != 2 or not all(side is None or (_is_integer(side) and side >= 0) for side in sides):
+    if len(sides) != 2 or not all(side is None or (is_integer(side) and side >= 0) for side in sides):
         raise ArgumentError(
             f"sliding_window must be an int >= 0, or a pair (left, right) of such with None for no limit; got "
             f"{window!r}."
@@ -181,7 +182,7 @@ def positive(name: str, value: Any, default: float | None) -> float | None:
     """Return a positive finite number as a float; `None` gives `default`."""
     if value is None:
         return default
-    if not _is_number(value) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise ArgumentError(f"{name} must be a positive number or None, got {value!r}; it is static under jit.")
     return float(value)
 
@@ -220,14 +221,6 @@ def canonical_precision(value: Any) -> str | None:
             f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}."
         )
     return name.lower()
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

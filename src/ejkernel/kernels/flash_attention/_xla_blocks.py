@@ -29,7 +29,8 @@ def default_blocks(call: AttentionCall) -> tuple[int, int]:
     """Return the block sizes of queries and keys that are used where none are given.
 
     On a CPU a step's scores should stay in cache (2 MiB forward, 1 MiB backward were best where it was measured);
-    elsewhere a step should be large enough to fill the chip.
+    elsewhere a step should be large enough to fill the chip. Blocks larger than a window compute what it hides: for 512
+    tokens and a window of 48 on both sides, smaller ones took a third of the time forward, and 0.6 of it backward.
 
     Args:
         call: The call; of an unknown platform, this process's default backend.
@@ -37,13 +38,21 @@ def default_blocks(call: AttentionCall) -> tuple[int, int]:
     on_cpu = (call.platform or platform_kind(jax.default_backend())) == "cpu"
     most = (1 << 18 if call.backward else 1 << 19) if on_cpu else 1 << 26
     rows = math.prod(size for size in (call.examples, call.query[0], call.query[2]) if is_known(size))
-    q_block, kv_block = min(1024, call.query[1]), min(1024, call.key[1])
+    q_most, kv_most = _largest_in_window(call.rules)
+    q_block, kv_block = min(q_most, call.query[1]), min(kv_most, call.key[1])
     while rows * q_block * kv_block > most and (q_block > 64 or kv_block > 128):
         if kv_block <= 128 or (q_block >= kv_block and q_block > 64):
             q_block //= 2
         else:
             kv_block //= 2
     return even_block(call.query[1], q_block), even_block(call.key[1], kv_block)
+
+
+def _largest_in_window(rules: Rules) -> tuple[int, int]:
+    if rules.left is None or rules.right is None:
+        return 1024, 1024
+    width = 1 << max(rules.left + rules.right - 1, 0).bit_length()
+    return min(max(width, 64), 1024), min(max(width // 2, 64), 1024)
 
 
 def even_block(length: int, most: int) -> int:

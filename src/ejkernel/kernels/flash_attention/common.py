@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from ejkernel import compat
+from ejkernel.kernels._numbers import accumulator as accumulator
 from ejkernel.ops.implementation import Implementation, OperationCall
 
 # The log-sum-exp of a row that sees no key. Large, so that exp(score - lse) is exactly zero in every backward;
@@ -237,11 +237,6 @@ def describe(
         backward=backward,
         partitioned=compat.is_partitioned() and not compat.knows_devices(),
     )
-
-
-def accumulator(dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype that sums run in: float32, or float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: Rules) -> jax.Array | None:

@@ -147,8 +147,8 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
 
     @custom_vmap
     def attend(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-        out, lse = compat.cudnn_attention_forward(*arrays[:4], **static, **_lengths(*arrays[4:]))
-        return out, lse
+        query, key, value, bias, *lengths = arrays
+        return compat.cudnn_attention_forward(query, key, value, bias, **static, **_lengths(*lengths))
 
     @attend.def_vmap
     def _folded(size: int, batched: Any, *arrays: Any) -> Any:
@@ -200,8 +200,9 @@ def backward(
     found = pull(*operands[:3], total, *residuals, dout.astype(operands.query.dtype), *lengths)
     if lengths[0] is not None:
         counts = _counting(operands)
-        sides = zip(found[:3], (counts[0], counts[1], counts[1]), strict=True)
-        return (*(jnp.where(side[:, :, None, None], x, 0) for x, side in sides), None)
+        sides = zip(found, (counts[0], counts[1], counts[1]), strict=True)
+        dquery, dkey, dvalue = (jnp.where(side[:, :, None, None], x, 0) for x, side in sides)
+        return dquery, dkey, dvalue, None
     return (*found[:3], to_bias(found[3])[0] if operands.bias is not None else None)
 
 
@@ -259,7 +260,8 @@ def _fold_bias(bias: jax.Array | None, size: int, batched: Any, batch: int) -> j
     if bias is None or (not batched and bias.shape[0] == 1):
         return bias
     spread = jnp.broadcast_to(bias, (*bias.shape[:-4], batch, *bias.shape[-3:]))
-    return fold(spread, size, batched)
+    folded: jax.Array = fold(spread, size, batched)
+    return folded
 
 
 def unfold(x: jax.Array, size: int) -> jax.Array:

@@ -83,7 +83,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         )
     if call.platform == "gpu" and call.device_fingerprint and not cudnn.is_hopper_or_later(call.device_fingerprint):
         return f"cuDNN's packed layout needs a Hopper GPU or a later one, not {call.device_fingerprint}; use 'xla'."
-    return cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
+    reason = cudnn.unsupported_reason(dataclasses.replace(call, segments=False))
+    return None if reason is None else reason.replace("implementation='cudnn'", "implementation='cudnn_packed'")
 
 
 class _Layout(NamedTuple):
@@ -93,14 +94,14 @@ class _Layout(NamedTuple):
         ordinals: `[batch, length]`, which segment of its row each position is in.
         starts: `[batch, length]`, where that segment begins.
         first: `[batch, 1]`, how many segments all rows before have.
-        count: `[batch, 1]`, how many segments each row has.
+        counts: `[batch, 1]`, how many segments each row has.
         begins: `[batch, length]`, whether a segment begins here.
     """
 
     ordinals: jax.Array
     starts: jax.Array
     first: jax.Array
-    count: jax.Array
+    counts: jax.Array
     begins: jax.Array
 
 
@@ -175,7 +176,7 @@ def _by_capacity(
         length = ids.shape[1]
         sizes = [size for size in params.segments if size <= length] or [max(2, length)]
         layout = _layout_of(ids)
-        most = layout.count.max()
+        most = layout.counts.max()
         branches = [_branch(packed, size) for size in sizes]
         fits = jnp.asarray(sizes, most.dtype) < most
         index = jnp.where(_is_packed(ids, key_ids, layout, sizes[-1]), fits.sum(dtype=jnp.int32), len(sizes))
@@ -200,12 +201,12 @@ def _layout_of(ids: jax.Array) -> _Layout:
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
     begins = jnp.concatenate([jnp.ones((batch, 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     ordinals = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
-    count = ordinals[:, -1:] + 1
+    counts = ordinals[:, -1:] + 1
     return _Layout(
         ordinals=ordinals,
         starts=lax.cummax(jnp.where(begins, positions, 0), axis=1),
-        first=jnp.cumsum(count, axis=0, dtype=jnp.int32) - count,
-        count=count,
+        first=jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts,
+        counts=counts,
         begins=begins,
     )
 
@@ -215,10 +216,10 @@ def _is_packed(ids: jax.Array, key_ids: jax.Array, layout: _Layout, most: int) -
     batch = ids.shape[0]
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
     runs = jnp.zeros((batch, most + 1), ids.dtype).at[rows, jnp.minimum(layout.ordinals, most)].set(ids)[:, :most]
-    there = jnp.arange(most, dtype=jnp.int32)[None] < layout.count
+    there = jnp.arange(most, dtype=jnp.int32)[None] < layout.counts
     alike = (runs[:, :, None] == runs[:, None, :]) & there[:, :, None] & there[:, None, :]
-    once = alike.sum(dtype=jnp.int32) == jnp.minimum(layout.count, most).sum(dtype=jnp.int32)
-    return (layout.count.max() <= most) & once & (ids == key_ids).all()
+    once = alike.sum(dtype=jnp.int32) == jnp.minimum(layout.counts, most).sum(dtype=jnp.int32)
+    return (layout.counts.max() <= most) & once & (ids == key_ids).all()
 
 
 def _lengths_of(layout: _Layout, segments: int) -> compat.CudnnLengths:
@@ -228,8 +229,8 @@ def _lengths_of(layout: _Layout, segments: int) -> compat.CudnnLengths:
     starts = jnp.full((batch, segments + 1), -1, jnp.int32)
     starts = starts.at[rows, jnp.minimum(layout.ordinals, segments)].set(layout.starts)
     there = jnp.arange(segments, dtype=jnp.int32)[None]
-    ends = jnp.where(there == layout.count - 1, length, starts[:, 1:])
-    lengths = jnp.where(there < layout.count, ends - starts[:, :-1], -1)
+    ends = jnp.where(there == layout.counts - 1, length, starts[:, 1:])
+    lengths = jnp.where(there < layout.counts, ends - starts[:, :-1], -1)
     return compat.CudnnLengths(lengths, lengths, starts)
 
 

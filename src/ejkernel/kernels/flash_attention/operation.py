@@ -136,7 +136,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the forward's work: two products for every pair that the static rules let see each other.
 
-        What `attention_mask` and `segment_ids` hide depends on their values, and counts as seen.
+        What masks, segment ids and lengths hide depends on their values, and counts as seen.
         """
         if inv.direction != "fwd":
             return None

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._numbers import accumulator, is_number
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
@@ -75,7 +76,7 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, jax.Array]):
                     f"{name} must have the length of x's last axis; got shapes {tuple(array.shape)} and "
                     f"{tuple(x.shape)}."
                 )
-        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        if not is_number(eps) or not 0 <= eps < math.inf:
             raise ArgumentError(f"eps must be a number >= 0, got {eps!r}; it is static under jit.")
         return (x, weight, bias), {"eps": float(eps), "implementation": self.requested(implementation)}
 
@@ -86,10 +87,11 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, jax.Array]):
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output, as the formula says, computed in float32."""
         x, weight, bias = args
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(accumulator(x.dtype))
         centred = wide - wide.mean(axis=-1, keepdims=True)
         normal = centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + options["eps"])
-        return (normal * weight.astype(wide.dtype) + bias.astype(wide.dtype)).astype(x.dtype)
+        weight, bias = (y.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + y.shape) for y in (weight, bias))
+        return (normal * weight + bias).astype(x.dtype)
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the forward's work: seven operations an element; the arrays are read, the output is written."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.implementation import Implementation
 
@@ -25,11 +26,11 @@ class Xla(Implementation[LayerNormCall]):
     def forward(self, call: LayerNormCall, /, *args: Any, params: Any) -> tuple[jax.Array, Any]:
         """Return the output, and mean and scale of every row."""
         x, weight, bias = args
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(accumulator(x.dtype))
         mean = wide.mean(axis=-1, keepdims=True)
         centred = wide - mean
         scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + call.eps)
-        out = centred * scale * weight.astype(wide.dtype) + bias.astype(wide.dtype)
+        out = centred * scale * _as_row(weight, wide) + _as_row(bias, wide)
         return out.astype(x.dtype), (mean[..., 0], scale[..., 0])
 
     def backward(
@@ -47,8 +48,13 @@ class Xla(Implementation[LayerNormCall]):
         weight, x, mean, scale, dout = unify_varying((weight, x, *residuals, cotangents[0]))
         wide, dout = x.astype(scale.dtype), dout.astype(scale.dtype)
         normal = (wide - mean[..., None]) * scale[..., None]
-        dnormal = dout * weight.astype(scale.dtype)
+        dnormal = dout * _as_row(weight, dout)
         along = normal * jnp.mean(dnormal * normal, axis=-1, keepdims=True)
         dx = scale[..., None] * (dnormal - dnormal.mean(axis=-1, keepdims=True) - along)
         rows = tuple(range(x.ndim - 1))
         return dx.astype(x.dtype), (dout * normal).sum(rows).astype(weight.dtype), dout.sum(rows).astype(bias.dtype)
+
+
+def _as_row(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a vector with as many axes as `like` has, of its dtype."""
+    return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)

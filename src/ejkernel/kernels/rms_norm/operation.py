@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._numbers import is_number
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
@@ -31,12 +32,22 @@ class RmsNormCall(OperationCall):
         dim: How long they are.
         dtype: Name of their dtype.
         eps: Added to the mean of squares.
+        weight: Whether there is one.
+        weight_offset: Added to the weight.
     """
 
     rows: int
     dim: int
     dtype: str
     eps: float
+    weight: bool = True
+    weight_offset: float = 0.0
+
+    @property
+    def features(self) -> frozenset[str]:
+        """See `OperationCall`."""
+        asked = {"weight=None": not self.weight, "weight_offset": self.weight_offset != 0}
+        return frozenset(name for name, is_asked in asked.items() if is_asked)
 
     @property
     def all_rows(self) -> int:
@@ -60,29 +71,46 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, jax.Array]):
         super().__init__(name="rms_norm")
 
     def prepare(
-        self, x: Any, weight: Any, *, eps: Any = 1e-6, implementation: Any = None
+        self, x: Any, weight: Any = None, *, eps: Any = 1e-6, weight_offset: Any = 0.0, implementation: Any = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments."""
+        """Check the arguments; an offset of zero is left out, so that it is not in the call's key."""
         for name, array, axes in (("x", x, "[..., dim]"), ("weight", weight, "[dim]")):
+            if name == "weight" and array is None:
+                continue
             if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
                 got = f"dtype {array.dtype}" if is_array(array) else type(array).__name__
                 raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
-        if not x.shape or tuple(weight.shape) != tuple(x.shape[-1:]) or not x.shape[-1]:
+        if not x.shape or not x.shape[-1]:
+            raise ArgumentError(f"x must have an axis to normalise, which is not empty; got shape {tuple(x.shape)}.")
+        if weight is not None and tuple(weight.shape) != tuple(x.shape[-1:]):
             raise ArgumentError(
                 f"weight must have the length of x's last axis; got shapes {tuple(weight.shape)} and {tuple(x.shape)}."
             )
-        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        if not is_number(eps) or not 0 <= eps < math.inf:
             raise ArgumentError(f"eps must be a number >= 0, got {eps!r}; it is static under jit.")
-        return (x, weight), {"eps": float(eps), "implementation": self.requested(implementation)}
+        if not is_number(weight_offset) or not math.isfinite(weight_offset) or (weight is None and weight_offset):
+            raise ArgumentError(
+                f"weight_offset must be a number, and 0 where there is no weight, got {weight_offset!r}; it is static "
+                "under jit."
+            )
+        offset = {"weight_offset": float(weight_offset)} if weight_offset else {}
+        return (x, weight), {"eps": float(eps), "implementation": self.requested(implementation)} | offset
 
-    def describe(self, x: Any, weight: Any, *, eps: float = 1e-6) -> RmsNormCall:
+    def describe(self, x: Any, weight: Any, *, eps: float = 1e-6, weight_offset: float = 0.0) -> RmsNormCall:
         """Return the number of rows, their length, and their dtype."""
-        return RmsNormCall(rows=math.prod(x.shape[:-1]), dim=x.shape[-1], dtype=str(x.dtype), eps=eps)
+        return RmsNormCall(
+            rows=math.prod(x.shape[:-1]),
+            dim=x.shape[-1],
+            dtype=str(x.dtype),
+            eps=eps,
+            weight=weight is not None,
+            weight_offset=weight_offset,
+        )
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output, as the formula says."""
         x, weight = args
-        return normalize(x, weight, options["eps"]).astype(x.dtype)
+        return normalize(x, weight, options["eps"], options.get("weight_offset", 0.0)).astype(x.dtype)
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the forward's work: four operations an element; `x` and the weight are read, the output is written."""

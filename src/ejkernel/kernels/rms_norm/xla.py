@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
@@ -50,6 +51,7 @@ class Xla(Implementation[RmsNormCall]):
     params = XlaParams
     residuals = "1 / rms of every row, in float32"
     differentiable = True
+    features = frozenset(("weight=None", "weight_offset"))
 
     def heuristic(self, call: RmsNormCall) -> XlaParams:
         """Return one pass over all rows; on a CPU blocks, where they were seen to pay."""
@@ -72,30 +74,35 @@ class Xla(Implementation[RmsNormCall]):
     def forward(self, call: RmsNormCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, jax.Array]:
         """Return the output, and `1 / rms` of every row."""
         x, weight = args
-        return forward(x, weight, call.eps, params.block_rows)
+        return forward(x, weight, call.eps, params.block_rows, offset=call.weight_offset)
 
     def backward(
         self, call: RmsNormCall, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: XlaParams
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Return the gradients of `x` and the weight."""
         x, weight = args
-        return backward(x, weight, residuals, cotangents[0], params.block_rows)
+        return backward(x, weight, residuals, cotangents[0], params.block_rows, offset=call.weight_offset)
 
 
-def forward(x: jax.Array, weight: jax.Array, eps: float, block_rows: int | None) -> tuple[jax.Array, jax.Array]:
+def forward(
+    x: jax.Array, weight: jax.Array | None, eps: float, block_rows: int | None, *, offset: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
     """Return the normalised `x`, `[..., dim]`, and `1 / rms` of every row, `[...]`, in float32.
 
     Args:
         x: What is normalised, over its last axis.
-        weight: `[dim]`.
+        weight: `[dim]`, or `None`.
         eps: Added to the mean of squares.
         block_rows: Rows per block; `None`: one pass over all.
+        offset: Added to the weight.
     """
+    factor = None if weight is None else (weight.astype(accumulator(x.dtype)) + offset)[None]
 
     def block(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+        wide = rows.astype(accumulator(rows.dtype))
         scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-        return (wide * scale * weight.astype(wide.dtype)).astype(rows.dtype), scale[..., 0]
+        normal = wide * scale if factor is None else wide * scale * factor
+        return normal.astype(rows.dtype), scale[..., 0]
 
     rows = x.reshape(-1, x.shape[-1])
     if block_rows is None or block_rows >= rows.shape[0]:
@@ -106,8 +113,14 @@ def forward(x: jax.Array, weight: jax.Array, eps: float, block_rows: int | None)
 
 
 def backward(
-    x: jax.Array, weight: jax.Array, scale: jax.Array, dout: jax.Array, block_rows: int | None
-) -> tuple[jax.Array, jax.Array]:
+    x: jax.Array,
+    weight: jax.Array | None,
+    scale: jax.Array,
+    dout: jax.Array,
+    block_rows: int | None,
+    *,
+    offset: float = 0.0,
+) -> tuple[jax.Array, jax.Array | None]:
     """Return the gradients of `x` and `weight`.
 
     Args:
@@ -115,12 +128,13 @@ def backward(
         scale: `1 / rms` of every row, from the forward.
         dout: Cotangent of the output.
         block_rows: Rows per block; `None`: one pass over all.
+        offset: Added to the weight.
     """
 
     def block(rows: jax.Array, scale: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide, wide_dout = rows.astype(scale.dtype), dout.astype(scale.dtype)
         normal = wide * scale[..., None]
-        dnormal = wide_dout * weight.astype(scale.dtype)
+        dnormal = wide_dout if weight is None else wide_dout * (weight.astype(scale.dtype) + offset)[None]
         inner = jnp.mean(dnormal * normal, axis=-1, keepdims=True)
         return (scale[..., None] * (dnormal - normal * inner)).astype(rows.dtype), (wide_dout * normal).sum(axis=0)
 
@@ -130,7 +144,7 @@ def backward(
         dx, dweight = block(*arrays)
     else:
         dx, dweight = _summed_in_blocks(block, block_rows, arrays)
-    return dx.reshape(x.shape), dweight.astype(weight.dtype)
+    return dx.reshape(x.shape), None if weight is None else dweight.astype(weight.dtype)
 
 
 def _even(rows: int, most: int) -> int:

@@ -44,7 +44,7 @@ class Place(NamedTuple):
     where: Traversable | str
 
 
-def location(key: Any) -> tuple[str, str, str]:
+def location(key: object) -> tuple[str, str, str]:
     """Return folder, folder and file name of a key: readable, and unique through the digest of the whole key."""
     text = identity(key)
     device, op, call = key if isinstance(key, ConfigKey) else ("", "", text)
@@ -56,7 +56,7 @@ def file_name(call: str, text: str) -> str:
     return f"{slug(call)}-{hashlib.sha256(text.encode()).hexdigest()[:8]}{ENTRY}"
 
 
-def identity(key: Any) -> str:
+def identity(key: object) -> str:
     """Return the canonical JSON of a key, as `stable_json` does, but sooner where the key is a usual one."""
     if isinstance(key, ConfigKey) and all(type(part) is str and part.isascii() for part in key):
         device, op, call = map(_quoted, key)
@@ -69,7 +69,7 @@ def slug(text: str) -> str:
     return _NOT_IN_PATHS.sub("-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG
 
 
-def restored_key(data: Any) -> Any:
+def restored_key(data: object) -> Any:
     """Return the key that was stored as `data`."""
     if (
         isinstance(data, dict)
@@ -80,7 +80,7 @@ def restored_key(data: Any) -> Any:
     return _frozen(data)
 
 
-def _frozen(data: Any) -> Any:
+def _frozen(data: object) -> Any:
     return tuple(_frozen(item) for item in data) if isinstance(data, list) else data
 
 
@@ -166,7 +166,7 @@ def forget_warning(file: Path) -> None:
     _warned.discard(str(file))
 
 
-def provenance(key: Any, time: datetime.datetime) -> dict[str, Any]:
+def provenance(key: object, time: datetime.datetime) -> dict[str, Any]:
     """Return what was measured with what, and when."""
     device = key.device if isinstance(key, ConfigKey) else None
     return {

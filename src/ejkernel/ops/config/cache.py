@@ -59,7 +59,7 @@ class ConfigCache:
         self._lock = threading.Lock()
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
 
-    def put(self, *arguments: Any) -> None:
+    def put(self, *arguments: object) -> None:
         """Store a configuration: `put(key, cfg)` or `put(device, op, call, cfg)`.
 
         Eager calls see it at once. A function that was compiled keeps its configuration; see `overlay_cache`.
@@ -67,12 +67,12 @@ class ConfigCache:
         key, config = split_put(arguments)
         self.remember(key, config, "memory")
 
-    def get(self, *arguments: Any) -> Any:
+    def get(self, *arguments: object) -> Any:
         """Return the configuration under `key` (or `device, op, call`), or `None`."""
         found = self.remembered(join_key(arguments))
         return None if found is None else found.config
 
-    def remember(self, key: Hashable, config: Any, source: str) -> None:
+    def remember(self, key: Hashable, config: object, source: str) -> None:
         """Store a configuration and which tier it came from."""
         with self._lock:
             before = self._entries.get(key)
@@ -90,7 +90,7 @@ class ConfigCache:
         with self._lock:
             return self._entries.get(key)
 
-    def remove(self, *arguments: Any) -> bool:
+    def remove(self, *arguments: object) -> bool:
         """Forget a configuration; return whether there was one."""
         with self._lock:
             found = self._entries.pop(join_key(arguments), None)
@@ -135,12 +135,12 @@ def _family(key: Hashable) -> Hashable:
     return key.op.partition("@")[0].partition(".")[0] if isinstance(key, ConfigKey) else key
 
 
-def same_config(left: Any, right: Any) -> bool:
+def same_config(left: object, right: object) -> bool:
     """Return whether two configurations are of one type and equal as JSON."""
     return left is right or (type(left) is type(right) and config_token(left) == config_token(right))
 
 
-def config_token(config: Any) -> tuple[str, str]:
+def config_token(config: object) -> tuple[str, str]:
     """Return type name and stable JSON of a configuration: what makes two of them the same.
 
     Raises:
@@ -158,7 +158,7 @@ class Overlay:
 
     __slots__ = ("_digest", "_entries")
 
-    def __init__(self, entries: Mapping[Any, Any]) -> None:
+    def __init__(self, entries: Mapping[object, object]) -> None:
         self._entries = {_overlay_key(key): config for key, config in entries.items()}
         content = stable_json(sorted([*key, *config_token(config)] for key, config in self._entries.items()))
         self._digest = hashlib.sha256(content.encode("ascii")).hexdigest()
@@ -184,14 +184,14 @@ class Overlay:
         return hash(self._digest)
 
 
-def _overlay_key(key: Any) -> ConfigKey:
+def _overlay_key(key: object) -> ConfigKey:
     if isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key):
         return ConfigKey(*key)
     raise ConfigError(f"keys of an overlay must be ConfigKey(device, op, call), got {key!r}.")
 
 
 @contextlib.contextmanager
-def overlay_cache(cache: ConfigCache | Mapping[Any, Any]) -> Iterator[None]:
+def overlay_cache(cache: ConfigCache | Mapping[object, object]) -> Iterator[None]:
     """Let the configurations of `cache` win over every tier but an explicit `cfg=`, inside the `with` block.
 
     Functions that `jit` has compiled are traced again inside, and return to their old executables outside. The

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ejkernel.ops.config._files import ENTRY, UnusableError, files, location, read_file
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, SerializationError
 from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain
@@ -76,7 +76,7 @@ class MissedNotes:
         """Where the notes are."""
         return self.cache_dir / FOLDER
 
-    def put(self, inv: Invocation[Any, Any], source: str) -> None:
+    def put(self, inv: Invocation[Cfg, Out], source: str) -> None:
         """Note that `inv` was answered by `source`; the same call again costs nothing."""
         key = inv.key
         if key in self._written or self._write_failed:

@@ -149,7 +149,7 @@ class PersistentCache:
     def put(
         self, device: str, op: str, call_key: str, cfg: Any, /, *, call: Any = ..., measured: Any = ...
     ) -> None: ...
-    def put(self, *key_and_cfg: Any, call: Any = None, measured: Mapping[str, Any] | None = None) -> None:
+    def put(self, *key_and_cfg: object, call: object = None, measured: Mapping[str, object] | None = None) -> None:
         """Store a configuration: `put(key, cfg)` or `put(device, op, call, cfg)`.
 
         Args:
@@ -187,7 +187,7 @@ class PersistentCache:
     def get(self, device: str, op: str, call: str, cfg_type: Any = ..., /) -> Any: ...
     @overload
     def get(self, device: str, op: str, call: str, /, *, cfg_type: Any) -> Any: ...
-    def get(self, *key_and_type: Any, cfg_type: Any = None) -> Any:
+    def get(self, *key_and_type: object, cfg_type: object = None) -> Any:
         """Return the configuration of a key, or `None`: `get(key)` or `get(device, op, call)`.
 
         Args:
@@ -199,14 +199,14 @@ class PersistentCache:
         key = _key(parts)
         return next((config for config in self._answers(key, lambda entry: _decode(entry, cfg_type))), None)
 
-    def load(self, *key: Any) -> StoredEntry | None:
+    def load(self, *key: object) -> StoredEntry | None:
         """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
         return next(self._answers(_key(key), lambda entry: entry), None)
 
     def __contains__(self, key: object) -> bool:
         return self.load(key) is not None
 
-    def remove(self, *key: Any) -> bool:
+    def remove(self, *key: object) -> bool:
         """Remove the entry of a key from the written folder, and say whether one was there; layers are not touched."""
         wanted = _key(key)
         found = self._memory.pop(identity(wanted), None) is not None
@@ -225,7 +225,7 @@ class PersistentCache:
         """Return the keys of all readable entries, each once: the written folder's first, each folder's sorted."""
         return [key for key, _ in self.entries()]
 
-    def problem(self, key: Any, cfg_type: Any = None) -> str | None:
+    def problem(self, key: object, cfg_type: object = None) -> str | None:
         """Return why the entries of a key cannot be used; `None` if there is none, or one that can be used."""
         problems: list[str] = []
         found = next(self._answers(_key((key,)), lambda entry: (_decode(entry, cfg_type),), problems.append), None)
@@ -257,7 +257,7 @@ class PersistentCache:
                     yield from () if found is None else (found,)
 
     def _answers(
-        self, key: Any, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
+        self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
     ) -> Iterator[Any]:
         """Yield what `use` makes of the entry of each place that has a usable one; `problem` is told of the others."""
         canonical = identity(key)
@@ -277,7 +277,7 @@ class PersistentCache:
             else:
                 yield answer
 
-    def _places(self, key: Any, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
+    def _places(self, key: object, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
         text = self._memory.get(canonical)
         if text is not None:
             yield f"{canonical} (in memory)", functools.partial(_parse, text.encode(), None)
@@ -294,7 +294,7 @@ class PersistentCache:
         if self._shipped:
             yield resources.files("ejkernel") / "data" / "configs"
 
-    def _store(self, key: Any, text: str) -> None:
+    def _store(self, key: object, text: str) -> None:
         canonical = identity(key)
         try:
             if self._path is None:
@@ -335,7 +335,7 @@ def _key(parts: tuple[Any, ...]) -> Any:
     raise TypeError(f"A key is one value or (device, op, call), got {len(parts)} arguments.")
 
 
-def _split_type(given: tuple[Any, ...], cfg_type: Any) -> tuple[tuple[Any, ...], Any]:
+def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any, ...], Any]:
     if len(given) not in (2, 4):
         return given, cfg_type
     if cfg_type is not None:
@@ -393,7 +393,7 @@ def _parse(raw: bytes, path: Path | None) -> StoredEntry:
     return StoredEntry(path=path, **data | {"key": restored_key(data["key"])})
 
 
-def _is_entry(data: dict[str, Any]) -> bool:
+def _is_entry(data: Mapping[str, object]) -> bool:
     """Return whether an object has the fields of an entry; to decode it takes longer than all the rest of reading."""
     return (
         data.keys() == _FIELDS
@@ -406,7 +406,7 @@ def _is_entry(data: dict[str, Any]) -> bool:
 # --- what an entry holds ---
 
 
-def _decode(entry: StoredEntry, cfg_type: Any) -> Any:
+def _decode(entry: StoredEntry, cfg_type: object) -> Any:
     try:
         if cfg_type is None:
             return decode_config(entry.config, entry.config_type)

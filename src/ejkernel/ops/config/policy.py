@@ -65,7 +65,7 @@ class PolicyChange:
     changes: tuple[tuple[str, Any], ...]
 
 
-def effective_policy(base: AutotunePolicy, selector: Any) -> AutotunePolicy:
+def effective_policy(base: AutotunePolicy, selector: object) -> AutotunePolicy:
     """Return `base` with the overrides in force for `selector`, the innermost last."""
     for change in current_scope().policies:
         if change.selector is None or change.selector is selector:
@@ -74,7 +74,7 @@ def effective_policy(base: AutotunePolicy, selector: Any) -> AutotunePolicy:
 
 
 @contextlib.contextmanager
-def policy_override(selector: Any = None, /, **changes: Any) -> Iterator[None]:
+def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None]:
     """Change fields of the policy inside the `with` block, for `selector` (a chain) or for every chain.
 
     Functions that `jit` has compiled are traced again inside.

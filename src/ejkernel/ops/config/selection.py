@@ -85,7 +85,7 @@ class _Request:
     policy: AutotunePolicy
     dry: bool
 
-    def answer(self, config: Any, tier: Tier) -> Resolution[Any]:
+    def answer(self, config: object, tier: Tier) -> Resolution[Any]:
         return Resolution(config, tier.name, self.key)
 
 
@@ -108,7 +108,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         autotune: bool | None = None,
         *,
         policy: AutotunePolicy | None = None,
-        tuner: Any = None,
+        tuner: object = None,
         persist_autotune: bool = True,
     ) -> None:
         check_argument(cache is None or isinstance(cache, ConfigCache), "cache", "a ConfigCache", cache)
@@ -134,7 +134,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         return self._autotune.default_tuner if self._given_tuner is None else self._given_tuner
 
     @tuner.setter
-    def tuner(self, tuner: Any) -> None:
+    def tuner(self, tuner: object) -> None:
         self._given_tuner = tuner
 
     @property
@@ -185,7 +185,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         """Return what every tier says, down to the one that answers; nothing is measured or remembered."""
         return list(self._consult(self._request(inv, kernel, dry=True)))
 
-    def search(self, inv: Invocation[Any, Any], kernel: Any, *, tuner: Any = None, **options: Any) -> Any:
+    def search(self, inv: Invocation[Any, Any], kernel: object, *, tuner: object = None, **options: object) -> Any:
         """Have the tuner search for the configuration of a call; remember it, and store all that was measured.
 
         The search starts from what the store has measured for the call and for others like it, if the tuner takes
@@ -315,7 +315,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         misfit = self._misfit(request, found.config, "the configuration in memory")
         return misfit or request.answer(found.config, found.tier)
 
-    def _misfit(self, request: _Request, config: Any, what: str) -> str:
+    def _misfit(self, request: _Request, config: object, what: str) -> str:
         """Return why a configuration that was found is not one of the kernel's, and warn; empty if it is one."""
         try:
             check_config(request.kernel, config, what)

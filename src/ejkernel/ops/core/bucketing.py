@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ejkernel.ops.core.callspec import CallSpec, take_apart
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.hooks import Kernel
 from ejkernel.ops.core.transformations.autodiff import with_spec
 from ejkernel.ops.core.transformations.nodes import Node
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, KernelError
 from ejkernel.ops.utils.checks import asked
 from ejkernel.ops.utils.values.signature import abstract, is_array
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _StandIn = tuple[CallSpec, list[jax.ShapeDtypeStruct]]
 
 
-def bucketed(array: Any, *axes: int, least: int = 1) -> Any:
+def bucketed(array: object, *axes: int, least: int = 1) -> Any:
     """Return the type of `array` with the sizes of `axes` rounded up to powers of two; see `Kernel.bucket`.
 
     >>> import jax
@@ -83,7 +84,7 @@ def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node:
     return other
 
 
-def _asked(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], own: _StandIn) -> _StandIn:
+def _asked(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], own: _StandIn) -> _StandIn:
     """Return what the kernel's hook says of a call, checked against the call itself, `own`."""
     answer: Any = asked(f"{kernel.op_id}: bucket", kernel.bucket, inv)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.ops.core.kernel import Kernel, overrides, run_forms
+from ejkernel.ops.core.hooks import Kernel, overrides, run_forms
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
 from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
@@ -96,7 +97,7 @@ class CallSpec:
         ]
         return dataclasses.replace(self, held=tuple(held))
 
-    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(self, arrays: Sequence[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `(args, kwargs)` with `arrays` in their places."""
         remaining = iter(arrays)
         leaves = [next(remaining) if hold is _no_leaf else hold() for hold in self.held[1:]]
@@ -109,7 +110,7 @@ class CallSpec:
         return [(jax.tree.structure(arg), jax.tree.leaves(arg)) for arg in args]
 
 
-def _restored(kernel: Kernel[Any, Any], tree: Any, method: str | None) -> CallSpec:
+def _restored(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> CallSpec:
     return _spec_of(kernel, tree, method)[0]
 
 
@@ -124,7 +125,7 @@ def take_apart(
     return _spec_of(kernel, _bind(kernel, args, kwargs), method)
 
 
-def _spec_of(kernel: Kernel[Any, Any], tree: Any, method: str | None) -> tuple[CallSpec, list[Any]]:
+def _spec_of(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> tuple[CallSpec, list[Any]]:
     leaves, treedef = jax.tree.flatten(tree)
     arrays: list[Any] = []
     held: list[Held] = [Strong(kernel)]
@@ -159,7 +160,7 @@ def tokens_of(tree: Any) -> Hashable:
 
 
 def _bind(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     cls: Any = type(kernel)
     signature = _run_signature(cls, _signature_source(kernel))
@@ -184,7 +185,7 @@ def _fill_gaps(bound: inspect.BoundArguments) -> None:
 
 
 def without_defaults(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments without those that are what the kernel's `run` takes them for when they are left out."""
     signature = _run_signature(type(kernel), _signature_source(kernel))
@@ -203,13 +204,13 @@ def without_defaults(
     return args[:kept], rest
 
 
-def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
+def _is_default(parameter: inspect.Parameter | None, value: object) -> bool:
     if parameter is None or is_array(value) or is_array(parameter.default):
         return False
     return tokens_of(parameter.default) == tokens_of(value)
 
 
-def _signature_source(kernel: Kernel[Any, Any]) -> str:
+def _signature_source(kernel: Kernel[Cfg, Out]) -> str:
     if overrides(kernel, "run"):
         return "run"
     forms = run_forms(kernel)

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from ejkernel.ops.core.hooks import Kernel, config_type_of, hook, run_forms
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, config_type_of, hook, run_forms
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.typenames import note_type
@@ -16,7 +17,7 @@ from ejkernel.ops.utils.values.typenames import note_type
 logger = logging.getLogger(__name__)
 
 
-def names_of(kernel: Kernel[Any, Any]) -> Names:
+def names_of(kernel: Kernel[Cfg, Out]) -> Names:
     """Return what the signatures of the kernel's `run`, in all its forms, and its configuration's type name."""
     names = Names()
     for form in ("run", *run_forms(kernel)):
@@ -29,7 +30,7 @@ def names_of(kernel: Kernel[Any, Any]) -> Names:
     return names
 
 
-def note_config_types(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> None:
+def note_config_types(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> None:
     """Let files name the type of the configurations that the call's kernel makes, if its class names none."""
     if kernel.config_type is not None:
         return
@@ -59,7 +60,7 @@ def _config_types() -> Iterator[type]:
         yield from names.types()
 
 
-def _subclasses(cls: type[Any]) -> Iterator[Any]:
+def _subclasses(cls: type[object]) -> Iterator[Any]:
     for found in cls.__subclasses__():
         yield found
         yield from _subclasses(found)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -12,8 +12,8 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.declared import names_of
+from ejkernel.ops.core.hooks import Kernel, living_kernels
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
-from ejkernel.ops.core.kernel import Kernel, living_kernels
 from ejkernel.ops.core.primitive import Call, call_of, residual_trees, types_of
 from ejkernel.ops.core.transformations.autodiff import differentiate
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, TransposedVmapped, Vmapped
@@ -34,7 +34,7 @@ _MAX_KERNELS: Final = 8  # of one name, that are tried
 _MAX_DERIVATIVES: Final = 4  # each doubles what is to be traced
 
 
-def rebuild(description: Any, *, key: str | None = None, op: str | None = None) -> Invocation[Any, Any]:
+def rebuild(description: object, *, key: str | None = None, op: str | None = None) -> Invocation[Any, Any]:
     """Return the call, for this process's default device, that `Invocation.description` was made of.
 
     The kernel must be there already: the latest living one of the operation's name and version that makes such a call
@@ -83,7 +83,7 @@ def _rebuilt(
     return inv
 
 
-def _checked(data: Any) -> dict[str, Any]:
+def _checked(data: object) -> dict[str, Any]:
     if type(data) is not dict or not _REQUIRED <= set(data) <= _REQUIRED | _OPTIONAL:
         fields = ", ".join(sorted(data)) if type(data) is dict and all(type(name) is str for name in data) else data
         raise DescriptionError(f"it needs op, args and kwargs, and has {shown(fields)}")
@@ -175,7 +175,7 @@ class _Building:
     def call(self) -> Call:
         return dataclasses.replace(call_of(services.default_executor(), self.node), linear=self.linear)
 
-    def vmapped(self, step: list[Any], more: dict[str, Any]) -> _Building:
+    def vmapped(self, step: Sequence[object], more: Mapping[str, object]) -> _Building:
         """Return the node under one `vmap`."""
         size, own = step[1], step[2]
         axes = more.get("axes") if self.linear else own
@@ -233,7 +233,7 @@ def _with_residuals(node: Node) -> Node:
     raise DescriptionError("only a forward has residuals")
 
 
-def _is_axis(axis: Any, rank: int) -> bool:
+def _is_axis(axis: object, rank: int) -> bool:
     return axis is None or (type(axis) is int and 0 <= axis <= rank)
 
 

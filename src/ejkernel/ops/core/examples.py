@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,54 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
+from ejkernel.ops.core.hooks import Kernel, overrides
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, overrides
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.checks import asked
+from ejkernel.ops.utils.random_arrays import LARGE, random_array
 from ejkernel.ops.utils.telling import value_text
 from ejkernel.ops.utils.values.signature import is_array
 
-_LARGE = 1 << 20  # elements from which random arrays are made on the device
 
-
-def random_array(like: Any, rng: np.random.Generator) -> Any:
-    """Return a random array of the shape and dtype of `like`; see `Kernel.example_inputs`."""
-    if compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key):
-        first = jax.random.key(int(rng.integers(2**31)), impl=compat.key_implementation(like.dtype))
-        keys = jax.random.split(first, max(1, int(np.prod(like.shape))))
-        return keys[: int(np.prod(like.shape))].reshape(like.shape)
-    if like.dtype == np.bool_:
-        return jnp.asarray(rng.integers(0, 2, like.shape).astype(np.bool_))
-    if not is_inexact(like):
-        return jnp.asarray(rng.integers(0, 2, like.shape).astype(like.dtype))
-    if math.prod(like.shape) > _LARGE:
-        return _normal(int(rng.integers(2**31)), like.shape, jnp.dtype(like.dtype))
-    values = rng.standard_normal(like.shape, np.float32)
-    if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        values = values + 1j * rng.standard_normal(like.shape, np.float32)
-    return jnp.asarray(values.astype(like.dtype))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return normal numbers that the device made by itself: the host takes seconds for them, and to send them."""
-    # this generator is made for a device, and compiles in no time; JAX's default is made to be split
-    return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, dtype)
-
-
-def random_inputs(tree: Any, rng: np.random.Generator) -> Any:
-    """Return `tree` with a random array in place of each array."""
-    return jax.tree.map(lambda leaf: random_array(leaf, rng) if is_array(leaf) else leaf, tree)
-
-
-def example_types(inv: Invocation[Any, Any]) -> list[jax.ShapeDtypeStruct]:
+def example_types(inv: Invocation[Cfg, Out]) -> list[jax.ShapeDtypeStruct]:
     """Return the types of what `example_arrays` returns."""
     return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in inv.argument_types]
 
 
-def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: Choice) -> list[Any]:
+def example_arrays(inv: Invocation[Cfg, Out], rng: np.random.Generator, choice: Choice) -> list[Any]:
     """Return arrays for all arguments of `inv.node`: residuals, the call's own arrays, tangents or cotangents.
 
     Residuals must belong to the arrays, so they are computed, with `choice`; the rest is random.
@@ -75,7 +43,7 @@ def example_arrays(inv: Invocation[Any, Any], rng: np.random.Generator, choice: 
     ]
 
 
-def _residuals(forward: Node, primals: Sequence[Any], choice: Choice) -> list[Any]:
+def _residuals(forward: Node, primals: Sequence[jax.Array], choice: Choice) -> list[Any]:
     levels = []
     while isinstance(forward, Vmapped):
         levels.append(forward.level)
@@ -87,7 +55,7 @@ def _residuals(forward: Node, primals: Sequence[Any], choice: Choice) -> list[An
     return list(jax.jit(node.flat(choice))(*primals))
 
 
-def _primals(inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
+def _primals(inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
     """Return the arrays of the forward call, with the batch axes of all enclosing `vmap`s."""
     kernel = inv.kernel
     assert kernel is not None  # a node has a kernel
@@ -99,7 +67,7 @@ def _primals(inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
     return stacked(examples, levels)
 
 
-def _one_example(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
+def _one_example(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
     answer: Any = asked(f"{kernel.op_id}: example_inputs", kernel.example_inputs, inv, rng)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
         raise KernelError(f"{kernel.op_id}: example_inputs must return (args, kwargs), got {value_text(answer)}.")
@@ -134,9 +102,9 @@ def stacked(examples: list[list[Any]], levels: Sequence[tuple[Any, int]]) -> lis
     return examples[0]
 
 
-def stack(arrays: Sequence[Any], axis: int) -> Any:
+def stack(arrays: Sequence[jax.Array], axis: int) -> Any:
     """Return arrays along a new axis; small ones take the way through the host, which compiles nothing."""
     first = arrays[0]
-    if first.size > _LARGE or compat.dtypes.issubdtype(first.dtype, compat.dtypes.prng_key):
+    if first.size > LARGE or compat.dtypes.issubdtype(first.dtype, compat.dtypes.prng_key):
         return jnp.stack(arrays, axis)
     return jnp.asarray(np.stack([np.asarray(array) for array in arrays], axis))

@@ -16,7 +16,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.kernel import Kernel, hook, overrides
+from ejkernel.ops.core.hooks import Kernel, hook, overrides
 from ejkernel.ops.core.transformations.autodiff import wiring, with_spec
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
@@ -291,7 +291,7 @@ class Invocation(Generic[Cfg, Out]):
         )
 
 
-def _step(kind: str, *rest: Any) -> list[Any]:
+def _step(kind: str, *rest: object) -> list[Any]:
     return [kind, *[part if isinstance(part, int | list) else str(part) for part in rest]]  # a symbol has a name
 
 
@@ -299,7 +299,7 @@ def _weakly(node: Node | None) -> Node | None:
     return None if node is None else with_spec(node, node.spec.weak())
 
 
-def _fields_of(kernel: Any) -> Any:
+def _fields_of(kernel: object) -> Any:
     """Return the fields of a kernel that is a dataclass: it computes something else with others."""
     if not dataclasses.is_dataclass(kernel):
         return None
@@ -349,7 +349,7 @@ def _example(aval: Any, axis: int | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
-def _is_stable(value: Any) -> bool:
+def _is_stable(value: object) -> bool:
     try:
         describe(value)
     except UnstableKeyError:
@@ -358,9 +358,9 @@ def _is_stable(value: Any) -> bool:
 
 
 def default_key_builder_with_sharding(
-    kernel: Kernel[Any, Any] | Invocation[Any, Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    kernel: Kernel[Cfg, Out] | Invocation[Cfg, Out],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
 ) -> ConfigKey:
     """Return the key of a call with the sharding of its arrays in it, for executors that tune per layout.
 

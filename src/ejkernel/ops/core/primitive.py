@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ejkernel import compat
 from ejkernel.compat import ad
 from ejkernel.ops.core.context import Settings, settings_in_force
+from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
@@ -170,12 +170,12 @@ class _Traces:
         self.found: dict[Any, _Found] = {}
         self.known: Bounded[Types] = Bounded()
 
-    def of(self, avals: Sequence[Any]) -> Types:
+    def of(self, avals: Sequence[object]) -> Types:
         key = (tuple(avals), compat.trace_context())
         known = self.known.get(key)
         return self.known.keep(key, self._traced(avals)) if known is None else known
 
-    def _traced(self, avals: Sequence[Any]) -> Types:
+    def _traced(self, avals: Sequence[object]) -> Types:
         jaxpr = compat.traced(self._typed, avals)
         foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
         if foreign:
@@ -183,10 +183,10 @@ class _Traces:
         found = self.found.get(_shapes(avals), _Found())
         return Types(jaxpr=jaxpr, effects=compat.outer_effects(jaxpr), found=found, platform=self.platform)
 
-    def _typed(self, *arrays: Any) -> tuple[Any, ...]:
+    def _typed(self, *arrays: jax.Array) -> tuple[Any, ...]:
         found = self.found[_shapes(arrays)] = _Found()
 
-        def pick(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def pick(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
             found.config = _config_for_types(self.call, self.platform, args, kwargs)
             return found.config
 
@@ -206,7 +206,7 @@ _traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)
 _eager: PerObject[Bounded[Callable[..., Any]]] = PerObject(Bounded)
 
 
-def types_of(call: Call, avals: Sequence[Any]) -> Types:
+def types_of(call: Call, avals: Sequence[object]) -> Types:
     """Return the result types, effects and structure of `call`, with any valid configuration and no measurement.
 
     Raises:
@@ -223,13 +223,13 @@ def types_of(call: Call, avals: Sequence[Any]) -> Types:
         return found.of(avals)
 
 
-def known_types(call: Call, avals: Sequence[Any]) -> Types | None:
+def known_types(call: Call, avals: Sequence[object]) -> Types | None:
     """Return what `types_of` found before, if it was asked."""
     found = _traces.of(call.node.spec.kernel).get(call.weak)
     return None if found is None else found.known.get((tuple(avals), compat.trace_context()))
 
 
-def _closed_over(call: Call, avals: Sequence[Any]) -> ArgumentError:
+def _closed_over(call: Call, avals: Sequence[object]) -> ArgumentError:
     kernel = call.node.spec.kernel
     shown = ", ".join(str(aval) for aval in avals)
     return ArgumentError(
@@ -238,7 +238,7 @@ def _closed_over(call: Call, avals: Sequence[Any]) -> ArgumentError:
     )
 
 
-def _config_for_types(call: Call, platform: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _config_for_types(call: Call, platform: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
     if call.override is not None:
         return call.override.config
     kernel = call.node.spec.kernel
@@ -252,14 +252,14 @@ def _config_for_types(call: Call, platform: str, args: tuple[Any, ...], kwargs: 
         return call.host.choose_for_types(inv)
 
 
-def _abstract_eval(*avals: Any, call: Call) -> tuple[Sequence[Any], Any]:
+def _abstract_eval(*avals: object, call: Call) -> tuple[Sequence[Any], Any]:
     types = types_of(call, avals)
     return types.avals, types.effects
 
 
-def _impl(*arrays: Any, call: Call) -> Sequence[Any]:
+def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
     if compat.jit_disabled():
-        return _compute(call, (jax.default_backend(),), None, *arrays)
+        return _compute(call, jax.default_backend(), *arrays)
     compiled, key = _eager.of(call.node.spec.kernel), (call.weak, call.host.generation)
     function = compiled.get(key)
     if function is None:
@@ -268,20 +268,16 @@ def _impl(*arrays: Any, call: Call) -> Sequence[Any]:
     return list(function(*arrays))
 
 
-def _compute(call: Call, platforms: Sequence[str], expected: Sequence[Any] | None, *arrays: Any) -> Sequence[Any]:
-    if len(platforms) == 1:
-        avals = [jax.typeof(array) for array in arrays]
-        return call.host.body_of(call, platforms[0], avals, expected).compute(*arrays)
-    branches = {platform: functools.partial(_compute, call, (platform,), expected) for platform in platforms}
-    out: Sequence[Any] = compat.run_on_platform(branches, *arrays)
-    return out
+def _compute(call: Call, platform: str, *arrays: jax.Array) -> Sequence[Any]:
+    avals = [jax.typeof(array) for array in arrays]
+    return call.host.body_of(call, platform, avals, None).compute(*arrays)
 
 
 def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     platforms = compat.lowering_platforms(ctx)
+    if len(platforms) > 1:
+        return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     with call.settings.entered(), compat.lowering(ctx):
-        if len(platforms) > 1:
-            return compat.lower_function(ctx, functools.partial(_compute, call, platforms, ctx.avals_out), *values)
         # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
         body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
         if body.jaxpr is None:
@@ -291,7 +287,7 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
         return out
 
 
-def _lower_computed(ctx: Any, body: Body, call: Call, *values: Any) -> Any:
+def _lower_computed(ctx: Any, body: Body, call: Call, *values: object) -> Any:
     try:
         return compat.lower_function(ctx, body.compute, *values)
     except KeyError as error:  # what JAX says of an ordered effect that it was not told of
@@ -308,7 +304,7 @@ call_p.def_impl(_impl)
 compat.mlir.register_lowering(call_p, _lower)
 
 
-def _batch(axis_data: Any, arrays: Sequence[Any], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
+def _batch(axis_data: Any, arrays: Sequence[object], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     named = compat.is_named(axis_data.name)
     alike = all(axis is None for axis in axes)  # also called when nothing is batched
     if alike and not (named and axis_data.name in _axes_of(call, [jax.typeof(array) for array in arrays])):
@@ -322,7 +318,7 @@ def _batch(axis_data: Any, arrays: Sequence[Any], axes: Sequence[Any], *, call: 
     return out, [0] * len(out)
 
 
-def _axes_of(call: Call, avals: Sequence[Any]) -> set[Any]:
+def _axes_of(call: Call, avals: Sequence[object]) -> set[Any]:
     """Return the names of axes that collectives in the call go over."""
     node = call.node
     if not call.linear:
@@ -338,7 +334,7 @@ def _axes_of(call: Call, avals: Sequence[Any]) -> set[Any]:
 compat.batching.fancy_primitive_batchers[call_p] = _batch
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     wrt = tuple(not compat.is_zero_tangent(tangent) for tangent in tangents)
     fixed = len(primals) - call.linear
     if call.linear and not any(wrt[:fixed]):
@@ -349,7 +345,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tupl
 
 
 def _differentiate(
-    primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, ...], call: Call
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], wrt: tuple[bool, ...], call: Call
 ) -> tuple[Any, Any]:
     avals = [jax.typeof(p) for p in primals]
     if any(map(compat.is_reference, avals)):
@@ -372,24 +368,26 @@ def _differentiate(
     return out, [next(found) if has else compat.zero_for(value) for value, has in zip(out, outs, strict=True)]
 
 
-def _named(results: Sequence[Any], count: int, op_id: str) -> list[Any]:
+def _named(results: Sequence[object], count: int, op_id: str) -> list[Any]:
     """Return outputs and residuals with the names by which a policy of `jax.checkpoint` may save them."""
     names = (f"{op_id}.out" if index < count else f"{op_id}.residuals" for index in range(len(results)))
     return [checkpoint_name(value, name) for value, name in zip(results, names, strict=True)]
 
 
-def _through(primals: Sequence[Any], tangents: Sequence[Any], wrt: tuple[bool, ...], call: Call) -> tuple[Any, Any]:
+def _through(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], wrt: tuple[bool, ...], call: Call
+) -> tuple[Any, Any]:
     """Differentiate the call as if the primitive were not there: computed anew, effects would happen twice."""
     given = iter(tangents)
     all_tangents = [next(given) if has else zero_tangent(p) for p, has in zip(primals, wrt, strict=True)]
     with call.settings.entered():
-        compute = functools.partial(_compute, call, (jax.default_backend(),), None)
+        compute = functools.partial(_compute, call, jax.default_backend())
         out, found = jax.jvp(lambda *arrays: tuple(compute(*arrays)), tuple(primals), tuple(all_tangents))
     pairs = zip(out, found, strict=True)
     return list(out), [compat.zero_for(v) if compat.is_zero_tangent(t) else t for v, t in pairs]
 
 
-def residual_trees(call: Call, avals: Sequence[Any]) -> tuple[Any, Any] | None:
+def residual_trees(call: Call, avals: Sequence[object]) -> tuple[Any, Any] | None:
     """Return the structures of output and residuals, if the call is a forward whose kernel has the residual form."""
     root = innermost(call.node)
     kernel = call.node.spec.kernel
@@ -407,7 +405,7 @@ _EMPTY_TREES = (jax.tree.structure(()), jax.tree.structure(()))
 ad.primitive_jvps[call_p] = _jvp
 
 
-def _transpose(cotangents: Sequence[Any], *arguments: Any, call: Call) -> list[Any]:
+def _transpose(cotangents: Sequence[object], *arguments: object, call: Call) -> list[Any]:
     if not call.linear:
         return _transpose_forward(cotangents, arguments, call)
     fixed = len(arguments) - call.linear
@@ -416,7 +414,7 @@ def _transpose(cotangents: Sequence[Any], *arguments: Any, call: Call) -> list[A
     return [None] * fixed + list(call_p.bind(*arguments[:fixed], *given, call=transposed))
 
 
-def _transpose_forward(cotangents: Sequence[Any], arguments: Sequence[Any], call: Call) -> list[Any]:
+def _transpose_forward(cotangents: Sequence[object], arguments: Sequence[Any], call: Call) -> list[Any]:
     """Transpose a call that is linear in what is asked for: its gradient, at zero as well as anywhere."""
     wanted = tuple(ad.is_undefined_primal(argument) for argument in arguments)
     pairs = zip(arguments, wanted, strict=True)
@@ -428,7 +426,7 @@ def _transpose_forward(cotangents: Sequence[Any], arguments: Sequence[Any], call
     return [next(found) if unknown else None for unknown in wanted]
 
 
-def _discharge(in_avals: Sequence[Any], *arrays: Any, call: Call) -> tuple[list[Any], Sequence[Any]]:
+def _discharge(in_avals: Sequence[object], *arrays: jax.Array, call: Call) -> tuple[list[Any], Sequence[Any]]:
     references = tuple(map(compat.is_reference, in_avals))
     out = call_p.bind(*arrays, call=dataclasses.replace(call, node=Discharged(call.node, references)))
     after = iter(out[len(out) - sum(references) :])

@@ -10,16 +10,17 @@ from typing import Any
 import jax
 
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.utils.checks import check_argument
 
 
 def vmap_with_config(
-    kernel: Kernel[Any, Any],
+    kernel: Kernel[Cfg, Out],
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
-    cfg: Any = None,
+    cfg: Cfg | None = None,
     executor: Executor[Any, Any] | None = None,
     **vmap_options: Any,
 ) -> Callable[..., Any]:
@@ -35,7 +36,7 @@ def vmap_with_config(
     """
     check_argument(callable(kernel), "kernel", "a Kernel", kernel)
 
-    def batched(*args: Any, **kwargs: Any) -> Any:
+    def batched(*args: Any, **kwargs: object) -> Any:
         call = functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs)
         return jax.vmap(call, in_axes=in_axes, out_axes=out_axes, **vmap_options)(*args)
 
@@ -43,12 +44,12 @@ def vmap_with_config(
 
 
 def pmap_with_config(
-    kernel: Kernel[Any, Any],
+    kernel: Kernel[Cfg, Out],
     axis_name: str | None = None,
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
-    cfg: Any = None,
+    cfg: Cfg | None = None,
     executor: Executor[Any, Any] | None = None,
     **pmap_options: Any,
 ) -> Callable[..., Any]:
@@ -65,7 +66,7 @@ def pmap_with_config(
     """
     check_argument(callable(kernel), "kernel", "a Kernel", kernel)
 
-    def parallel(*args: Any, **kwargs: Any) -> Any:
+    def parallel(*args: Any, **kwargs: object) -> Any:
         call = functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs)
         return jax.pmap(call, axis_name=axis_name, in_axes=in_axes, out_axes=out_axes, **pmap_options)(*args)
 

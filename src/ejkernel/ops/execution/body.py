@@ -21,6 +21,7 @@ from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.kernel import hook
 from ejkernel.ops.core.primitive import Call, Types, known_types, types_of
 from ejkernel.ops.core.transformations.nodes import Choice, Node
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CacheWarning, KernelError, NoConfigError, SerializationError
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.meta import label, stamp
@@ -54,7 +55,7 @@ class ResolvedCall:
         """The name that the computation has for people who read profiles."""
         return self.inv.op_id
 
-    def compute(self, *arrays: Any) -> tuple[Any, ...]:
+    def compute(self, *arrays: jax.Array) -> tuple[Any, ...]:
         """Compute the call, check the types of its results, and label one of them."""
         with jax.named_scope(self.scope):
             resolution, out = self._computed(arrays)
@@ -66,7 +67,7 @@ class ResolvedCall:
             self._say_unlabelled()
         return tuple(stamped)
 
-    def label(self, values: Sequence[Any], inputs: Sequence[Any]) -> None:
+    def label(self, values: Sequence[object], inputs: Sequence[object]) -> None:
         """Do the same for what was made of `jaxpr`, whose types are those that were expected."""
         if self._told is not None and not any(compat.label_value(value, inputs, *self._told) for value in values):
             self._say_unlabelled()
@@ -87,13 +88,13 @@ class ResolvedCall:
     def _say_unlabelled(self) -> None:
         logger.debug("%s carries no label: each of its results is one of its inputs", self.inv.op_id_v)
 
-    def _out_tree(self, node: Node, arrays: Sequence[Any]) -> Any:
+    def _out_tree(self, node: Node, arrays: Sequence[jax.Array]) -> Any:
         """Return the structure of the output of a part of the call, if that was traced for its own types."""
         part = dataclasses.replace(self.call, node=node, linear=0)
         types = known_types(part, [jax.typeof(array) for array in arrays])
         return None if types is None else types.trees[0]
 
-    def _computed(self, arrays: Sequence[Any]) -> tuple[Resolution[Any], Sequence[Any]]:
+    def _computed(self, arrays: Sequence[jax.Array]) -> tuple[Resolution[Any], Sequence[Any]]:
         """Compute the call; where a configuration that was saved does not run, with the heuristic's, and a warning."""
         inv, node, resolution = self.inv, self.call.node, self.resolution
         try:
@@ -120,8 +121,8 @@ class ResolvedCall:
 def resolved(
     call: Call,
     platform: str,
-    avals: Sequence[Any],
-    expected: Sequence[Any] | None,
+    avals: Sequence[object],
+    expected: Sequence[object] | None,
     *,
     resolve: Callable[[Invocation[Any, Any]], Resolution[Any]],
     stamp_prefix: str,
@@ -136,14 +137,14 @@ def resolved(
     )
 
 
-def _trace_with(config: Any, call: Call, avals: Sequence[Any], platform: str) -> Any:
+def _trace_with(config: object, call: Call, avals: Sequence[object], platform: str) -> Any:
     """Return what was traced for the call's types, if it is the whole call under this configuration."""
     if not call.node.types_are_whole:
         return None
     return _if_same(types_of(call, avals), config, platform)
 
 
-def _if_same(types: Types, config: Any, platform: str) -> Any:
+def _if_same(types: Types, config: object, platform: str) -> Any:
     """Return the computation that types were taken from, if it is that under this configuration."""
     if types.config is None or not types.still_hold(platform) or compat.has_references(types.jaxpr):
         return None
@@ -153,7 +154,7 @@ def _if_same(types: Types, config: Any, platform: str) -> Any:
         return None
 
 
-def _does_not_fit(inv: Invocation[Any, Any], resolution: Resolution[Any]) -> KernelError:
+def _does_not_fit(inv: Invocation[Cfg, Out], resolution: Resolution[Any]) -> KernelError:
     stands_for_it = (inv.representative.args, dict(inv.representative.kwargs))
     return KernelError(
         f"{inv.op_id}: {resolution.config!r} (from {resolution.source}) was found for {stands_for_it!r} and does not "
@@ -163,7 +164,7 @@ def _does_not_fit(inv: Invocation[Any, Any], resolution: Resolution[Any]) -> Ker
 
 
 def _check_types(
-    inv: Invocation[Any, Any], resolution: Resolution[Any], expected: Sequence[Any] | None, out: Sequence[Any]
+    inv: Invocation[Cfg, Out], resolution: Resolution[Any], expected: Sequence[Any] | None, out: Sequence[Any]
 ) -> None:
     """Raise if the results are not what the call was traced with: then shapes depend on the configuration."""
     if expected is None:
@@ -177,5 +178,5 @@ def _check_types(
         )
 
 
-def _shown(types: list[tuple[tuple[int, ...], Any]]) -> str:
+def _shown(types: list[tuple[tuple[int, ...], object]]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types)

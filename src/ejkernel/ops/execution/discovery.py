@@ -16,7 +16,7 @@ from ejkernel.ops.registry import recording
 from ejkernel.ops.utils.values.signature import is_array
 
 
-def discover(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocation[Any, Any]]:
+def discover(fn: Callable[..., Any], *args: object, **kwargs: object) -> list[Invocation[Any, Any]]:
     """Return the distinct calls of `fn(*args, **kwargs)`, forward and backward, in the order of lowering.
 
     Nothing is run, measured or noted on disk, and no policy makes a call without a configuration an error. Arrays may
@@ -30,7 +30,7 @@ def discover(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Invocati
 
 
 def discover_for(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, platform: str | None = None
+    fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], *, platform: str | None = None
 ) -> list[Invocation[Any, Any]]:
     """Return what `discover` returns, of the program that `fn` is on `platform` (`cpu`, `gpu` or `tpu`)."""
     if not callable(fn):
@@ -43,13 +43,13 @@ def discover_for(
 
 
 def _of_arrays(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """Return `fn` as a jitted function of the arrays alone, and these arrays."""
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
 
-    def of_arrays(*arrays: Any) -> Any:
+    def of_arrays(*arrays: jax.Array) -> Any:
         filled = list(leaves)
         for index, array in zip(positions, arrays, strict=True):
             filled[index] = array

@@ -7,7 +7,7 @@ import math
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -54,7 +54,12 @@ class Plans:
         self._bind = weakref.WeakMethod(bind)
 
     def run(
-        self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any, override: Hashable | None
+        self,
+        kernel: object,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        cfg: object,
+        override: Hashable | None,
     ) -> Any:
         """Run a call, and keep what was compiled for it.
 
@@ -81,10 +86,10 @@ class Plans:
         table.keep(key, plan)
         return out
 
-    def _by_types(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def _by_types(self, kernel: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
         bind, owner = self._bind, weakref.ref(kernel)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             if any(map(_is_exception, (*args, *kwargs.values()))):
                 raise NotByEquality
             return _alive(bind)(_alive(owner), args, kwargs, None)
@@ -101,17 +106,17 @@ class _Detour:
     def __init__(self, plans: Plans, kernel: weakref.ref[Any]) -> None:
         self._plans, self._kernel = weakref.ref(plans), kernel
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return _alive(self._plans).run(_alive(self._kernel), args, kwargs, None, None)
 
 
 class _ScannedPlan:
     """A compiled function of the arrays of a call; all else is taken from the call that has it traced."""
 
-    def __init__(self, bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: Any) -> None:
+    def __init__(self, bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object) -> None:
         current = self._current = threading.local()
 
-        def run(*arrays: Any) -> Any:
+        def run(*arrays: jax.Array) -> Any:
             leaves, tree = jax.tree.flatten(current.call, is_leaf=stands_for_array)
             given = iter(arrays)
             filled = [next(given) if _is_given(leaf) else leaf for leaf in leaves]
@@ -120,7 +125,7 @@ class _ScannedPlan:
 
         self._jitted: Any = jax.jit(run)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], arrays: list[Any]) -> Any:
+    def __call__(self, args: tuple[object, ...], kwargs: Mapping[str, object], arrays: Sequence[jax.Array]) -> Any:
         self._current.call = args, kwargs
         try:
             return self._jitted(*arrays)
@@ -133,7 +138,7 @@ class Traced(Exception):
 
 
 def _scanned(
-    args: tuple[Any, ...], kwargs: dict[str, Any], override: Hashable | None
+    args: tuple[object, ...], kwargs: Mapping[str, object], override: Hashable | None
 ) -> tuple[tuple[Hashable, ...], list[Any]]:
     """Return what tells apart calls that share no plan, and the arrays in the order of `jax.tree.flatten`."""
     key: list[Hashable] = [_SCANNED, override]
@@ -169,7 +174,7 @@ def _scan(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
         _scan_other(value, key, arrays)
 
 
-def _scan_other(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
+def _scan_other(value: object, key: list[Hashable], arrays: list[Any]) -> None:
     if isinstance(value, jax.core.Tracer):
         raise Traced
     if _is_given(value):
@@ -190,23 +195,23 @@ def _scan_other(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
         _scan(child, key, arrays)
 
 
-def _is_given(leaf: Any) -> bool:
+def _is_given(leaf: object) -> bool:
     return is_array(leaf) or stands_for_array(leaf)
 
 
-def is_static(value: Any) -> bool:
+def is_static(value: object) -> bool:
     """Return whether an argument holds no array."""
     return not any(map(_is_given, jax.tree.leaves(value, is_leaf=stands_for_array))) and value is not None
 
 
-def _goes_by_type(value: Any) -> bool:
+def _goes_by_type(value: object) -> bool:
     """Return whether the type of `value` tells whether it is an array, and equal values of the type are the same."""
     if type(value) in _BY_EQUALITY:
         return not _is_exception(value)
     return isinstance(value, _DTYPES) or (isinstance(value, _ARRAY_TYPES) and is_array(value))
 
 
-def _is_exception(value: Any) -> bool:
+def _is_exception(value: object) -> bool:
     return type(value) is float and (value == 0.0 or math.isnan(value))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, Protocol, cast, overload
 
 import jax
@@ -63,7 +63,7 @@ class Executor(Generic[Cfg, Out]):
         if subscribe is not None:
             subscribe(self._forget_plans)
 
-    def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+    def __call__(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Out:
         """Run `kernel`.
 
         Args:
@@ -86,7 +86,7 @@ class Executor(Generic[Cfg, Out]):
                     pass
         return self._call(kernel, args, kwargs, cfg)
 
-    def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Cfg:
+    def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
         """Return the configuration that a call with these arguments would run with."""
         return self.resolve(self._invocation(kernel, args, kwargs, cfg)).config
 
@@ -94,7 +94,7 @@ class Executor(Generic[Cfg, Out]):
     def explain(self, target: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Explanation: ...
     @overload
     def explain(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations: ...
-    def explain(self, target: Any, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Any:
+    def explain(self, target: Any, *args: Any, cfg: Cfg | None = None, **kwargs: object) -> Any:
         """Say which key a call has, what every tier answers, and which configuration it would run with.
 
         Nothing is measured. For a function, such as `flash_attention` or `jax.grad(loss)`, each kernel call in it is
@@ -108,7 +108,7 @@ class Executor(Generic[Cfg, Out]):
         return Explanations(explain_call(self.chooser, inv, self.stamp_prefix) for inv in calls)
 
     def compile(
-        self, kernel: Kernel[Cfg, Out], *example_args: Any, cfg: Cfg | None = None, **example_kwargs: Any
+        self, kernel: Kernel[Cfg, Out], *example_args: object, cfg: Cfg | None = None, **example_kwargs: object
     ) -> Callable[..., Out]:
         """Return a function under `jax.jit` that runs `kernel` with the configuration found for the examples.
 
@@ -117,7 +117,7 @@ class Executor(Generic[Cfg, Out]):
         chosen = self.choose_config(kernel, *example_args, cfg=cfg, **example_kwargs)
         defaults = {name: value for name, value in example_kwargs.items() if is_static(value)}
 
-        def compiled(*args: Any, **kwargs: Any) -> Out:
+        def compiled(*args: object, **kwargs: object) -> Out:
             return self(kernel, *args, cfg=chosen, **{**defaults, **kwargs})
 
         static_positions = [index for index, value in enumerate(example_args) if is_static(value)]
@@ -141,7 +141,9 @@ class Executor(Generic[Cfg, Out]):
         """A number that changes when eager programs must be compiled again."""
         return self._generation
 
-    def body_of(self, call: Call, platform: str, avals: Sequence[Any], expected: Sequence[Any] | None) -> ResolvedCall:
+    def body_of(
+        self, call: Call, platform: str, avals: Sequence[object], expected: Sequence[object] | None
+    ) -> ResolvedCall:
         """Resolve the call's configuration; what it computes is checked against the `expected` types."""
         return resolved(call, platform, avals, expected, resolve=self.resolve, stamp_prefix=self.stamp_prefix)
 
@@ -174,8 +176,8 @@ class Executor(Generic[Cfg, Out]):
     def _bind(
         self,
         kernel: Kernel[Cfg, Out],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         cfg: Cfg | None,
         method: str | None = None,
         *,
@@ -207,7 +209,7 @@ class Executor(Generic[Cfg, Out]):
         if arrays:
             raise ArgumentError(f"method='shard_map' takes arrays by position, got {', '.join(arrays)} by keyword.")
 
-        def local(*parts: Any) -> Out:
+        def local(*parts: object) -> Out:
             filled = list(args)
             for index, part in zip(given, parts, strict=True):
                 filled[index] = part
@@ -217,14 +219,14 @@ class Executor(Generic[Cfg, Out]):
         return mapped(*[args[index] for index in given])
 
     def _invocation(
-        self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
+        self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object], cfg: Cfg | None
     ) -> Invocation[Cfg, Out]:
         kernel, args = unbound(kernel, args)
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
 
 
-def _chooses_by_itself(chooser: Any) -> bool:
+def _chooses_by_itself(chooser: object) -> bool:
     """Return whether `choose` was overridden in a class below the one that says what `resolve` does, or later."""
     for scope in (vars(chooser), *map(vars, type(chooser).__mro__)):
         if "choose" in scope or "resolve" in scope:
@@ -233,7 +235,7 @@ def _chooses_by_itself(chooser: Any) -> bool:
 
 
 def _prepared(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
+    kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object], cfg: object
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Return the arguments as `run` is to see them, and the configuration that the caller insists on."""
     if any(map(stands_for_array, jax.tree.leaves((args, kwargs), is_leaf=stands_for_array))):
@@ -249,7 +251,7 @@ def _prepared(
     return args, {name: value for name, value in kwargs.items() if name != "cfg"}, spelled_out
 
 
-def _override_token(config: Any) -> Hashable:
+def _override_token(config: object) -> Hashable:
     if dataclasses.is_dataclass(config):
         return token_of(config)
     try:

@@ -14,7 +14,7 @@ from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
 from ejkernel.ops.config.tiers import PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.nearest import why_no_entry
 from ejkernel.ops.utils.meta import label
@@ -72,7 +72,7 @@ class Explanations(tuple[Explanation, ...]):
         return "\n\n".join(map(str, self)) or "no kernel is called"
 
 
-def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explanation:
+def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Explanation:
     """Ask every tier of `chooser` about `inv`, without measuring or remembering anything."""
     kernel = inv.kernel
     consult: Callable[..., list[Consulted]] = getattr(chooser, "consult", None) or BareChooser(chooser).consult
@@ -97,7 +97,7 @@ def explain_call(chooser: Any, inv: Invocation[Any, Any], prefix: str) -> Explan
     )
 
 
-def _with_reason(tier: Consulted, chooser: Any, inv: Invocation[Any, Any], key: ConfigKey) -> Consulted:
+def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
     """Say more about why the persistent tier has no answer."""
     store = getattr(chooser, "persistent", None)
     if tier.tier != PERSISTENT.name or tier.resolution is not None or not isinstance(store, PersistentCache):
@@ -106,7 +106,7 @@ def _with_reason(tier: Consulted, chooser: Any, inv: Invocation[Any, Any], key: 
 
 
 def _label_of(
-    inv: Invocation[Any, Any], key: ConfigKey | None, resolution: Resolution[Any] | None, prefix: str
+    inv: Invocation[Cfg, Out], key: ConfigKey | None, resolution: Resolution[Any] | None, prefix: str
 ) -> tuple[str | None, str]:
     if key is None or resolution is None:
         return None, "the call has no key" if key is None else "the call cannot run"
@@ -115,7 +115,7 @@ def _label_of(
     return label(inv.op_id_v, key.call, prefix), ""
 
 
-def _only_passes_inputs_on(inv: Invocation[Any, Any], config: Any) -> bool:
+def _only_passes_inputs_on(inv: Invocation[Cfg, Out], config: object) -> bool:
     node = inv.node
     arrays = [leaf for leaf in jax.tree.leaves((inv.abstract_args, inv.abstract_kwargs)) if hasattr(leaf, "shape")]
     if inv.batch_sizes or inv.direction != "fwd":

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.utils.printable import printable
 
 _SHOWN = 3  # differences that are told
@@ -25,7 +26,7 @@ class Difference(NamedTuple):
     stored: Any
 
 
-def why_no_entry(store: PersistentCache, inv: Invocation[Any, Any], key: ConfigKey) -> str:
+def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigKey) -> str:
     """Return why `store` has no configuration for a call: a sentence for `explain`."""
     problem = store.problem(key, None if inv.kernel is None else inv.kernel.config_type)
     if problem is not None:
@@ -48,7 +49,7 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Any, Any], key: ConfigK
     return f"no entry; nearest of {len(here)}: {_told(nearest)}"
 
 
-def differences(wanted: Any, stored: Any, path: str = "") -> list[Difference]:
+def differences(wanted: object, stored: object, path: str = "") -> list[Difference]:
     """Return where two descriptions of calls differ, innermost parts where both have the same form."""
     if json.dumps(wanted, sort_keys=True) == json.dumps(stored, sort_keys=True):  # as data, 1 and True are equal
         return []
@@ -59,13 +60,13 @@ def differences(wanted: Any, stored: Any, path: str = "") -> list[Difference]:
     return [found for name in names for found in _differing(mine, theirs, name)]
 
 
-def _differing(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> list[Difference]:
+def _differing(mine: Mapping[str, object], theirs: Mapping[str, object], name: str) -> list[Difference]:
     if name in mine and name in theirs:
         return differences(mine[name], theirs[name], name)
     return [Difference(name, mine.get(name), theirs.get(name))]
 
 
-def _parts(data: Any, path: str) -> dict[str, Any] | None:
+def _parts(data: object, path: str) -> dict[str, Any] | None:
     """Return the named parts of a described container, by their paths; `None` for what is told whole."""
     if isinstance(data, list):
         return {f"{path}[{index}]": item for index, item in enumerate(data)}
@@ -90,7 +91,7 @@ def _distance(found: list[Difference]) -> float:
     return sum(_apart(difference.wanted, difference.stored) for difference in found)
 
 
-def _apart(wanted: Any, stored: Any) -> float:
+def _apart(wanted: object, stored: object) -> float:
     """Return how far apart two parts of calls are: the logarithms of what sizes of arrays are multiplied by."""
     mine, theirs = _array(wanted), _array(stored)
     if mine is None or theirs is None or len(mine[1]) != len(theirs[1]):
@@ -102,7 +103,7 @@ def _apart(wanted: Any, stored: Any) -> float:
     )
 
 
-def _array(data: Any) -> tuple[str, list[Any]] | None:
+def _array(data: object) -> tuple[str, list[Any]] | None:
     parts = data.get("array") if isinstance(data, dict) else None
     return tuple(parts) if isinstance(parts, list) and len(parts) == 2 and isinstance(parts[1], list) else None
 

@@ -17,7 +17,7 @@ from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, prepared, unbound
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor, default_executor
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
 
-def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: Any) -> AutotuningResult:
+def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: object) -> AutotuningResult:
     """Tune every distinct call of a lowered program, forward and backward, on this machine.
 
     The program's labels name its calls, and what was recorded when it was lowered says what they are; lower it with
@@ -176,7 +176,7 @@ def _searches(
 
 def _tune_one(
     selector: ConfigSelectorChain[Any, Any],
-    inv: Invocation[Any, Any],
+    inv: Invocation[Cfg, Out],
     compiled: BundledCall | None,
 ) -> AutotuneData:
     policy = effective_policy(selector.policy, selector)
@@ -200,7 +200,7 @@ def autotune(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotunin
 def autotune(
     target: Any,
     *args: Any,
-    configs: Collection[Any] | None = None,
+    configs: Collection[object] | None = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,

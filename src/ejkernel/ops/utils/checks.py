@@ -15,7 +15,7 @@ T = TypeVar("T")
 _NAMED = (ArgumentError, ConfigError, KernelError, TuningError)  # and none below these, whose arguments may be others
 
 
-def check_argument(is_right: bool, name: str, wanted: str, value: Any) -> None:
+def check_argument(is_right: bool, name: str, wanted: str, value: object) -> None:
     """Raise unless an argument is what is wanted.
 
     Raises:
@@ -25,12 +25,12 @@ def check_argument(is_right: bool, name: str, wanted: str, value: Any) -> None:
         raise ArgumentError(f"{name} must be {wanted}, got {value_text(value)}.")
 
 
-def is_count(value: Any, least: int) -> bool:
+def is_count(value: object, least: int) -> bool:
     """Return whether it is an `int`, and at least so much."""
     return type(value) is int and value >= least
 
 
-def asked(what: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Return what a user's function returns; `what` is its name in the error if it raises.
 
     Raises:
@@ -55,7 +55,7 @@ def named(op_id: str) -> Iterator[None]:
         raise type(error)(f"{op_id}: {error}") from error
 
 
-def check_candidates(found: Any, what: str) -> Collection[Any]:
+def check_candidates(found: object, what: str) -> Collection[Any]:
     """Return candidates, if they are a collection.
 
     Raises:

@@ -101,7 +101,7 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"\((r|tm)\)", "", text.lower())).strip("_") or "unknown"
 
 
-def sharding_fingerprint(array: Any) -> str:
+def sharding_fingerprint(array: object) -> str:
     """Return how `array` is laid out over devices: mesh axes and partition, or the number of devices.
 
     Arrays without a sharding (NumPy, abstract values) and arrays on one device give `unsharded`.

@@ -86,7 +86,7 @@ def _labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
@@ -95,7 +95,7 @@ def is_scope(op_id_v: str) -> bool:
     return op_id_v in _scopes
 
 
-def stamp(values: Sequence[Any], inputs: Sequence[Any], name: str, payload: str) -> tuple[list[Any], bool]:
+def stamp(values: Sequence[object], inputs: Sequence[object], name: str, payload: str) -> tuple[list[Any], bool]:
     """Return `values` with the label on the first that can carry one, and whether there is such a value.
 
     A value that *is* an input was not made by the call, so no instruction can carry its label.
@@ -122,7 +122,7 @@ def label_positions(text: str) -> Iterator[tuple[str, int]]:
             yield prefix.group() + body.group(), body.end()
 
 
-def find_labels_in_lowered(lowered: Any) -> list[str]:
+def find_labels_in_lowered(lowered: object) -> list[str]:
     """Return the distinct labels of a lowered program, in order of first appearance.
 
     Args:
@@ -134,7 +134,7 @@ def find_labels_in_lowered(lowered: Any) -> list[str]:
     return extract_labels_from_hlo_text(compat.lowered_text(lowered))
 
 
-def labels_to_configs(labels: Any, selector: Any = None) -> list[tuple[str, Any]]:
+def labels_to_configs(labels: object, selector: object = None) -> list[tuple[str, Any]]:
     """Return `(label, configuration)` for each label; the configuration is `None` where nothing is remembered.
 
     Looks in the chain's memory and then in its persistent cache, for the default device.

@@ -27,7 +27,7 @@ class PerObject(Generic[T]):
         # By address, which cannot be another object's before the reference has removed it.
         self.by_address: dict[int, tuple[T, weakref.ref[Any]]] = {}
 
-    def of(self, owner: Any) -> T:
+    def of(self, owner: object) -> T:
         """Return the object's value."""
         found = self.by_address.get(id(owner))
         if found is not None:
@@ -53,18 +53,18 @@ class IdentitySet:
     def __init__(self) -> None:
         self._members: PerObject[None] = PerObject(lambda: None)
 
-    def add(self, member: Any) -> None:
+    def add(self, member: object) -> None:
         """Add an object."""
         self._members.of(member)
 
-    def __contains__(self, member: Any) -> bool:
+    def __contains__(self, member: object) -> bool:
         return id(member) in self._members.by_address
 
 
 class Bounded(dict[Any, T]):
     """A table that lets go of its oldest entries; safe to use from several threads, at the worst two make one entry."""
 
-    def keep(self, key: Any, value: T) -> T:
+    def keep(self, key: object, value: T) -> T:
         """Store an entry, and return the one that is there then."""
         if len(self) >= _MOST:
             for oldest in list(self)[: _MOST // 4]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Final
 
 _ODD: Final = re.compile(r"[^ -~]")  # a candidate for being escaped; most text has none
 _LINE: Final = re.compile(r"\r\n|\n")
@@ -12,7 +12,7 @@ _INDENT: Final = "  "
 _JSON_ODD: Final = re.compile(r"[^\n -~]")
 
 
-def printable(value: Any) -> str:
+def printable(value: object) -> str:
     r"""Return the text of a value as one line of visible characters; others become what Python would write.
 
     Control characters, escape sequences, ends of lines, characters without a width or that turn the direction of
@@ -23,7 +23,7 @@ def printable(value: Any) -> str:
     return text if text.isprintable() else _ODD.sub(_visible, text)
 
 
-def printable_lines(value: Any) -> str:
+def printable_lines(value: object) -> str:
     """Return the text of a value as `printable` does, line by line; a further line is indented.
 
     So the lines of a compiler's message stay lines, and none of them can pass for a line of somebody else's.

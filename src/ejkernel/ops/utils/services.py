@@ -40,7 +40,7 @@ class Made:
 made = Made()
 
 
-def provide_executor(executor: Any) -> None:
+def provide_executor(executor: object) -> None:
     """Say which executor is the default one now."""
     made.executor = executor
 

@@ -7,7 +7,6 @@ import collections
 import itertools
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -98,7 +97,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
-def compact(config: Any) -> str:
+def compact(config: object) -> str:
     """Return a configuration in short, such as `block_q=64 warps=4`, without the fields that are not set."""
     return _cut(_compact(to_data(config)))
 
@@ -107,7 +106,7 @@ def _cut(text: str) -> str:
     return printable(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
 
 
-def _compact(data: Any) -> str:
+def _compact(data: object) -> str:
     if not isinstance(data, dict):
         return str(data)
     parts = []
@@ -136,7 +135,7 @@ def size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def arguments(call: Any) -> str:
+def arguments(call: object) -> str:
     """Return the arguments of a call in short, such as `bf16[4,1024,8,64] x3, causal=True`.
 
     Args:
@@ -155,7 +154,7 @@ def arguments(call: Any) -> str:
     return _cut(", ".join([*parts, *([f"vmap{batches[::-1]}"] if batches else [])]))
 
 
-def _arrays(described: Any) -> Iterator[str]:
+def _arrays(described: object) -> Iterator[str]:
     """Yield the arrays in a description, in their order."""
     if isinstance(described, list):
         for item in described:

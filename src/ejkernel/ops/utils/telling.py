@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import Any
 
 from ejkernel.ops.utils.printable import printable, printable_lines
 
@@ -33,11 +32,11 @@ def traceback_text(error: BaseException) -> str:
     """Return an error's traceback, as far as it can be had."""
     try:
         return printable_lines("".join(traceback.format_exception(error)))
-    except BaseException:  # noqa: BLE001 - as above
-        return error_text(error)
+    except BaseException as raised:  # noqa: BLE001 - as above
+        return f"{error_text(error)}\nno traceback, for to write it raises {type(raised).__name__}"
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Return a value's `repr`, not too much of it."""
     try:
         text = repr(value)
@@ -46,7 +45,7 @@ def value_text(value: Any) -> str:
     return printable(text if len(text) <= _LENGTH else f"{text[: _LENGTH - 3]}...")
 
 
-def where(function: Any) -> str:
+def where(function: object) -> str:
     """Return a function's name, and where it is written, if that is known."""
     name = getattr(function, "__qualname__", None) or value_text(function)
     code = getattr(function, "__code__", None)

@@ -16,13 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ._forward_plan import REGISTERS, ROWS, ForwardPlan, swizzle
 from ._forward_rows import Rows
 from ._forward_types import Barriers, Buffers, Inputs, Memory, Outputs, Part, Tile, within
-from .visibility import BlockRange, window_blocks
+from .visibility import BlockRange, quotient, remainder, window_blocks
 
 mgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # its types differ from version to version
 
@@ -127,24 +128,24 @@ class _Program:
         """Call `body(tile, step, number)` for each of this program's tiles, and return the last step."""
         program, programs, tiles = lax.axis_index("program"), self.plan.programs, self.plan.tiles
         if not self.params.persistent:
-            return body(self._tile(program), step, 0)
+            return body(self._tile(program), step, np.int32(0))
         rounds = -(-tiles // programs)
 
         def place(i: Any) -> Any:  # every other round is dealt backwards, so that nobody gets all the long tiles
-            return i * programs + jnp.where(lax.rem(i, 2) == 0, program, programs - 1 - program)
+            return i * programs + jnp.where(remainder(i, 2) == 0, program, programs - 1 - program)
 
-        count = jnp.where(place(rounds - 1) < tiles, rounds, rounds - 1)
-        return lax.fori_loop(0, count, lambda i, step: body(self._tile(place(i)), step, i), step)
+        count = jnp.where(place(np.int32(rounds - 1)) < tiles, rounds, rounds - 1)
+        return lax.fori_loop(np.int32(0), count, lambda i, step: body(self._tile(place(i)), step, i), step)
 
     def _tile(self, number: Any) -> Tile:
-        """Return the tile of that number; those with the last rows come first, for under a causal mask they are long."""
+        """Return the tile of that number; the last rows come first, for under a causal mask they take longest."""
         plan = self.plan
         heads = plan.heads // plan.tile_heads
         together = heads // plan.groups if self.params.heads_first and heads % plan.groups == 0 else heads
-        batch, rest = lax.div(number, plan.row_tiles * heads), lax.rem(number, plan.row_tiles * heads)
-        bundle, rest = lax.div(rest, plan.row_tiles * together), lax.rem(rest, plan.row_tiles * together)
-        row_tile = plan.row_tiles - 1 - lax.div(rest, together)
-        head = (bundle * together + lax.rem(rest, together)) * plan.tile_heads
+        batch, rest = quotient(number, plan.row_tiles * heads), remainder(number, plan.row_tiles * heads)
+        bundle, rest = quotient(rest, plan.row_tiles * together), remainder(rest, plan.row_tiles * together)
+        row_tile = plan.row_tiles - 1 - quotient(rest, together)
+        head = (bundle * together + remainder(rest, together)) * plan.tile_heads
         row = row_tile * plan.tile_rows
         return Tile(batch, head, row, self._blocks(batch, head, row, row_tile))
 
@@ -152,7 +153,8 @@ class _Program:
         plan = self.plan
         if self.inputs.table is not None:
             at = within(self.inputs.table, batch, head)
-            return BlockRange(*(self.inputs.table[(*at, row_tile, i)] for i in range(4)))
+            # The maximum gives a number the type of those that are computed here, whatever mesh the table varies over.
+            return BlockRange(*(jnp.maximum(self.inputs.table[(*at, row_tile, i)], 0) for i in range(4)))
         low = row + (plan.keys - plan.queries)
         high = jnp.minimum(low + plan.tile_rows, plan.keys) - 1
         blocks = window_blocks(plan.rules, plan.keys, self.params.kv_block, low, high)
@@ -173,7 +175,7 @@ class _Program:
         def _wait(i: Any) -> None:
             for free in barriers:
                 if free is not None:
-                    mgpu.barrier_wait(free.at[lax.rem(i, slots)])
+                    mgpu.barrier_wait(free.at[remainder(i, slots)])
 
     def _copy_tile(self, tile: Tile, counts: Any, number: Any) -> Any:
         step, tiles = counts
@@ -182,7 +184,7 @@ class _Program:
 
             @pl.when(number >= buffers)
             def _() -> None:
-                mgpu.barrier_wait(self.wait.query_free.at[lax.rem(number, buffers)])
+                mgpu.barrier_wait(self.wait.query_free.at[remainder(number, buffers)])
 
         for w in range(self.params.warpgroups):
             row, head = self._own(tile, w)
@@ -193,8 +195,8 @@ class _Program:
         return step, tiles + 1
 
     def _copy_block(self, tile: Tile, block: Any, step: Any) -> Any:
-        stage = lax.rem(step, self.params.stages)
-        group = lax.div(tile.head, self.plan.heads // self.plan.groups)
+        stage = remainder(step, self.params.stages)
+        group = quotient(tile.head, self.plan.heads // self.plan.groups)
         at = (tile.batch, pl.ds(block * self.params.kv_block, self.params.kv_block), group)
         shared, wait = self.shared, self.wait
 
@@ -220,8 +222,8 @@ class _Program:
         for source, target in self.memory.by_block():
             for w in range(self.params.warpgroups):
                 row, head = self._own(tile, w)
-                at = (*within(source, tile.batch, head), pl.ds(row, ROWS), keys)
-                mgpu.copy_gmem_to_smem(source.at[at], target.at[stage, w], full)
+                block_at = (*within(source, tile.batch, head), pl.ds(row, ROWS), keys)
+                mgpu.copy_gmem_to_smem(source.at[block_at], target.at[stage, w], full)
 
     def _part(self, tile: Tile, warpgroup: Any, number: Any) -> Part:
         return Part(tile, number, warpgroup, self.memory.query_slot(warpgroup, number), *self._own(tile, warpgroup))

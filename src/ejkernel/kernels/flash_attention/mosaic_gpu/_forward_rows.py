@@ -15,6 +15,7 @@ from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
 
 from ._forward_plan import LOG2E, ROWS
 from ._forward_types import Memory, Part
+from .visibility import remainder
 
 mgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # its types differ from version to version
 
@@ -39,21 +40,6 @@ class _Sums(NamedTuple):
     total: Any
     weights: Any
     step: Any
-
-
-class _Extras(NamedTuple):
-    """What else there is of one block; `None` for what there is not, or what does not matter.
-
-    Attributes:
-        bias, key_bias: Added to the logits, float32.
-        shown: Where the mask shows a key.
-        own: Where a key is of the row's segment.
-    """
-
-    bias: Any = None
-    key_bias: Any = None
-    shown: Any = None
-    own: Any = None
 
 
 class Rows:
@@ -88,7 +74,7 @@ class Rows:
 
     def _first_block(self, step: Any) -> _Sums:
         mgpu.barrier_wait(self.wait.query_full.at[self.part.slot])
-        stage = lax.rem(step, self.params.stages)
+        stage = remainder(step, self.params.stages)
         mgpu.barrier_wait(self.wait.key_full.at[stage])
         self._await_turn()
 
@@ -108,7 +94,7 @@ class Rows:
 
     def _overlapped(self, sums: _Sums, block: Any, masked: bool) -> _Sums:
         """Meet a block: its softmax runs while the block before's weights are multiplied with their values."""
-        stage, before = lax.rem(sums.step, self.params.stages), lax.rem(sums.step - 1, self.params.stages)
+        stage, before = remainder(sums.step, self.params.stages), remainder(sums.step - 1, self.params.stages)
         mgpu.barrier_wait(self.wait.key_full.at[stage])
         self._await_turn()
 
@@ -131,7 +117,7 @@ class Rows:
 
     def _in_turn(self, sums: _Sums, block: Any, masked: bool) -> _Sums:
         """Meet a block: both products first, then the softmax."""
-        stage, before = lax.rem(sums.step, self.params.stages), lax.rem(sums.step - 1, self.params.stages)
+        stage, before = remainder(sums.step, self.params.stages), remainder(sums.step - 1, self.params.stages)
         mgpu.barrier_wait(self.wait.value_full.at[before])
         mgpu.barrier_wait(self.wait.key_full.at[stage])
         self._await_turn()
@@ -152,7 +138,7 @@ class Rows:
         return _Sums(acc * _columns(decay, acc.shape), top, total, weights, sums.step + 1)
 
     def _last_product(self, sums: _Sums) -> Any:
-        stage = lax.rem(sums.step - 1, self.params.stages)
+        stage = remainder(sums.step - 1, self.params.stages)
         mgpu.barrier_wait(self.wait.value_full.at[stage])
         if self.memory.simulated:
             acc = self._end(None, sums, stage)
@@ -195,7 +181,7 @@ class Rows:
                 self._release(self.part.number - 1)
 
     def _release(self, number: Any) -> None:
-        mgpu.barrier_arrive(self.wait.query_free.at[lax.rem(number, self.params.query_buffers)])
+        mgpu.barrier_arrive(self.wait.query_free.at[remainder(number, self.params.query_buffers)])
 
     # Products. No CPU simulates one with an operand in registers, as the weights are: it is then computed at its end.
 
@@ -227,7 +213,7 @@ class Rows:
 
     def _pass_turn(self) -> None:
         if self.params.ping_pong:
-            mgpu.barrier_arrive(self.wait.turn.at[lax.rem(self.warpgroup + 1, self.params.warpgroups)])
+            mgpu.barrier_arrive(self.wait.turn.at[remainder(self.warpgroup + 1, self.params.warpgroups)])
 
     # Logits and weights.
 
@@ -247,13 +233,10 @@ class Rows:
             scores, factor = jnp.tanh(scores * (rules.scale / rules.soft_cap)), rules.soft_cap
         if self.plan.adds:
             scores = scores * factor
-        extras = self._extras(stage, masked)
-        for added in (extras.bias, extras.key_bias):
-            if added is not None:
-                scores = scores + added
-        for visible in (extras.shown, extras.own, *(self._visible(block) if masked else ())):
-            if visible is not None:
-                scores = jnp.where(visible, scores, -jnp.inf)
+        if self.wait.extra_full is not None:
+            scores = self._with_extras(scores, stage, masked)
+        for visible in self._visible(block) if masked else ():
+            scores = jnp.where(visible, scores, -jnp.inf)
         return scores
 
     def _softmax(self, logits: Any, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:
@@ -269,24 +252,22 @@ class Rows:
             decay = jnp.exp2(top - new_top)
         return new_top, total * decay + weights.sum(axis=1), weights, decay
 
-    def _extras(self, stage: Any, masked: bool) -> _Extras:
-        """Return what else there is of the block in a stage."""
-        if self.wait.extra_full is None:
-            return _Extras()
+    def _with_extras(self, scores: Any, stage: Any, masked: bool) -> Any:
+        """Return logits with all that was copied beside the keys in a stage; each is used at once."""
+        plan, buffers = self.plan, self.buffers
         mgpu.barrier_wait(self.wait.extra_full.at[stage])
-        extras = _Extras()
-        if self.plan.bias:
-            extras = extras._replace(bias=self._by_block(self.buffers.bias, stage).astype(jnp.float32))
-        if self.plan.mask and masked:
-            extras = extras._replace(shown=self._by_block(self.buffers.mask, stage) != 0)
-        if self.plan.key_bias or (self.plan.key_mask and masked):
-            extras = extras._replace(key_bias=self._by_key(self.buffers.key_bias, stage))
-        if self.plan.segments and masked:
-            own = self._by_key(self.buffers.key_segments, stage) == _columns(self.segments, self.square)
-            extras = extras._replace(own=own)
+        if plan.bias:
+            scores = scores + self._by_block(buffers.bias, stage).astype(jnp.float32)
+        if plan.key_bias or (plan.key_mask and masked):
+            scores = scores + self._by_key(buffers.key_bias, stage)
+        if plan.mask and masked:
+            scores = jnp.where(self._by_block(buffers.mask, stage) != 0, scores, -jnp.inf)
+        if plan.segments and masked:
+            own = self._by_key(buffers.key_segments, stage) == _columns(self.segments, self.square)
+            scores = jnp.where(own, scores, -jnp.inf)
         mgpu.commit_smem()  # orders these reads before the copy that comes next
         mgpu.barrier_arrive(self.wait.extra_free.at[stage])
-        return extras
+        return scores
 
     def _by_block(self, buffer: Any, stage: Any) -> Any:
         return mgpu.load(buffer.at[stage, self.warpgroup], layout=_LAYOUT, optimized=False)
@@ -298,16 +279,17 @@ class Rows:
     def _visible(self, block: Any) -> list[Any]:
         """Return where the window and the end of the keys let rows see the keys of a block."""
         rules, start = self.plan.rules, block * self.params.kv_block
-        key = mgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT) + start
+        key = mgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT)
         row = mgpu.broadcasted_iota(jnp.int32, self.square, 0, layout=_LAYOUT)
-        row = row + (self.part.row + (self.plan.keys - self.plan.queries))
+        # The block's start goes to the rows, of which a thread has two: numbers of its many keys are then constants.
+        row = row + (self.part.row + (self.plan.keys - self.plan.queries) - start)
         visible = []
         if rules.right is not None:
             visible.append(key <= row + rules.right)
         if rules.left is not None:
             visible.append(key >= row - rules.left)
         if self.plan.hides_tail:
-            visible.append(key < self.plan.keys)
+            visible.append(key < self.plan.keys - start)
         return visible
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax import lax
-
 from ._forward_plan import ROWS, ForwardPlan
-from .visibility import BlockRange
+from .visibility import BlockRange, remainder
 
 
 class Inputs(NamedTuple):
@@ -111,7 +109,7 @@ class Memory(NamedTuple):
     def query_slot(self, warpgroup: Any, number: Any) -> Any:
         """Return the number of the buffer, and of the barrier, of a warpgroup's queries in its tile of that number."""
         params = self.plan.params
-        return lax.rem(number, params.query_buffers) * params.warpgroups + warpgroup
+        return remainder(number, params.query_buffers) * params.warpgroups + warpgroup
 
     def query(self, slot: Any) -> Any:
         """Return a buffer of queries."""

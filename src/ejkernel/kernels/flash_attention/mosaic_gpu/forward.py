@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules
 
 from ._forward_plan import ForwardPlan, padded_dim, swizzle
@@ -26,17 +27,18 @@ def forward(
         params: How to run it; what `params_fault` has nothing against.
         interpret: How to simulate it on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
     """
-    from . import _forward_kernel as kernel
+    from ._forward_kernel import launch  # needs what not every environment has
+    from ._forward_types import Inputs, Outputs
 
-    operands, by_row = _without_row_terms(operands)
+    operands, by_row = _without_row_terms(unify_varying(operands))
     plan = _plan(operands, rules, params)
     query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, padded_dim(1)) for x in operands[:3])
-    types = kernel.Outputs(
+    types = Outputs(
         jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
         # Copies of one axis are not cut off where the array ends, so that this one has room for whole tiles.
         jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.row_tiles * plan.tile_rows), jnp.float32),
     )
-    out, lse = kernel.launch(plan, kernel.Inputs(query, key, value, **_extras(operands, plan)), types, interpret)
+    out, lse = launch(plan, Inputs(query, key, value, **_extras(operands, plan)), types, interpret)
     return _with_row_terms(out[:, : plan.queries, :, : operands.value.shape[3]], lse[..., : plan.queries], *by_row)
 
 

@@ -115,7 +115,7 @@ def _preferred(call: AttentionCall) -> ForwardParams:
         return dataclasses.replace(params, kv_block=64, share_buffer=True, ping_pong=rules.right is not None)
     if call.query[3] > 128:
         return dataclasses.replace(params, share_buffer=True, heads_first=False)
-    if call.query[3] <= 64 and call.bias is None and not short:
+    if call.query[3] <= 64 and not (uneven or short):
         params = dataclasses.replace(params, warpgroups=3)
     packs = (call.segments or windowed) and (call.query[2] // call.key[2]) % params.warpgroups == 0
     return dataclasses.replace(params, pack_heads=packs)
@@ -125,9 +125,9 @@ def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:
     """Yield `params`, and then ever smaller ones."""
     yield params
     few = dataclasses.replace(params, warpgroups=min(params.warpgroups, 2), pack_heads=False, query_buffers=1)
-    sizes = [size for size in (128, 96, 64, 32, 16) if size <= params.kv_block]
-    for size, stages, share in itertools.product(sizes, (2, 1), (params.share_buffer, not params.share_buffer)):
-        yield dataclasses.replace(few, kv_block=size, stages=stages, share_buffer=share)
+    for sizes, stages in (((128, 96, 64), 2), ((128, 96, 64), 1), ((32, 16), 2), ((32, 16), 1)):
+        for size, share in itertools.product(sizes, (params.share_buffer, not params.share_buffer)):
+            yield dataclasses.replace(few, kv_block=min(size, params.kv_block), stages=stages, share_buffer=share)
 
 
 def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:

@@ -26,7 +26,8 @@ class MosaicGpu(AttentionImplementation):
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels of this direction do not run the call."""
-        return _support(call).unsupported_reason(call)
+        reason: str | None = _support(call).unsupported_reason(call)
+        return reason
 
     def params_fault(self, call: AttentionCall, params: Any) -> str | None:
         """Return what of the chip these parameters have too little of, or what they would get wrong."""
@@ -34,6 +35,13 @@ class MosaicGpu(AttentionImplementation):
         if fault is None and call.deterministic and not _repeats(call, params):
             fault = "gradients that are added up in memory do not repeat bit by bit; form='split' has others."
         return fault
+
+    def preference(self, call: AttentionCall) -> int:
+        """Return 1 where it was faster than cuDNN on one H200 (`benchmarks/results/attention_gpu.md`), else 0."""
+        if call.bias is not None or call.query[1] < 1024:
+            return 0
+        dim, is_masked = min(call.query[3], call.value[3]), call.rules.right is not None
+        return int(dim > 128 or (dim >= 64 and is_masked) if call.backward else dim >= 128)
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """Return what was fast on calls like this one."""

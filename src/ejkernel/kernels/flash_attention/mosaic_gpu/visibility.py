@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.kernels.flash_attention.common import Operands, Rules
@@ -43,13 +44,15 @@ def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any) -
         kv_block: Keys in a block.
         low, high: Position of the tile's first and last row, int32.
     """
-    first, free_from = 0, 0
-    free_until, end = keys // kv_block, _blocks(keys, kv_block)
+    first: Any = 0
+    free_from: Any = 0
+    free_until: Any = keys // kv_block
+    end: Any = _blocks(keys, kv_block)
     if rules.left is not None:
-        first = jnp.minimum(lax.div(jnp.maximum(low - rules.left, 0), kv_block), end - 1)
+        first = jnp.minimum(quotient(jnp.maximum(low - rules.left, 0), kv_block), end - 1)
         free_from = _blocks(jnp.maximum(high - rules.left, 0), kv_block)
     if rules.right is not None:
-        free_until = lax.div(jnp.clip(low + (rules.right + 1), 0, keys), kv_block)
+        free_until = quotient(jnp.clip(low + (rules.right + 1), 0, keys), kv_block)
         end = _blocks(jnp.clip(high + (rules.right + 1), 0, keys), kv_block)
     if rules.left is not None or rules.right is not None:
         end = jnp.maximum(end, first + 1)
@@ -86,9 +89,9 @@ def _window_pairs(operands: Operands, rules: Rules, tile_rows: int, kv_block: in
     queries, keys = operands.query.shape[1], operands.key.shape[1]
     low = jnp.arange(0, queries, tile_rows, dtype=jnp.int32)[:, None] + (keys - queries)
     high = jnp.minimum(low + tile_rows, keys) - 1
-    start = jnp.arange(0, keys, kv_block, dtype=jnp.int32)
+    start = jnp.arange(0, keys, kv_block, dtype=jnp.int32)[None]
     end = start + kv_block
-    met = jnp.broadcast_to(start < keys, (*low.shape[:1], *start.shape))
+    met = jnp.ones((low.shape[0], start.shape[1]), bool)
     free = met & (end <= keys)
     if rules.left is not None:
         met, free = met & (end > low - rules.left), free & (start >= high - rules.left)
@@ -131,8 +134,8 @@ def _mask_pairs(mask: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Arr
 def _ranges(met: jax.Array, free: jax.Array) -> BlockRange:
     """Return the range that holds every block that is met, and in it the first unbroken run of free ones."""
     count = met.shape[-1]
-    number = jnp.arange(count, dtype=jnp.int32)
-    free &= met
+    number = lax.broadcasted_iota(jnp.int32, met.shape, met.ndim - 1)
+    free = jnp.broadcast_to(free & met, met.shape)
     first = jnp.where(met, number, count).min(axis=-1)
     end = jnp.where(met, number + 1, 0).max(axis=-1)
     free_from = jnp.where(free, number, count).min(axis=-1)
@@ -148,4 +151,14 @@ def _tiled(ids: jax.Array, block: int) -> jax.Array:
 
 
 def _blocks(length: Any, block: int) -> Any:
-    return -(-length // block) if isinstance(length, int) else lax.div(length + (block - 1), block)
+    return -(-length // block) if isinstance(length, int) else quotient(length + (block - 1), block)
+
+
+def quotient(number: Any, divisor: int) -> Any:
+    """Return the quotient of an int32 number, which is not negative."""
+    return lax.div(number, np.int32(divisor))
+
+
+def remainder(number: Any, divisor: int) -> Any:
+    """Return what `quotient` leaves."""
+    return lax.rem(number, np.int32(divisor))

@@ -48,7 +48,7 @@ def alternatives(
         point = part.locate({axis.name: assignment[_axis(name, axis)] for axis in part.axes})
         return build(name, part.config(point))
 
-    def assignment(config: Any) -> dict[str, Any]:
+    def assignment(config: object) -> dict[str, Any]:
         name, params = read(config)
         if name not in parts:
             raise ConfigError(f"the configuration {config!r} is of none of {', '.join(parts)}.")
@@ -66,11 +66,11 @@ def _axis(name: str, axis: Axis) -> str:
     return f"{name}.{axis.name}"
 
 
-def _is_empty(space: Collection[Any]) -> bool:
+def _is_empty(space: Collection[object]) -> bool:
     return space.empty() if isinstance(space, ConfigSpace) else not len(space)
 
 
-def _as_space(space: Collection[Any]) -> ConfigSpace[Any]:
+def _as_space(space: Collection[object]) -> ConfigSpace[Any]:
     """Return a space of its own, or the space of a list, of which the parameters need not have any field."""
     if isinstance(space, ConfigSpace):
         return space
@@ -98,11 +98,11 @@ def _conditions(name: str, part: ConfigSpace[Any]) -> list[Constraint]:
     return found
 
 
-def _rests(name: str, resting: Any, chosen: str, value: Any) -> bool:
+def _rests(name: str, resting: object, chosen: str, value: object) -> bool:
     return chosen == name or value is resting or (type(value) is type(resting) and bool(value == resting))
 
 
 def _holds(
-    name: str, holds: Callable[[Mapping[str, Any]], bool], reads: tuple[str, ...], chosen: str, *values: Any
+    name: str, holds: Callable[[Mapping[str, Any]], bool], reads: tuple[str, ...], chosen: str, *values: object
 ) -> bool:
     return chosen != name or holds(dict(zip(reads, values, strict=True)))

@@ -49,7 +49,7 @@ class Axis:
     _levels: dict[Any, int] = dataclasses.field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, name: str, values: Sequence[Any]) -> Axis:
+    def of(cls, name: str, values: Sequence[object]) -> Axis:
         """Return the axis.
 
         Raises:
@@ -105,7 +105,7 @@ class Axis:
             return repr(self.values)
         return f"({', '.join(map(repr, self.values[:_SHOWN]))}, ... {len(self.values)} values)"
 
-    def encode(self, values: Sequence[Any], *, aligned_from: int = ALIGNED_FROM) -> Floats:
+    def encode(self, values: Sequence[object], *, aligned_from: int = ALIGNED_FROM) -> Floats:
         """Return the columns that stand for `values`, one row a value; they need not be values of the axis.
 
         Numbers take one column, 0 at the least and 1 at the greatest, on a log scale if they are positive and span a
@@ -159,7 +159,7 @@ class Axis:
         low, high = float(twos.min()), float(twos.max())
         return (low, high) if low < high else None
 
-    def _one_hot(self, values: Sequence[Any]) -> Floats:
+    def _one_hot(self, values: Sequence[object]) -> Floats:
         encoded = np.zeros((len(values), len(self.values)))
         for row, value in enumerate(values):
             level = self.level(value)
@@ -167,7 +167,7 @@ class Axis:
                 encoded[row, level] = math.sqrt(0.5)
         return encoded
 
-    def _mixed(self, values: Sequence[Any]) -> Floats:
+    def _mixed(self, values: Sequence[object]) -> Floats:
         """Return a row of signs for each value, which are as good as drawn at random; for none of the axis, zeros."""
         levels = [self.level(value) for value in values]
         mixed = np.array([0 if level is None else level + 1 for level in levels], np.uint64)
@@ -179,11 +179,11 @@ class Axis:
         return encoded
 
 
-def _are_values(values: Any) -> bool:
+def _are_values(values: object) -> bool:
     return isinstance(values, Iterable) and not isinstance(values, str | bytes)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Return whether this is a number that has a place on a scale."""
     if type(value) is int:
         return -1e300 < value < 1e300
@@ -193,7 +193,7 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def value_key(value: Any) -> Any:
+def value_key(value: object) -> Any:
     """Tell `1` and `True` apart, also in tuples; compare what cannot be hashed by its text, and not-a-numbers as one.
 
     What is equal otherwise is the same: `1` and `1.0`.

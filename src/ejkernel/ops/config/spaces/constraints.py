@@ -60,7 +60,7 @@ class Constraint:
             f"{unknown!r}; the axes are {', '.join(list(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}."
         )
 
-    def __call__(self, assignment: Mapping[str, Any]) -> bool:
+    def __call__(self, assignment: Mapping[str, object]) -> bool:
         """Return whether it holds.
 
         Raises:
@@ -118,6 +118,6 @@ def by_last(constraints: Iterable[Constraint], order: Iterable[str]) -> tuple[tu
     return tuple(map(tuple, checks))
 
 
-def _short(assignment: Mapping[str, Any]) -> str:
+def _short(assignment: Mapping[str, object]) -> str:
     items = [f"{name!r}: {value!r}" for name, value in list(assignment.items())[:_SHOWN]]
     return "{" + ", ".join([*items, *(["..."] if len(assignment) > _SHOWN else [])]) + "}"

@@ -67,7 +67,7 @@ class ConfigSpace(Generic[Cfg]):
 
     def __init__(
         self,
-        axes: Mapping[str, Sequence[Any]],
+        axes: Mapping[str, Sequence[object]],
         *,
         constraints: Callable[..., Any] | Iterable[Callable[..., Any]] = (),
         build: type[Cfg] | Callable[[dict[str, Any]], Cfg] | None = None,
@@ -247,7 +247,7 @@ class ConfigSpace(Generic[Cfg]):
         """
         return self.locate(self.read(config))
 
-    def locate(self, assignment: Mapping[str, Any]) -> Point:
+    def locate(self, assignment: Mapping[str, object]) -> Point:
         """Return the point of an assignment.
 
         Raises:
@@ -280,7 +280,7 @@ class ConfigSpace(Generic[Cfg]):
             raise ConfigError(f"the configuration {config!r} has no {missing}; give the space `read=`.")
         return {name: found[name] for name in self.names}
 
-    def narrowed(self, fixed: Mapping[str, Any]) -> ConfigSpace[Cfg] | None:
+    def narrowed(self, fixed: Mapping[str, object]) -> ConfigSpace[Cfg] | None:
         """Return the part of the space that has these values on these axes; `None` if an axis has no such value.
 
         It may be `empty`.
@@ -367,7 +367,7 @@ class ConfigSpace(Generic[Cfg]):
 
     # Numbers: what a model of the space sees.
 
-    def encode(self, assignments: Sequence[Mapping[str, Any]], *, aligned_from: int = ALIGNED_FROM) -> list[Floats]:
+    def encode(self, assignments: Sequence[Mapping[str, object]], *, aligned_from: int = ALIGNED_FROM) -> list[Floats]:
         """Return one array for each axis that varies: a row for each assignment, the columns as `Axis.encode` says."""
         columns = (
             axis.encode([assignment[axis.name] for assignment in assignments], aligned_from=aligned_from)
@@ -451,7 +451,7 @@ class ConfigSpace(Generic[Cfg]):
         )
 
 
-def _fields(config: Any) -> dict[str, Any]:
+def _fields(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
@@ -459,7 +459,7 @@ def _fields(config: Any) -> dict[str, Any]:
     raise ConfigError(f"configurations must be mappings or dataclasses, got {config!r}.")
 
 
-def _in_order(values: Sequence[Any]) -> list[Any]:
+def _in_order(values: Sequence[object]) -> list[Any]:
     """Return each value once: numbers by size, anything else as it comes."""
     distinct = list({value_key(value): value for value in values}.values())
     return sorted(distinct) if all(map(is_number, distinct)) else distinct

@@ -42,14 +42,14 @@ class Discharged(Around):
         """See `Node`."""
         return [*self.of.steps(), ["references", list(self.references)]]
 
-    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
         return self.of.argument_types(choice, own)
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
 
-        def discharged(*arrays: Any) -> tuple[Any, ...]:
+        def discharged(*arrays: jax.Array) -> tuple[Any, ...]:
             given = [
                 jax.new_ref(array) if is_one else array for array, is_one in zip(arrays, self.references, strict=True)
             ]
@@ -96,11 +96,11 @@ class _Linear:
         """See `Node`."""
         return self.of.lead
 
-    def _all_tangents(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
+    def _all_tangents(self, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[Any, ...]:
         given = iter(tangents)
         return tuple(next(given) if has else zero_tangent(p) for p, has in zip(primals, self.wrt, strict=True))
 
-    def _wanted(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+    def _wanted(self, gradients: Sequence[jax.Array | None]) -> tuple[Any, ...]:
         wanted = [gradient for gradient, has in zip(gradients, self.wrt, strict=True) if has]
         if any(gradient is None for gradient in wanted):
             raise GradientError(
@@ -109,15 +109,15 @@ class _Linear:
             )
         return tuple(wanted)
 
-    def _tangent_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def _tangent_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         primals = self.of.argument_types(choice, own)
         return [*primals, *[primal for primal, has in zip(primals, self.wrt, strict=True) if has]]
 
-    def _cotangent_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def _cotangent_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         primals = self.of.argument_types(choice, own)
         return [*primals, *self._selected(jax.eval_shape(self.of.flat(choice), *primals))]
 
-    def _selected(self, results: Sequence[Any]) -> tuple[Any, ...]:
+    def _selected(self, results: Sequence[object]) -> tuple[Any, ...]:
         return tuple(result for result, has in zip(results, self.outs, strict=True) if has)
 
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
@@ -128,7 +128,7 @@ class _Linear:
         """See `Node`."""
         raise NotImplementedError
 
-    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
         raise NotImplementedError
 
@@ -151,14 +151,14 @@ class Jvp(_Linear):
         """See `Node`."""
         return [*self.of.steps(), ["jvp", list(self.wrt)]]
 
-    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
         return self._tangent_types(choice, own)
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
 
-        def tangents(*arrays: Any) -> tuple[Any, ...]:
+        def tangents(*arrays: jax.Array) -> tuple[Any, ...]:
             primals = arrays[: self.count]
             if choice.types_only:  # tangents have the types of the results
                 compute = self.of.flat(choice) if choice.as_call is None else choice.as_call(self.of)
@@ -187,14 +187,14 @@ class Vjp(_Linear):
         """See `Node`."""
         return [*self.of.steps(), ["vjp", list(self.wrt)]]
 
-    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
         return self._cotangent_types(choice, own)
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
 
-        def gradients(*arrays: Any) -> tuple[Any, ...]:
+        def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
             primals = arrays[: self.count]
             if choice.types_only:  # gradients have the types of the arguments
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
@@ -222,10 +222,10 @@ class _ThroughResiduals(_Linear):
         """See `Node`."""
         return self.num_saved
 
-    def _saved_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def _saved_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         return list(jax.eval_shape(Forward(self.spec, residuals=True).flat(choice), *own))
 
-    def _split(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    def _split(self, arrays: Sequence[jax.Array]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         first, second = self.num_saved, self.num_saved + self.count
         return arrays[:first], arrays[first:second], arrays[second:]
 
@@ -245,14 +245,14 @@ class ResidualJvp(_ThroughResiduals):
         """See `Node`."""
         return [["jvp", list(self.wrt)]]
 
-    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
         return [*self._saved_types(choice, own), *self._tangent_types(choice, own)]
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
 
-        def tangents(*arrays: Any) -> tuple[Any, ...]:
+        def tangents(*arrays: jax.Array) -> tuple[Any, ...]:
             saved, primals, given = self._split(arrays)
             if choice.types_only:  # the outputs are there already
                 return self._selected(saved[: len(self.outs)])
@@ -276,14 +276,14 @@ class ResidualVjp(_ThroughResiduals):
         """See `Node`."""
         return [["vjp", list(self.wrt)]]
 
-    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
         return [*self._saved_types(choice, own), *self._cotangent_types(choice, own)]
 
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
 
-        def gradients(*arrays: Any) -> tuple[Any, ...]:
+        def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
             saved, primals, given = self._split(arrays)
             if choice.types_only:
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
@@ -298,7 +298,7 @@ class ResidualVjp(_ThroughResiduals):
 
 
 def differentiate(
-    node: Node, wrt: tuple[bool, ...], outs: tuple[bool, ...], trees: tuple[Any, Any] | None
+    node: Node, wrt: tuple[bool, ...], outs: tuple[bool, ...], trees: tuple[object, object] | None
 ) -> tuple[Node, Node]:
     """Return the node to run forward and the linear node for its tangents.
 
@@ -331,14 +331,14 @@ def with_spec(node: Any, spec: CallSpec) -> Any:
     return dataclasses.replace(node, **{name: with_spec(getattr(node, name), spec) for name in nested})
 
 
-def innermost(node: Any) -> Any:
+def innermost(node: Node) -> Node:
     """Return the node below all `vmap`s."""
     while isinstance(node, Vmapped):
         node = node.of
     return node
 
 
-def wiring(node: Any) -> list[dict[str, Any]]:
+def wiring(node: object) -> list[dict[str, Any]]:
     """Return, for each of `node.steps()`, what rebuilding it needs and the key leaves out; mostly nothing.
 
     A linear call has arguments beside the forward's, whose batch axes are free; and what is differentiated may be a

@@ -87,7 +87,7 @@ class Vmapped(Around):
         del count
         return list(self.level.axes)
 
-    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """See `Node`."""
         types = self.of.argument_types(choice, own)
         return list(map(self.level.batched, types, self.argument_axes(len(types))))
@@ -99,7 +99,7 @@ class Vmapped(Around):
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
         """See `Node`."""
 
-        def gradients(*arrays: Any) -> tuple[Any, ...]:
+        def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
             cts = [no_cotangent(ct.shape[1:]) if ct.dtype == jax.dtypes.float0 else ct for ct in arrays[count:]]
             cotangent_axes = [None if ct.dtype == jax.dtypes.float0 else 0 for ct in cts]
             batched = self.level.map(self.of.flat_vjp(choice, count), [*self.level.axes, *cotangent_axes])
@@ -143,7 +143,7 @@ class TransposedVmapped(Vmapped):
     def flat(self, choice: Choice) -> Flat:
         """See `Node`."""
 
-        def transposed(*arrays: Any) -> tuple[Any, ...]:
+        def transposed(*arrays: jax.Array) -> tuple[Any, ...]:
             batched = self.level.map(self.of.flat(choice), self.argument_axes(len(arrays)))(*arrays)
             return tuple(map(_unbatch, batched, self.level.axes[self.original.linear_from :]))
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.kernel import has_residual_form, hook, overrides
+from ejkernel.ops.core.hooks import has_residual_form, hook, overrides
 from ejkernel.ops.errors import GradientError
 
 Flat = Callable[..., tuple[Any, ...]]
@@ -128,14 +128,14 @@ def is_inexact(value: Any) -> bool:
 def autodiff_vjp(function: Flat, count: int) -> Flat:
     """Return the reverse-mode derivative that JAX finds for `function`."""
 
-    def gradients(*arrays: Any) -> tuple[Any, ...]:
+    def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
         found = jax.vjp(function, *arrays[:count])[1](tuple(arrays[count:]))
         return tuple(None if g.dtype == jax.dtypes.float0 else g for g in found)
 
     return gradients
 
 
-def zero_tangent(value: Any) -> Any:
+def zero_tangent(value: object) -> Any:
     """Return the zero of `value`'s tangent space."""
     return compat.zeros_of_tangent(value)
 
@@ -165,7 +165,7 @@ class Forward:
         """No transformation."""
         return []
 
-    def argument_types(self, choice: Choice, own: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """The kernel's own."""
         del choice
         return list(own)
@@ -173,7 +173,7 @@ class Forward:
     def flat(self, choice: Choice) -> Flat:
         """The kernel's hook on flat arrays."""
 
-        def call(*arrays: Any) -> tuple[Any, ...]:
+        def call(*arrays: jax.Array) -> tuple[Any, ...]:
             args, kwargs = self.spec.join(arrays)
             out = self._compute(choice, args, kwargs)
             if choice.trees is not None:
@@ -206,7 +206,7 @@ class Forward:
         return autodiff_vjp(self.flat(choice), count)
 
     def _custom_vjp(self, choice: Choice) -> Flat:
-        def gradients(*arrays: Any) -> tuple[Any, ...]:
+        def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
             primals, cts = arrays[: self.spec.num_arrays], arrays[self.spec.num_arrays :]
             args, kwargs = self.spec.join(primals)
             cotangents = as_outputs(self._out_tree(choice, primals), cts)
@@ -216,7 +216,7 @@ class Forward:
         return gradients
 
     def _vjp_through_residuals(self, choice: Choice) -> Flat:
-        def gradients(*arrays: Any) -> tuple[Any, ...]:
+        def gradients(*arrays: jax.Array) -> tuple[Any, ...]:
             primals, cts = arrays[: self.spec.num_arrays], arrays[self.spec.num_arrays :]
             trees: list[Any] = []
             saved = Forward(self.spec, residuals=True).flat(dataclasses.replace(choice, trees=trees))(*primals)
@@ -224,7 +224,7 @@ class Forward:
 
         return gradients
 
-    def _out_tree(self, choice: Choice, primals: Sequence[Any]) -> Any:
+    def _out_tree(self, choice: Choice, primals: Sequence[jax.Array]) -> Any:
         known = None if choice.out_tree is None else choice.out_tree(self, primals)
         if known is not None:
             return known
@@ -239,7 +239,7 @@ def run_vjp(
     trees: tuple[Any, Any],
     saved: Sequence[Any],
     primals: Sequence[Any],
-    cts: Sequence[Any],
+    cts: Sequence[object],
 ) -> tuple[Any, ...]:
     """Call the kernel's `vjp` hook on flat arrays; `saved` are the outputs and then the residuals."""
     out_tree, residual_tree = trees
@@ -251,13 +251,13 @@ def run_vjp(
     return flat_gradients(spec, primals, found)
 
 
-def as_outputs(tree: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
+def as_outputs(tree: object, leaves: Sequence[object]) -> tuple[Any, ...]:
     """Return the cotangents as a tuple with one entry for each output."""
     cotangents = jax.tree.unflatten(tree, leaves)
     return tuple(cotangents) if isinstance(cotangents, tuple | list) else (cotangents,)
 
 
-def flat_gradients(spec: CallSpec, primals: Sequence[Any], found: Any) -> tuple[Any, ...]:
+def flat_gradients(spec: CallSpec, primals: Sequence[jax.Array], found: object) -> tuple[Any, ...]:
     """Return one gradient for each array of the call, in its dtype, from what a gradient rule returned.
 
     Raises:
@@ -283,7 +283,7 @@ def _match_structure(op: str, position: int, tree: Any, gradient: Any) -> list[A
     """Return one gradient a leaf of `tree`; `None` may stand for a leaf or for a whole branch."""
     leaves: list[Any] = []
 
-    def visit(given: Any, branch: Any) -> None:
+    def visit(given: object, branch: object) -> None:
         if given is not None and not jax.tree_util.treedef_is_leaf(jax.tree.structure(branch)):
             raise ValueError("an array where the argument has a container")
         leaves.extend([given] * len(jax.tree.leaves(branch)))

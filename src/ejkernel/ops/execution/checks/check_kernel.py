@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Final
+from typing import Final
 
 from ejkernel.ops.autotuner.process.threads import on_measuring_thread
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.checks.report import CheckReport
 
@@ -15,13 +16,13 @@ GROUPS: Final = ("gradient", "tangents", "vmap", "dtypes", "platforms", "key", "
 
 
 def check_kernel(
-    kernel: Kernel[Any, Any],
-    *args: Any,
-    configs: Collection[Any] | None = None,
+    kernel: Kernel[Cfg, Out],
+    *args: object,
+    configs: Collection[object] | None = None,
     without: Collection[str] = (),
     strict: bool = True,
     seed: int = 0,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> CheckReport:
     """Check that a kernel keeps its contract for one call; meant for its author's tests.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import pickle  # noqa: TID251 - of a kernel that is there already, as worker processes are sent it
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -19,13 +20,17 @@ from ejkernel.ops.autotuner.measure.correctness import deviations
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook, run_forms
-from ejkernel.ops.core.transformations.nodes import Choice, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.execution.checks.programs import Arrays, compiled, cotangents_of, pulled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.utils.telling import error_text
+
+logger = logging.getLogger(__name__)
 
 _PLATFORMS: Final = ("cpu", "gpu", "tpu")
 _CLAIMED_BY: Final = {  # forms of `run` that are for a platform, and for nothing else
@@ -37,7 +42,7 @@ _TARGET: Final = "nvidia_h200"  # the GPU that is lowered for where there is non
 _OTHER_DTYPES: Final = ("float32", "bfloat16")
 
 
-def _row(check: str, config: Any, reason: str, *, status: CheckStatus = CheckStatus.FAILED) -> CheckRow:
+def _row(check: str, config: object, reason: str, *, status: CheckStatus = CheckStatus.FAILED) -> CheckRow:
     return CheckRow(check=check, config=config, status=status if reason else CheckStatus.OK, reason=reason)
 
 
@@ -45,7 +50,7 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _difference(subject: Subject, got: Sequence[Any], want: Sequence[Any], whose: str) -> str:
+def _difference(subject: Subject, got: Sequence[object], want: Sequence[object], whose: str) -> str:
     """Return how results differ from what they were before; empty if they do not."""
     inv = subject.inv
     found = deviations(got, want, platform=inv.platform, precision=inv.precision)
@@ -71,7 +76,7 @@ def _cast(array: Any, dtype: str) -> Any:
     return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
-def weak_type_row(subject: Subject, config: Any) -> CheckRow | None:
+def weak_type_row(subject: Subject, config: object) -> CheckRow | None:
     """Return whether arrays of weak types, which arithmetic with Python numbers makes, give the same; if there are."""
     arrays = subject.elements(1)[0]
     default = {jnp.dtype(jnp.result_type(float)), jnp.dtype(jnp.result_type(int))}
@@ -99,10 +104,10 @@ def weak_type_row(subject: Subject, config: Any) -> CheckRow | None:
 class _Named:
     """Answers a call for one platform with a configuration, and every other with the heuristic's."""
 
-    def __init__(self, platform: str, config: Any) -> None:
+    def __init__(self, platform: str, config: object) -> None:
         self._platform, self._config = platform, config
 
-    def choose(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Any:
         """Return the configuration for `inv`."""
         if inv.platform == self._platform and inv.direction == "fwd":
             return self._config
@@ -138,7 +143,7 @@ def _seen_as(platform: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if platform != "gpu" else Target.named(_TARGET).entered()
 
 
-def _lowered_row(subject: Subject, check: str, platform: str, config: Any, claims: bool) -> CheckRow:
+def _lowered_row(subject: Subject, check: str, platform: str, config: object, claims: bool) -> CheckRow:
     run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
     arrays = subject.elements(1)[0]
     names = compat.lowering_names(platform)
@@ -149,9 +154,10 @@ def _lowered_row(subject: Subject, check: str, platform: str, config: Any, claim
         return _row(check, config, _told(error), status=CheckStatus.FAILED if is_fault else CheckStatus.SKIPPED)
     wrt = subject.differentiable()
     try:
-        cotangents = cotangents_of(run, arrays, np.random.default_rng(subject.seed))
+        cotangents = cotangents_of(run, arrays, np.random.default_rng((subject.seed, 1)))
         traced = jax.jit(pulled(run, wrt)).trace(arrays, cotangents) if any(wrt) and cotangents else None
-    except Exception:  # noqa: BLE001 - that there is no gradient is said by another row
+    except Exception as error:  # noqa: BLE001 - that there is no gradient is said by another row
+        logger.debug("%s: no gradient is lowered for %s: %s", subject.kernel.op_id, platform, error_text(error))
         return _row(check, config, "")
     try:
         if traced is not None:
@@ -195,18 +201,18 @@ def _derived(subject: Subject, run: Any, elements: Sequence[Arrays]) -> list[Inv
     for function, given in programs:
         try:
             found += discover(function, *given)
-        except Exception:  # noqa: BLE001 - that it cannot be traced is said by another row
-            continue
+        except Exception as error:  # noqa: BLE001 - that it cannot be traced is said by another row
+            logger.debug("%s: calls with no key to look at: %s", subject.kernel.op_id, error_text(error))
     return found
 
 
-def _summed_gradient(run: Any, arrays: Sequence[Any], wrt: Sequence[bool]) -> Any:
+def _summed_gradient(run: Flat, arrays: Sequence[jax.Array], wrt: Sequence[bool]) -> Any:
     outs = jax.eval_shape(run, *arrays)
     cotangents = [jnp.ones(out.shape, out.dtype) for out in outs if is_inexact(out)]
     return pulled(run, wrt)(list(arrays), cotangents).gradients
 
 
-def _key_trouble(inv: Invocation[Any, Any]) -> str:
+def _key_trouble(inv: Invocation[Cfg, Out]) -> str:
     """Return why a call's key would not be found again; empty if it would."""
     try:
         again = rebuild(json.loads(json.dumps(inv.description)), key=inv.call_key)
@@ -216,7 +222,7 @@ def _key_trouble(inv: Invocation[Any, Any]) -> str:
     return "" if same else f"{inv.op_id}: the call's description gives another key: {again.call_key}"
 
 
-def pickle_row(subject: Subject, config: Any) -> CheckRow:
+def pickle_row(subject: Subject, config: object) -> CheckRow:
     """Return whether the kernel, pickled and back, is the same: worker processes are sent one."""
     kernel = subject.kernel
     if kernel.__module__ == "__main__":
@@ -230,7 +236,7 @@ def pickle_row(subject: Subject, config: Any) -> CheckRow:
     return _row("pickle", None, _copy_trouble(subject, copy, config))
 
 
-def _copy_trouble(subject: Subject, copy: Any, config: Any) -> str:
+def _copy_trouble(subject: Subject, copy: object, config: object) -> str:
     kernel, inv = subject.kernel, subject.inv
     if copy is kernel:
         return ""
@@ -247,7 +253,7 @@ def _copy_trouble(subject: Subject, copy: Any, config: Any) -> str:
         return f"with the kernel that comes back: {_told(error)}"
 
 
-def export_row(subject: Subject, config: Any) -> CheckRow:
+def export_row(subject: Subject, config: object) -> CheckRow:
     """Return whether the call, exported and read back, computes the same; what plain JAX cannot export is skipped."""
     arrays, run = subject.elements(1)[0], subject.executed(config)
     try:
@@ -267,9 +273,10 @@ def _exported(function: Any, arrays: Arrays) -> Sequence[Any]:
     return found
 
 
-def _fails(function: Any, arrays: Arrays) -> bool:
+def _fails(function: object, arrays: Arrays) -> bool:
     try:
         _exported(function, arrays)
-    except Exception:  # noqa: BLE001 - that is the question
+    except Exception as error:  # noqa: BLE001 - that is the question
+        logger.debug("plain JAX cannot export it either: %s", error_text(error))
         return True
     return False

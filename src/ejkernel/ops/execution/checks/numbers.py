@@ -13,7 +13,7 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations
-from ejkernel.ops.core.examples import random_array, stacked
+from ejkernel.ops.core.examples import stacked
 from ejkernel.ops.core.kernel import has_gradient_rule
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.errors import CandidateError
@@ -34,6 +34,7 @@ from ejkernel.ops.execution.checks.programs import (
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.rules import rule_row
 from ejkernel.ops.execution.checks.subject import Subject
+from ejkernel.ops.utils.random_arrays import random_array
 
 _ALONE = Pattern("under grad")
 _ELEMENTS = 6  # examples, as many as the largest batch has
@@ -55,7 +56,7 @@ class Numbers:
         without: Groups of checks to leave out.
     """
 
-    def __init__(self, subject: Subject, baseline: Any, without: Sequence[str] = ()) -> None:
+    def __init__(self, subject: Subject, baseline: object, without: Sequence[str] = ()) -> None:
         self._subject, self._baseline, self._without = subject, baseline, without
         self._truth = subject.plain(Choice(config=baseline, platform=subject.platform, reference=subject.has_reference))
         self._wrt = subject.differentiable()
@@ -103,7 +104,7 @@ class Numbers:
 
     # --- one configuration ---
 
-    def rows(self, config: Any) -> Iterator[CheckRow]:
+    def rows(self, config: object) -> Iterator[CheckRow]:
         """Yield all rows of a configuration; one that does not run has no more than the reason."""
         try:
             differs = self._types_differ(config)
@@ -127,7 +128,7 @@ class Numbers:
                 called = [name if has else None for name, has in zip(self._subject.names, self._wrt, strict=True)]
                 yield numeric_row(gradient, config, self._elements[0], self._cotangents[0], called)
 
-    def _types_differ(self, config: Any) -> str:
+    def _types_differ(self, config: object) -> str:
         platform = self._subject.platform
         found, want = (
             [_type(out) for out in jax.eval_shape(self._subject.plain(choice), *self._elements[0])]
@@ -138,7 +139,7 @@ class Numbers:
         )
         return "" if found == want else f"the results are {_listed(found)}; under the heuristic's {_listed(want)}"
 
-    def _eager_rows(self, config: Any) -> Iterator[CheckRow]:
+    def _eager_rows(self, config: object) -> Iterator[CheckRow]:
         run = self._subject.executed(config)
         try:
             first, fresh, *again = (run(*self._elements[index]) for index in (0, 1, *[0] * _REPEATS))
@@ -153,7 +154,7 @@ class Numbers:
         yield self._judged("repeated", config, repeated)
         yield self._intact(config)
 
-    def _intact(self, config: Any) -> CheckRow:
+    def _intact(self, config: object) -> CheckRow:
         """Return whether the inputs are what they were, and put them back if not."""
         changed = [
             name
@@ -170,7 +171,7 @@ class Numbers:
         reason = f"the call changes its argument {', '.join(dict.fromkeys(changed))}"
         return CheckRow(check="arguments", config=config, status=CheckStatus.FAILED, reason=reason)
 
-    def _compiled_rows(self, config: Any) -> Iterator[CheckRow]:
+    def _compiled_rows(self, config: object) -> Iterator[CheckRow]:
         run = self._subject.executed(config)
         differentiates, why = self._differentiates(config, run)
         with_gradient = differentiates and "gradient" not in self._without
@@ -199,7 +200,7 @@ class Numbers:
         elif with_tangents:
             yield CheckRow(check="tangents", config=config, status=CheckStatus.SKIPPED, reason=self._why_no_tangents)
 
-    def _differentiates(self, config: Any, run: Flat) -> tuple[bool, str]:
+    def _differentiates(self, config: object, run: Flat) -> tuple[bool, str]:
         """Return whether a configuration has a gradient, and why not if the kernel otherwise has."""
         if self._why_none:
             return False, ""
@@ -209,19 +210,19 @@ class Numbers:
             trouble = self._trouble(pulled(run, self._wrt), self._cotangents[0])
         return trouble is None, "" if trouble is None else told(trouble)
 
-    def _outputs_row(self, check: str, config: Any, found: Results | Exception) -> CheckRow:
+    def _outputs_row(self, check: str, config: object, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
             return CheckRow(check=check, config=config, status=CheckStatus.FAILED, reason=told(found))
         return self._judged(check, config, self._deviations(found.outs, self._true(_ALONE, 0).outs))
 
-    def _pattern_row(self, config: Any, pattern: Pattern, found: Results | Exception) -> CheckRow:
+    def _pattern_row(self, config: object, pattern: Pattern, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
             return CheckRow(check=pattern.name, config=config, status=CheckStatus.FAILED, reason=told(found))
         true = self._gathered(pattern)
         gradients = [] if found.gradients is None else self._gradient_deviations(found.gradients, true.gradients)
         return self._judged(pattern.name, config, [*self._deviations(found.outs, true.outs), *gradients])
 
-    def _gradient_rows(self, config: Any, found: Results | Exception) -> Iterator[CheckRow]:
+    def _gradient_rows(self, config: object, found: Results | Exception) -> Iterator[CheckRow]:
         """Yield a row for each argument, and one for the results, which a rule with residuals computes anew."""
         yield self._outputs_row(_ALONE.name, config, found)
         if not isinstance(found, Exception):
@@ -231,13 +232,13 @@ class Numbers:
                 yield self._judged(f"gradient of {name}", config, [deviation])
 
     def _gradient_deviations(
-        self, got: Sequence[Any] | None, want: Sequence[Any] | None, what: str = "gradient"
+        self, got: Sequence[object] | None, want: Sequence[object] | None, what: str = "gradient"
     ) -> list[Deviation]:
         names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
         called = [f"the {what} of {name}" for name in names]
         return self._deviations(got or (), want or (), called, whose=self._whose_derivative)
 
-    def _tangent_row(self, config: Any, found: Results | Exception) -> CheckRow:
+    def _tangent_row(self, config: object, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
             return CheckRow(check="tangents", config=config, status=CheckStatus.FAILED, reason=told(found))
         true = self._true_tangents
@@ -300,7 +301,7 @@ class Numbers:
         return "the reference's" if self._subject.has_reference else "JAX's of `run`"
 
     def _deviations(
-        self, got: Sequence[Any], want: Sequence[Any], names: Sequence[str] = (), whose: str = ""
+        self, got: Sequence[object], want: Sequence[object], names: Sequence[str] = (), whose: str = ""
     ) -> list[Deviation]:
         """Return how far results are off. NaN is right only where the reference has it."""
         inv = self._subject.inv
@@ -315,7 +316,7 @@ class Numbers:
             for name, array, d in zip(called, got, found, strict=True)
         ]
 
-    def _judged(self, check: str, config: Any, found: Sequence[Deviation]) -> CheckRow:
+    def _judged(self, check: str, config: object, found: Sequence[Deviation]) -> CheckRow:
         found = found or [Deviation(0.0, 0.0)]
         wrong = next((deviation for deviation in found if deviation.reason), None)
         worst = wrong or max(found, key=lambda d: d.error / d.allowed if d.allowed else 0.0)
@@ -330,7 +331,7 @@ class Numbers:
         )
 
 
-def _with_nan(name: str, array: Any, deviation: Deviation, whose: str) -> Deviation:
+def _with_nan(name: str, array: object, deviation: Deviation, whose: str) -> Deviation:
     if deviation.reason or whose.startswith(("the reference", _BEFORE)) or not _has_nan(array):
         return deviation
     return Deviation(np.inf, deviation.allowed, f"{name} has NaN, and there is no reference that has it too")
@@ -359,5 +360,5 @@ def _restored(kept: Any, like: Any) -> Any:
     return jax.random.wrap_key_data(jnp.array(kept), impl=compat.key_implementation(like.dtype))
 
 
-def _has_nan(array: Any) -> bool:
+def _has_nan(array: object) -> bool:
     return is_inexact(array) and bool(np.isnan(np.asarray(array)).any())

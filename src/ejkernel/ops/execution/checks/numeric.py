@@ -10,10 +10,10 @@ from typing import Any, Final
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.core.examples import random_array
 from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.execution.checks.programs import Arrays, Results, compiled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
+from ejkernel.ops.utils.random_arrays import random_array
 
 _CHECK: Final = "gradient, by differences"
 _STEP: Final = {"float32": 1e-2, "float64": 1e-4}  # of an argument's size: rounding and curvature both cost little
@@ -23,7 +23,7 @@ _ALLOWED: Final = 0.1  # a wrong sign or factor is off by one; a kink of the fun
 
 def numeric_row(
     gradient: Callable[[Arrays, Arrays], Results],
-    config: Any,
+    config: object,
     arrays: Arrays,
     cotangents: Arrays,
     called: Sequence[str | None],
@@ -60,7 +60,7 @@ def numeric_row(
     return CheckRow(check=_CHECK, config=config, status=status, reason=reason, error=worst, allowed=_ALLOWED)
 
 
-def _off(program: Any, index: int, inputs: tuple[Arrays, Arrays], gradient: Any, direction: Any) -> float:
+def _off(program: Any, index: int, inputs: tuple[Arrays, Arrays], gradient: object, direction: Any) -> float:
     """Return how far the derivative along `direction` is off, relative to the size that its terms let expect."""
     arrays, cotangents = inputs
     size = float(jnp.sqrt(jnp.mean(jnp.square(arrays[index])))) or 1.0 if arrays[index].size else 1.0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,10 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.examples import random_array, stack, stacked
+from ejkernel.ops.core.examples import stack, stacked
 from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
+from ejkernel.ops.utils.random_arrays import random_array
+from ejkernel.ops.utils.telling import error_text
 
-Arrays = list[Any]
+logger = logging.getLogger(__name__)
+
+Arrays = list[jax.Array]
 Levels = tuple[tuple[tuple[int | None, ...], int], ...]
 
 
@@ -87,7 +92,7 @@ class Pattern:
         return parts[0]
 
 
-def _sum(gradients: Sequence[Any]) -> Any:
+def _sum(gradients: Sequence[jax.Array]) -> Any:
     return jnp.asarray(sum(np.asarray(gradient) for gradient in gradients))
 
 
@@ -141,11 +146,11 @@ def cotangents_of(function: Flat, arrays: Arrays, rng: np.random.Generator) -> A
     return [random_array(out, rng) for out in jax.eval_shape(function, *arrays) if is_inexact(out)]
 
 
-def _selected(arrays: Sequence[Any], wrt: Sequence[bool]) -> Arrays:
+def _selected(arrays: Sequence[jax.Array], wrt: Sequence[bool]) -> Arrays:
     return [array for array, has in zip(arrays, wrt, strict=True) if has]
 
 
-def _merged(arrays: Sequence[Any], own: Sequence[Any], wrt: Sequence[bool]) -> Arrays:
+def _merged(arrays: Sequence[jax.Array], own: Sequence[jax.Array], wrt: Sequence[bool]) -> Arrays:
     given = iter(own)
     return [next(given) if has else array for array, has in zip(arrays, wrt, strict=True)]
 
@@ -153,7 +158,7 @@ def _merged(arrays: Sequence[Any], own: Sequence[Any], wrt: Sequence[bool]) -> A
 jax.tree_util.register_dataclass(Results, ["outs", "gradients"], [])
 
 
-def compiled(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], *inputs: object) -> Callable[..., Any]:
     """Return the function as a program for inputs of these types, made quickly rather than well."""
     program: Callable[..., Any] = compat.compiled_to_be_checked(jax.jit(function).lower(*inputs), jax.default_backend())
     return program
@@ -166,7 +171,8 @@ def computed(jobs: Mapping[str, Job]) -> dict[str, Results | Exception]:
     """Compute all jobs, in one program if that works: most of the time of a small one is JAX's for each program."""
     try:
         return dict(_together(dict(jobs)))
-    except Exception:  # noqa: BLE001 - which of them it was shows when each is computed alone
+    except Exception as error:  # noqa: BLE001 - which of them it was shows when each is computed alone
+        logger.debug("%s are computed one by one, for together they fail: %s", ", ".join(jobs), error_text(error))
         return {name: _alone(name, job) for name, job in jobs.items()}
 
 

@@ -16,7 +16,9 @@ from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 
 
-def rule_row(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Iterator[CheckRow]:
+def rule_row(
+    subject: Subject, config: object, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+) -> Iterator[CheckRow]:
     """Yield whether each gradient of a kernel's own rule has its argument's dtype; nothing if there is no rule."""
     if not has_gradient_rule(subject.kernel) or not cotangents:
         return
@@ -32,10 +34,12 @@ def rule_row(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: S
     )
 
 
-def _wrong_types(subject: Subject, config: Any, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[str]:
+def _wrong_types(
+    subject: Subject, config: object, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+) -> list[str]:
     wrong: list[str] = []
 
-    def trace(arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
+    def trace(arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> None:
         spec, own = subject.taken_apart(arrays)
         args, _ = spec.join(own)
         found = _answer(spec, config, subject.platform, own, cotangents)
@@ -51,7 +55,9 @@ def _wrong_types(subject: Subject, config: Any, arrays: Sequence[Any], cotangent
     return wrong
 
 
-def _answer(spec: Any, config: Any, platform: str, own: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+def _answer(
+    spec: Any, config: object, platform: str, own: Sequence[object], cotangents: Sequence[jax.Array]
+) -> Sequence[Any]:
     """Return what the kernel's rule returns, as it is."""
     kernel = spec.kernel
     trees: list[Any] = []
@@ -68,14 +74,14 @@ def _answer(spec: Any, config: Any, platform: str, own: Sequence[Any], cotangent
     return gradients
 
 
-def _outputs(tree: Any, outs: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+def _outputs(tree: Any, outs: Sequence[Any], cotangents: Sequence[jax.Array]) -> tuple[Any, ...]:
     given = iter(cotangents)
     return as_outputs(
         tree, [next(given) if is_inexact(out) else np.zeros(out.shape, jax.dtypes.float0) for out in outs]
     )
 
 
-def _misfits(argument: Any, gradient: Any, names: Sequence[str]) -> list[str]:
+def _misfits(argument: object, gradient: object, names: Sequence[str]) -> list[str]:
     arrays = [leaf for leaf in jax.tree.leaves(argument) if _is_array(leaf)]
     gradients = jax.tree.leaves(gradient, is_leaf=lambda leaf: leaf is None)
     if len(gradients) != len(arrays):  # None for a whole branch, or for what is static
@@ -87,5 +93,5 @@ def _misfits(argument: Any, gradient: Any, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristi
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, candidates_of, check_config
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.execution.checks.forms import (
     dtype_rows,
@@ -25,6 +27,9 @@ from ejkernel.ops.execution.checks.numbers import Numbers
 from ejkernel.ops.execution.checks.report import CheckReport, CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.tables import arguments
+from ejkernel.ops.utils.telling import error_text
+
+logger = logging.getLogger(__name__)
 
 _TOO_FEW: Final = 2  # rows of a configuration that does not run
 
@@ -34,7 +39,7 @@ def checked(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    configs: Collection[Any] | None,
+    configs: Collection[object] | None,
     without: frozenset[str],
     seed: int,
 ) -> CheckReport:
@@ -53,15 +58,16 @@ def checked(
     return CheckReport(call, tuple(chosen), tuple(_rows(subject, chosen, without)), note)
 
 
-def _arguments_of(inv: Invocation[Any, Any]) -> str:
+def _arguments_of(inv: Invocation[Cfg, Out]) -> str:
     """Return the call's arguments in short; what has no stable name is left out."""
     try:
         return arguments(inv.description)
-    except Exception:  # noqa: BLE001 - the row of the key says why
+    except Exception as error:  # noqa: BLE001 - the row of the key says why
+        logger.debug("%s: its arguments cannot be shown: %s", inv.op_id, error_text(error))
         return ""
 
 
-def _rows(subject: Subject, configs: Sequence[Any], without: frozenset[str]) -> Iterator[CheckRow]:
+def _rows(subject: Subject, configs: Sequence[object], without: frozenset[str]) -> Iterator[CheckRow]:
     yield CheckRow(check="configurations", config=None, status=CheckStatus.OK)
     try:
         numbers = Numbers(subject, configs[0], tuple(without))
@@ -82,7 +88,7 @@ def _rows(subject: Subject, configs: Sequence[Any], without: frozenset[str]) -> 
     yield from _form_rows(subject, configs[0], without)
 
 
-def _form_rows(subject: Subject, config: Any, without: frozenset[str]) -> Iterator[CheckRow]:
+def _form_rows(subject: Subject, config: object, without: frozenset[str]) -> Iterator[CheckRow]:
     if "dtypes" not in without:
         yield from dtype_rows(subject, _dtype_row)
         weak = weak_type_row(subject, config)
@@ -111,7 +117,7 @@ def _dtype_row(subject: Subject, name: str) -> CheckRow:
     return CheckRow(check=name, config=config, status=status, reason=reason, error=worst.error, allowed=worst.allowed)
 
 
-def _configs(subject: Subject, inv: Invocation[Any, Any], given: Collection[Any] | None) -> tuple[list[Any], str]:
+def _configs(subject: Subject, inv: Invocation[Cfg, Out], given: Collection[object] | None) -> tuple[list[Any], str]:
     """Return the configurations to check, the heuristic's first, and what to say of them."""
     if inv.override_cfg is not None:
         return [inv.override_cfg], "The arguments say the whole configuration."

@@ -14,11 +14,13 @@ import numpy as np
 from ejkernel.ops.autotuner.trials.naming import leaf_name
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.callspec import take_apart
-from ejkernel.ops.core.examples import example_arrays, random_array
+from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
+from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor
+from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array
 
 Arrays = list[Any]
@@ -51,7 +53,7 @@ class Subject:
         at = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
         seen: list[Invocation[Any, Any]] = []
 
-        def prepare(*arrays: Any) -> None:
+        def prepare(*arrays: jax.Array) -> None:
             given = dict(zip(at, arrays, strict=True))
             own = jax.tree.unflatten(tree, [given.get(index, leaf) for index, leaf in enumerate(leaves)])
             prepared, named = kernel.prepare(*own[0], **own[1])
@@ -85,12 +87,12 @@ class Subject:
         """Whether the kernel has a reference."""
         return overrides(self.kernel, "reference")
 
-    def with_arrays(self, arrays: Sequence[Any]) -> Subject:
+    def with_arrays(self, arrays: Sequence[jax.Array]) -> Subject:
         """Return the same call of other arrays."""
         args, kwargs = self.join(arrays)
         return Subject.of(self.kernel, args, kwargs, self.seed)
 
-    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(self, arrays: Sequence[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `arrays` in their places."""
         leaves = list(self._leaves)
         for index, array in zip(self._at, arrays, strict=True):
@@ -98,10 +100,10 @@ class Subject:
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
         return args, kwargs
 
-    def executed(self, config: Any, *, kernel: Kernel[Any, Any] | None = None) -> Flat:
+    def executed(self, config: object, *, kernel: Kernel[Cfg, Out] | None = None) -> Flat:
         """Return the call as a user makes it, with `config`; the heuristic's if that is `None`."""
 
-        def call(*arrays: Any) -> tuple[Any, ...]:
+        def call(*arrays: jax.Array) -> tuple[Any, ...]:
             args, kwargs = self.join(arrays)
             return tuple(jax.tree.leaves(self.executor(kernel or self.kernel, *args, cfg=config, **kwargs)))
 
@@ -110,13 +112,13 @@ class Subject:
     def plain(self, choice: Choice) -> Flat:
         """Return the kernel's own `run`, or `reference`, which JAX differentiates by itself."""
 
-        def call(*arrays: Any) -> tuple[Any, ...]:
+        def call(*arrays: jax.Array) -> tuple[Any, ...]:
             spec, own = self.taken_apart(arrays)
             return Forward(spec).flat(choice)(*own)
 
         return call
 
-    def taken_apart(self, arrays: Sequence[Any]) -> tuple[Any, Arrays]:
+    def taken_apart(self, arrays: Sequence[jax.Array]) -> tuple[Any, Arrays]:
         """Return the call as the kernel sees it, and its arrays."""
         args, kwargs = self.join(arrays)
         args, kwargs = self.kernel.prepare(*args, **kwargs)

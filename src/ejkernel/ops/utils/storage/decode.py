@@ -11,7 +11,7 @@ import itertools
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from cattrs.errors import (
 from cattrs.gen import make_dict_structure_fn, override
 
 from ejkernel.ops.errors import EjkernelError, SerializationError
-from ejkernel.ops.utils.storage.serialize import child, describe, parse_dtype, stable_json
+from ejkernel.ops.utils.storage.encode import child, describe, parse_dtype, stable_json
 
 _Hook = Callable[[Any, Any], Any]
 _TOLD = 8  # reasons that a message has; a file may have any number of wrong fields
@@ -58,7 +58,7 @@ class _Leaf:
 
 
 def decode(data: Any, cls: Any) -> Any:
-    """Return plain data (see `serialize.plain`) as a `cls`, or raise `SerializationError` with the first reasons."""
+    """Return plain data (see `encode.plain`) as a `cls`, or raise `SerializationError` with the first reasons."""
     try:
         return _converter().structure(data, cls)
     except _FAILURES as error:
@@ -99,7 +99,7 @@ def _structure(value: Any, cls: Any) -> Any:
 # --- leaves of the data ---
 
 
-def _scalar(value: Any, cls: Any) -> Any:
+def _scalar(value: object, cls: Any) -> Any:
     if issubclass(cls, enum.Enum):  # class Mode(str, Enum): found by its base
         return _enum(value, cls)
     if cls not in _SCALARS:
@@ -120,12 +120,12 @@ def _exact_float(value: int) -> float:
     raise _RefusedError(f"expected float, got {describe(value)}, which no float holds exactly")
 
 
-def _none(value: Any, _: Any) -> None:
+def _none(value: object, _: object) -> None:
     if value is not None:
         raise _RefusedError(f"expected None, got {describe(value)}")
 
 
-def _literal(value: Any, cls: Any) -> Any:
+def _literal(value: object, cls: object) -> Any:
     return _one_of(value, cls, typing.get_args(cls))
 
 
@@ -133,7 +133,7 @@ def _enum(value: Any, cls: Any) -> Any:
     return _one_of(value, cls, tuple(cls))
 
 
-def _one_of(value: Any, cls: Any, allowed: tuple[Any, ...]) -> Any:
+def _one_of(value: object, cls: object, allowed: tuple[object, ...]) -> Any:
     text = stable_json(value)  # compared as text, because 1, 1.0 and True are equal as Python values
     for candidate in allowed:
         if stable_json(candidate) == text:
@@ -142,14 +142,14 @@ def _one_of(value: Any, cls: Any, allowed: tuple[Any, ...]) -> Any:
     raise _RefusedError(f"expected one of {names} ({_name(cls)}), got {describe(value)}")
 
 
-def _dtype(value: Any, _: Any) -> np.dtype[Any]:
+def _dtype(value: object, _: object) -> np.dtype[Any]:
     dtype = parse_dtype(value) if isinstance(value, str) else None
     if dtype is None:
         raise _RefusedError(f"expected the name of a dtype such as 'float32', got {describe(value)}")
     return dtype
 
 
-def _unsupported(_: Any, cls: Any) -> Any:
+def _unsupported(_: object, cls: object) -> Any:
     raise _RefusedError(
         f"{_name(cls)} is not a type that can be read from JSON; use dataclasses, named tuples and built-ins"
     )
@@ -158,7 +158,7 @@ def _unsupported(_: Any, cls: Any) -> Any:
 # --- containers ---
 
 
-def _sequence(value: Any, cls: Any) -> Any:
+def _sequence(value: object, cls: object) -> Any:
     origin, arguments = typing.get_origin(cls) or cls, typing.get_args(cls)
     if not isinstance(value, list):
         raise _RefusedError(f"expected a list ({_name(cls)}), got {describe(value)}")
@@ -176,7 +176,7 @@ def _sequence(value: Any, cls: Any) -> Any:
     return items if origin in _LISTS else tuple(items)
 
 
-def _mapping(value: Any, cls: Any) -> dict[Any, Any]:
+def _mapping(value: object, cls: object) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise _RefusedError(f"expected an object ({_name(cls)}), got {describe(value)}")
     key_type, item_type = typing.get_args(cls) or (Any, Any)
@@ -184,7 +184,7 @@ def _mapping(value: Any, cls: Any) -> dict[Any, Any]:
     return dict(zip(keys, _items(((key, item, item_type) for key, item in value.items()), cls), strict=True))
 
 
-def _items(triples: Iterable[tuple[int | str, Any, Any]], cls: Any) -> list[Any]:
+def _items(triples: Iterable[tuple[int | str, object, object]], cls: Any) -> list[Any]:
     out = []
     for index, value, item_type in triples:
         try:
@@ -195,7 +195,7 @@ def _items(triples: Iterable[tuple[int | str, Any, Any]], cls: Any) -> list[Any]
     return out
 
 
-def _union(value: Any, cls: Any) -> Any:
+def _union(value: object, cls: object) -> Any:
     members = typing.get_args(cls)
     fits, failures = [], []
     for member in members:
@@ -215,7 +215,7 @@ def _union(value: Any, cls: Any) -> Any:
     raise _RefusedError(f"expected {_name(cls)}, got {describe(value)}" + "".join(f" [{reason}]" for reason in reasons))
 
 
-def _best(fits: list[Any], value: Any, cls: Any) -> Any:
+def _best(fits: Sequence[object], value: object, cls: object) -> Any:
     """Return the one of several readings that says what the data says, or refuse to guess."""
     text = stable_json(value)
     exact = [fit for fit in fits if stable_json(fit) == text] or fits
@@ -228,11 +228,11 @@ def _best(fits: list[Any], value: Any, cls: Any) -> Any:
     return exact[0]
 
 
-def _first_argument(value: Any, cls: Any) -> Any:
+def _first_argument(value: object, cls: object) -> Any:
     return _structure(value, typing.get_args(cls)[0])
 
 
-def _alias_target(cls: Any) -> Any:
+def _alias_target(cls: object) -> Any:
     """Return what a `NewType` or a `type X = ...` statement stands for."""
     if isinstance(cls, typing.NewType):
         return cls.__supertype__
@@ -242,7 +242,7 @@ def _alias_target(cls: Any) -> Any:
 # --- dataclasses and named tuples ---
 
 
-def _is_record(cls: Any) -> bool:
+def _is_record(cls: object) -> bool:
     origin = typing.get_origin(cls) or cls
     return isinstance(origin, type) and (dataclasses.is_dataclass(origin) or _is_namedtuple(origin))
 
@@ -269,13 +269,13 @@ def _record_hook(cls: Any) -> _Hook:
             cls, _converter(), _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **overrides
         )
 
-    def hook(value: Any, _: Any) -> Any:
+    def hook(value: object, _: object) -> Any:
         return inner(_object(value, cls), cls)
 
     return hook
 
 
-def _object(value: Any, cls: Any) -> dict[Any, Any]:
+def _object(value: object, cls: object) -> dict[Any, Any]:
     if not isinstance(value, dict):  # cattrs would take an empty list as "all defaults"
         raise _RefusedError(f"expected an object ({_name(cls)}), got {describe(value)}")
     return value
@@ -285,13 +285,13 @@ def _tagged_hook(cls: Any) -> _Hook:
     """Return the hook of a tagged union: of a class that says itself which types the fields of the data have."""
 
     @functools.cache
-    def reader(types: tuple[tuple[str, Any], ...]) -> Callable[[Any, Any], Any]:
+    def reader(types: tuple[tuple[str, object], ...]) -> Callable[[Any, Any], Any]:
         overrides: dict[str, Any] = {name: override(struct_hook=_typed(hint)) for name, hint in types}
         return make_dict_structure_fn(
             cls, _converter(), _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **overrides
         )
 
-    def hook(value: Any, _: Any) -> Any:
+    def hook(value: Any, _: object) -> Any:
         try:
             types = cls.field_types(_object(value, cls))
         except EjkernelError as error:
@@ -301,7 +301,7 @@ def _tagged_hook(cls: Any) -> _Hook:
     return hook
 
 
-def _typed(hint: Any) -> _Hook:
+def _typed(hint: object) -> _Hook:
     return lambda value, _: _structure(value, hint)
 
 
@@ -313,14 +313,14 @@ def _hints(cls: type) -> dict[str, Any]:
         raise _RefusedError(reason) from error
 
 
-def _has_forward_reference(annotation: Any) -> bool:
+def _has_forward_reference(annotation: object) -> bool:
     inner = typing.get_args(annotation)
     return any(isinstance(item, (str, typing.ForwardRef)) or _has_forward_reference(item) for item in inner) and (
         typing.get_origin(annotation) is not typing.Literal
     )
 
 
-def _untyped_namedtuple(cls: Any, value: Any, _: Any) -> Any:
+def _untyped_namedtuple(cls: Any, value: Any, _: object) -> Any:
     if not isinstance(value, dict):
         raise _RefusedError(f"expected an object ({_name(cls)}), got {describe(value)}")
     required = [name for name in cls._fields if name not in cls._field_defaults]
@@ -332,7 +332,7 @@ def _untyped_namedtuple(cls: Any, value: Any, _: Any) -> Any:
 # --- errors ---
 
 
-def _leaves(error: Exception, path: str, cls: Any) -> Iterator[_Leaf]:
+def _leaves(error: Exception, path: str, cls: object) -> Iterator[_Leaf]:
     """Yield the reasons inside an error of cattrs, each with its path."""
     if isinstance(error, BaseValidationError):
         for inner in error.exceptions:
@@ -367,5 +367,5 @@ def _fields(cls: Any) -> str:
     return ", ".join(names) or "no fields"
 
 
-def _name(cls: Any) -> str:
+def _name(cls: object) -> str:
     return cls.__qualname__ if isinstance(cls, type) and not typing.get_args(cls) else str(cls)

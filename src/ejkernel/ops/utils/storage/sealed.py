@@ -24,7 +24,7 @@ def digest_of(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def sealed_json(obj: Any) -> str:
+def sealed_json(obj: object) -> str:
     """Return what has fields as JSON for people, as `to_json` does, with its digest as the last member.
 
     Raises:
@@ -77,7 +77,7 @@ def read_lines(raw: bytes, schema: int, what: str) -> list[str]:
     return lines[:-2]
 
 
-def check_schema(data: Any, schema: int, what: str) -> None:
+def check_schema(data: object, schema: int, what: str) -> None:
     """Raise unless stored data are of this layout.
 
     Args:

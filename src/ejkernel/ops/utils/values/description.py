@@ -33,7 +33,7 @@ _CONTAINERS: Final = {f"collections.{c.__name__}": c for c in (collections.Order
 _KEY_IMPLEMENTATIONS: Final = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-def undescribe(data: Any, names: Names) -> Any:
+def undescribe(data: object, names: Names) -> Any:
     """Return the value that `describe` made `data` of; arrays become `jax.ShapeDtypeStruct`.
 
     Some different values have one description, and one of them is returned: a `frozenset` for every set, a
@@ -69,7 +69,7 @@ class _Reader:
         self._names = names
         self._values = 0
 
-    def value(self, data: Any, depth: int) -> Any:
+    def value(self, data: object, depth: int) -> Any:
         self._values += 1
         if self._values > MAX_VALUES or depth > _MAX_DEPTH:
             raise DescriptionError(f"it has more than {MAX_VALUES} values or {_MAX_DEPTH} levels")
@@ -82,7 +82,7 @@ class _Reader:
             raise DescriptionError(f"{shown(data)} describes no value")
         return form(self, data, depth + 1)
 
-    def items(self, data: Any, depth: int, count: int | None = None) -> list[Any]:
+    def items(self, data: object, depth: int, count: int | None = None) -> list[Any]:
         if type(data) is not list or (count is not None and len(data) != count):
             raise DescriptionError(f"a list{'' if count is None else f' of {count}'} is needed, got {shown(data)}")
         return [self.value(item, depth) for item in data]
@@ -205,7 +205,7 @@ def _made(cls: Any, make: Callable[[], Any]) -> Any:
         raise DescriptionError(text) from error
 
 
-def _hashed(make: Callable[[], Any], of: Any) -> Any:
+def _hashed(make: Callable[[], Any], of: object) -> Any:
     try:
         return make()
     except TypeError as error:
@@ -226,28 +226,28 @@ def _key_dtypes() -> dict[str, Any]:
     return {str(dtype): dtype for dtype in found}
 
 
-def _from_hex(text: Any) -> float:
+def _from_hex(text: object) -> float:
     try:
         return float.fromhex(_text(text.get("float") if type(text) is dict else text))
     except ValueError as error:
         raise DescriptionError(f"{text!r} is no float") from error
 
 
-def _bytes(text: Any) -> bytes:
+def _bytes(text: object) -> bytes:
     try:
         return bytes.fromhex(_text(text))
     except ValueError as error:
         raise DescriptionError("bytes must be hexadecimal digits") from error
 
 
-def _spec(items: Sequence[Any]) -> Any:
+def _spec(items: Sequence[object]) -> Any:
     names = [part for item in items for part in (item if type(item) is tuple else (item,))]
     if not all(name is None or type(name) is str for name in names):
         raise DescriptionError(f"a partition is made of the names of axes, got {shown(items)}")
     return jax.sharding.PartitionSpec(*items)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if type(value) is not str:
         raise DescriptionError(f"a string is needed, got {shown(value)}")
     return value

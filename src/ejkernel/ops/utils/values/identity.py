@@ -50,7 +50,7 @@ class Weak(weakref.ref[Any]):
 
     __slots__ = ("_address",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         super().__init__(value)  # type: ignore[call-arg] # the stubs give it __new__ alone
         self._address = id(value)
 
@@ -72,7 +72,7 @@ class Strong:
 
     __slots__ = ("_value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._value = value
 
     def __call__(self) -> Any:
@@ -86,14 +86,14 @@ class Strong:
         return isinstance(other, Strong) and other._value is self._value
 
 
-def held_weakly(value: Any) -> Held:
+def held_weakly(value: object) -> Held:
     """Return a function that gives `value` as long as somebody else holds it, or for ever where that cannot be."""
     if isinstance(value, types.MethodType):  # made anew each time it is asked for
         return weakref.WeakMethod(value)
     return by_is(value)
 
 
-def by_is(value: Any) -> Weak | Strong:
+def by_is(value: object) -> Weak | Strong:
     """Return what is equal for one and the same object alone."""
     try:
         return Weak(value)
@@ -101,7 +101,7 @@ def by_is(value: Any) -> Weak | Strong:
         return Strong(value)
 
 
-def identity(value: Any) -> Hashable:
+def identity(value: object) -> Hashable:
     """Return a hashable stand-in for a static value, which is equal to another's only if the two compute the same.
 
     Numbers are told apart by type and bits: `1`, `1.0` and `True`, `0.0` and `-0.0`. Containers, partial functions,
@@ -131,7 +131,7 @@ _kept: dict[int, tuple[Any, Token]] = {}  # the same for a few that cannot be re
 _MOST_KEPT = 64
 
 
-def token_of(value: Any) -> Hashable:
+def token_of(value: object) -> Hashable:
     """Return `identity(value)`, remembered for objects that do not change."""
     address = id(value)
     known = _tokens.get(address) or _kept.get(address)
@@ -150,21 +150,21 @@ def token_of(value: Any) -> Hashable:
     return token
 
 
-def _keep(address: int, value: Any, token: Token) -> None:
+def _keep(address: int, value: object, token: Token) -> None:
     while len(_kept) >= _MOST_KEPT:
         with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread does the same
             _kept.pop(next(iter(_kept)))
     _kept[address] = value, token  # whose address is nobody else's as long as it stands here
 
 
-def _is_plain(parts: Any) -> bool:
+def _is_plain(parts: object) -> bool:
     """Return whether nothing that is identified is large, or somebody's: numbers and texts alone."""
     if isinstance(parts, tuple | frozenset):
         return all(map(_is_plain, parts))
     return not isinstance(parts, Weak | Strong)
 
 
-def _may_change(parts: Any) -> bool:
+def _may_change(parts: object) -> bool:
     if isinstance(parts, tuple | frozenset):
         return any(part is _MAY_CHANGE or _may_change(part) for part in parts)
     return False
@@ -209,7 +209,7 @@ def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
     return (kind, *state) if dataclasses.is_dataclass(value) else (kind, _MAY_CHANGE, *state)
 
 
-def identity_of_node(value: Any, aux: Any) -> Hashable:
+def identity_of_node(value: object, aux: Any) -> Hashable:
     """Return the same for what JAX knows of a pytree's node beside its children, which JAX compares by `==`.
 
     Such data is made anew whenever the node is taken apart, so objects in it are what they hold.
@@ -229,12 +229,12 @@ def identity_of_node(value: Any, aux: Any) -> Hashable:
     return (type(aux), cast(Hashable, aux))
 
 
-def _is_mutable_dataclass(value: Any) -> bool:
+def _is_mutable_dataclass(value: object) -> bool:
     parameters = getattr(value, "__dataclass_params__", None)
     return parameters is not None and not parameters.frozen
 
 
-def _shows_content(value: Any) -> bool:
+def _shows_content(value: object) -> bool:
     """Return whether a value compares by content, all of which Python can see, or is a dataclass that may change."""
     kind: Any = type(value)
     if _is_mutable_dataclass(value) or kind is types.SimpleNamespace:
@@ -243,7 +243,7 @@ def _shows_content(value: Any) -> bool:
     return by_value and all(cls.__flags__ & _HEAP_TYPE for cls in kind.__mro__[:-1])
 
 
-def state_of(value: Any) -> list[tuple[str, Any]]:
+def state_of(value: object) -> list[tuple[str, Any]]:
     """Return the attributes of an instance, without those that are only remembered results."""
     kind = type(value)
     state = dict(getattr(value, "__dict__", {}))

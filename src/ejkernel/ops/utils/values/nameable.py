@@ -117,7 +117,7 @@ class Names:
             if parameter.default is not parameter.empty:
                 self.add_value(parameter.default)
 
-    def add_annotation_of(self, function: Any, name: str) -> None:
+    def add_annotation_of(self, function: object, name: str) -> None:
         """Add what the annotation of one parameter names, or that of what is returned (`return`)."""
         self.add_annotation(_hints(function).get(name))
 
@@ -138,7 +138,7 @@ class Names:
         elif isinstance(annotation, type):
             self._add_class(annotation)
 
-    def add_value(self, value: Any) -> None:
+    def add_value(self, value: object) -> None:
         """Add what a default is made of: functions and modules, the types of objects, and what is in them."""
         if value is None or isinstance(value, enum.Enum):
             self._add_class(type(value))
@@ -173,12 +173,12 @@ class Names:
         elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
             self._add_annotations(cls)
 
-    def _add_annotations(self, thing: Any) -> None:
+    def _add_annotations(self, thing: object) -> None:
         for annotation in _hints(thing).values():
             self.add_annotation(annotation)
 
 
-def _held(thing: Any) -> Callable[[], Any]:
+def _held(thing: object) -> Callable[[], Any]:
     if inspect.ismethod(thing):  # which is made anew each time that its class is asked for it
         return weakref.WeakMethod(thing)
     try:
@@ -187,7 +187,7 @@ def _held(thing: Any) -> Callable[[], Any]:
         return lambda: thing
 
 
-def _name_of(thing: Any) -> str | None:
+def _name_of(thing: object) -> str | None:
     """Return the name that descriptions give a function, a class or a module, without looking anything up."""
     if isinstance(thing, types.ModuleType):
         return importable(thing.__name__)
@@ -197,7 +197,7 @@ def _name_of(thing: Any) -> str | None:
     return f"{importable(module)}.{qualname}"
 
 
-def _hints(thing: Any) -> dict[str, Any]:
+def _hints(thing: object) -> dict[str, Any]:
     """Return the annotations of a function or class, without those that cannot be resolved."""
     if not callable(thing):
         return {}
@@ -235,6 +235,6 @@ def _jaxs() -> dict[str, Any]:
     return found
 
 
-def _is_jaxs(function: Any) -> bool:
+def _is_jaxs(function: object) -> bool:
     module = getattr(function, "__module__", None)
     return isinstance(module, str) and module.partition(".")[0] == "jax"

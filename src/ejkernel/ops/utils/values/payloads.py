@@ -159,7 +159,7 @@ def _object(text: str, *, exact: bool) -> dict[str, Any]:
     return data  # type: ignore[no-any-return]  # it begins with a brace
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has a key twice")

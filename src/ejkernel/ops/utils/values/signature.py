@@ -15,7 +15,7 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,23 +51,23 @@ def as_array(value: Any) -> Any:
     return value.__jax_array__() if stands_for_array(value) else value
 
 
-def abstract(value: Any) -> jax.ShapeDtypeStruct:
+def abstract(value: object) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and weak type that JAX gives `value`, without its data."""
     aval = value if isinstance(value, jax.ShapeDtypeStruct | jax.core.ShapedArray) else jax.typeof(value)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
-def is_known(*sizes: Any) -> bool:
+def is_known(*sizes: object) -> bool:
     """Return whether sizes are numbers: in a program that is exported for many shapes some may be symbols."""
     return all(isinstance(size, int | np.integer) for size in sizes)
 
 
-def abstract_tree(tree: Any) -> Any:
+def abstract_tree(tree: object) -> Any:
     """Return `tree` with every array replaced by its `ShapeDtypeStruct`."""
     return jax.tree.map(lambda leaf: abstract(leaf) if is_array(leaf) else leaf, tree)
 
 
-def describe(value: Any) -> Any:
+def describe(value: object) -> Any:
     """Return `value`, an argument or a container of arguments, as JSON data that depends on nothing but its content.
 
     Arrays are their types: they are what a call is given, not a part of what it is. Inside static values, such as a
@@ -88,7 +88,7 @@ def describe(value: Any) -> Any:
     return describe_static(value)
 
 
-def describe_static(value: Any) -> Any:
+def describe_static(value: object) -> Any:
     """Return the same for a static value, in which arrays have no place.
 
     Raises:
@@ -114,7 +114,7 @@ def _describe_plain(value: Any) -> Any:
     return {"dtype": str(np.dtype(value))} if _is_dtype(value) else None
 
 
-def _describe_array(value: Any) -> dict[str, Any]:
+def _describe_array(value: object) -> dict[str, Any]:
     aval = abstract(value)
     shape = [dim if isinstance(dim, int) else str(dim) for dim in aval.shape]  # a symbolic dimension has a name
     described: dict[str, Any] = {"array": [str(aval.dtype), shape]}
@@ -139,7 +139,7 @@ def _describe_container(value: Any, describe: Callable[[Any], Any]) -> Any:
     return None
 
 
-def _describe_object(value: Any) -> Any:
+def _describe_object(value: object) -> Any:
     if type(value) is slice:
         return {"slice": [describe_static(part) for part in (value.start, value.stop, value.step)]}
     if type(value) is functools.partial and not vars(value):
@@ -162,7 +162,7 @@ def _describe_object(value: Any) -> Any:
     raise _unstable(value)
 
 
-def _describe_node(value: Any, describe: Callable[[Any], Any] = describe) -> dict[str, Any]:
+def _describe_node(value: object, describe: Callable[[Any], Any] = describe) -> dict[str, Any]:
     flat = jax.tree_util.default_registry.flatten_one_level(value)
     if flat is None or flat[1] is value:
         raise _unstable(value)
@@ -171,14 +171,14 @@ def _describe_node(value: Any, describe: Callable[[Any], Any] = describe) -> dic
     return {"node": _type_name(type(value)), "children": described, "aux": describe_static(aux)}
 
 
-def _is_dtype(value: Any) -> bool:
+def _is_dtype(value: object) -> bool:
     """Return whether `value` stands for a dtype: `np.dtype`, `np.int8`, `jnp.bfloat16`."""
     if isinstance(value, type) and issubclass(value, np.generic):
         return True
     return isinstance(value, np.dtype | _JAX_DTYPES)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Return the `module.qualname` under which every process finds `function`.
 
     Raises:
@@ -232,18 +232,18 @@ def _type_name(cls: type) -> str:
     return f"{importable(cls.__module__)}.{cls.__qualname__}"
 
 
-def _sorted(items: list[Any]) -> list[Any]:
+def _sorted(items: Sequence[object]) -> list[Any]:
     return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
 
 
-def _unstable(value: Any) -> UnstableKeyError:
+def _unstable(value: object) -> UnstableKeyError:
     return UnstableKeyError(
         f"{_shown(value)} has no name that is the same in every process; pass a number, a string, an enum, a "
         "dataclass, or a function defined at the top level of a module."
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return `repr(value)`, no longer than a line, and even if that raises."""
     try:
         text = repr(value)

@@ -17,7 +17,7 @@ PLAIN: Final = "json"  # the name for a configuration that is neither dataclass 
 _noted: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
-def type_name(config: Any) -> str:
+def type_name(config: object) -> str:
     """Return `module.Qualname` of a configuration's class, or `json` for plain data; files may name the class then."""
     cls = type(config)
     if not _is_record(cls):
@@ -35,7 +35,7 @@ def note_type(cls: type) -> None:
         _noted[qualified(_name_of(cls))] = cls
 
 
-def decode_config(data: Any, name: str) -> Any:
+def decode_config(data: object, name: str) -> Any:
     """Return the configuration that was stored as `data` under the type name `name`.
 
     Raises:

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that are static: which of them count as one, NumPy's included, and what sums run in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+
+def accumulator(dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype that sums run in: float32, or float64 for float64."""
+    return jnp.dtype("float64" if jnp.dtype(dtype) == np.float64 else "float32")
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer of Python or NumPy, and no boolean."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is an integer or a float of Python or NumPy, and no boolean."""
+    return is_integer(value) or isinstance(value, float | np.floating)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random arrays of given shapes and dtypes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import compat
+from ejkernel.ops.utils.values.signature import is_array
+
+LARGE = 1 << 20  # elements from which arrays stay on the device
+
+
+def random_array(like: Any, rng: np.random.Generator) -> Any:
+    """Return a random array of the shape and dtype of `like`; see `Kernel.example_inputs`."""
+    if compat.dtypes.issubdtype(like.dtype, compat.dtypes.prng_key):
+        first = jax.random.key(int(rng.integers(2**31)), impl=compat.key_implementation(like.dtype))
+        keys = jax.random.split(first, max(1, int(np.prod(like.shape))))
+        return keys[: int(np.prod(like.shape))].reshape(like.shape)
+    if like.dtype == np.bool_:
+        return jnp.asarray(rng.integers(0, 2, like.shape).astype(np.bool_))
+    if not jnp.issubdtype(like.dtype, jnp.inexact):
+        return jnp.asarray(rng.integers(0, 2, like.shape).astype(like.dtype))
+    if math.prod(like.shape) > LARGE:
+        return _normal(int(rng.integers(2**31)), like.shape, jnp.dtype(like.dtype))
+    values = rng.standard_normal(like.shape, np.float32)
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        values = values + 1j * rng.standard_normal(like.shape, np.float32)
+    return jnp.asarray(values.astype(like.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return normal numbers that the device made by itself: the host takes seconds for them, and to send them."""
+    # this generator is made for a device, and compiles in no time; JAX's default is made to be split
+    return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, dtype)
+
+
+def random_inputs(tree: object, rng: np.random.Generator) -> Any:
+    """Return `tree` with a random array in place of each array."""
+    return jax.tree.map(lambda leaf: random_array(leaf, rng) if is_array(leaf) else leaf, tree)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is to store as plain JSON data, and as the same text for the same content in every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes as jax_dtypes  # also registers names such as "bfloat16" with NumPy
+
+from ejkernel.ops.errors import SerializationError
+
+MAX_DEPTH = 64  # deeper is a cycle or an attack; Python's own limit must not be what ends it
+_DTYPE_NAME = re.compile(r"(bool|bfloat|complex|float|u?int)[0-9a-z_]*")
+_SHOWN = 60  # characters of a value or a key that a message shows
+_FLOAT0 = "float0"  # JAX's dtype of gradients of integers: a structured dtype that NumPy has no name for
+
+
+def to_data(obj: object) -> Any:
+    """Return `obj` as plain JSON data: `None`, bool, int, float, str, list and dict, and nothing else.
+
+    Dataclasses and named tuples become dicts of their fields, enum members their value, dtypes their name, sets a
+    list sorted by its items' JSON, NumPy scalars Python numbers.
+
+    Raises:
+        SerializationError: Something inside has no JSON form: NaN, an infinity, a key that is not a string, an array,
+            a callable, any other object. The message starts with its path.
+    """
+    return _encode(obj, "$", 0)
+
+
+def stable_json(obj: object) -> str:
+    """Return the canonical JSON of `obj`: sorted keys, no spaces, ASCII; equal content gives equal text anywhere."""
+    return dumps(to_data(obj), separators=(",", ":"), ensure_ascii=True)
+
+
+def plain(data: object) -> Any:
+    """Return a copy of `data`, which must be JSON data already (tuples count as lists); see `to_data` for errors."""
+    return _encode(data, "$", 0, objects=False)
+
+
+def child(path: str, key: str | int) -> str:
+    """Return the path of an item below `path`: `$.name`, `$["odd name"]` or `$[0]`."""
+    if isinstance(key, str):
+        key = key if len(key) <= _SHOWN else key[: _SHOWN - 3] + "..."
+        if key.isidentifier():
+            return f"{path}.{key}"
+    return f"{path}[{json.dumps(key)}]"
+
+
+def describe(value: object) -> str:
+    """Return a short `type value` for messages."""
+    if value is None:
+        return "None"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= _SHOWN else text[: _SHOWN - 3] + '...'}"
+
+
+def parse_dtype(name: str) -> np.dtype[Any] | None:
+    """Return the dtype of that canonical name, or `None`: aliases such as `f4` or `float` are not names."""
+    if name == _FLOAT0:
+        return np.dtype(jax_dtypes.float0)
+    if not _DTYPE_NAME.fullmatch(name):  # keeps NumPy's mini-language, and its deprecation warnings, away
+        return None
+    try:
+        dtype = np.dtype(name)
+    except TypeError:
+        return None
+    return dtype if dtype.name == name else None
+
+
+def _encode(value: Any, path: str, depth: int, *, objects: bool = True) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is int:
+        return value
+    if kind is float:
+        return _finite(value, path)
+    if kind is str:
+        return _text(value, path)
+    if depth >= MAX_DEPTH:
+        raise SerializationError(f"{path}: nested deeper than {MAX_DEPTH} levels, or a container that holds itself.")
+    if kind is dict:
+        return _object(value, path, depth, objects)
+    if kind is list or kind is tuple:
+        return _array(value, path, depth, objects)
+    if not objects:
+        raise SerializationError(f"{path}: {_type_name(value)} is not JSON data; encode it with to_data() first.")
+    return _encode_object(value, path, depth)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _encode_object(value: object, path: str, depth: int) -> Any:
+    name = dtype_name(value)
+    if name is not None:
+        return name
+    if isinstance(value, enum.Enum):
+        return _encode(value.value, path, depth + 1)
+    if isinstance(value, np.generic):
+        return _encode(_number(value, path), path, depth + 1)
+    fields = _fields(value)
+    if fields is not None:
+        return _object(fields, path, depth, True)
+    if isinstance(value, (set, frozenset)):
+        # set order differs between processes, and the text must not
+        return sorted(_array(value, path, depth, True), key=lambda item: dumps(item, separators=(",", ":")))
+    if isinstance(value, (list, tuple)):
+        return _array(value, path, depth, True)
+    for base in (str, int, float):  # subclasses of them that are no enum
+        if isinstance(value, base):
+            return _encode(base(value), path, depth + 1)
+    what = "a callable" if callable(value) else "a value"
+    raise SerializationError(f"{path}: {what} of type {_type_name(value)} has no JSON form.")
+
+
+def _fields(value: object) -> Mapping[object, object] | None:
+    """Return what an object's JSON object is made of; `None` if it has none."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    return value if isinstance(value, Mapping) else None
+
+
+def _object(value: Mapping[object, object], path: str, depth: int, objects: bool) -> dict[str, object]:
+    out = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise SerializationError(f"{path}: keys must be str, got {describe(key)}.")
+        text = _text(str.__str__(key), path)
+        out[text] = _encode(item, child(path, text), depth + 1, objects=objects)
+    return out
+
+
+def _array(value: Iterable[object], path: str, depth: int, objects: bool) -> list[object]:
+    return [_encode(item, child(path, index), depth + 1, objects=objects) for index, item in enumerate(value)]
+
+
+def _finite(value: float, path: str) -> float:
+    if not math.isfinite(value):
+        raise SerializationError(f"{path}: float must be finite, got {value!r}.")
+    return value
+
+
+def _text(value: str, path: str) -> str:
+    if not value.isascii() and not _is_unicode(value):  # two lone surrogates would be read back as another character
+        raise SerializationError(f"{path}: str must be valid Unicode, got {describe(value)}.")
+    return value
+
+
+def _number(value: np.generic, path: str) -> bool | int | float | str:
+    """Return a NumPy scalar as the Python value that it holds; `ml_dtypes` scalars included."""
+    dtype = value.dtype
+    if jnp.issubdtype(dtype, np.bool_):
+        return bool(value)
+    if jnp.issubdtype(dtype, np.integer):
+        return int(value)
+    if jnp.issubdtype(dtype, np.floating):
+        return float(value)
+    if isinstance(value, np.str_):
+        return str(value)
+    raise SerializationError(f"{path}: a value of type {_type_name(value)} has no JSON form.")
+
+
+def dtype_name(value: object) -> str | None:
+    """Return the name of a dtype or of a scalar type such as `jnp.float32`; `None` for everything else."""
+    if isinstance(value, np.dtype):
+        if value == jax_dtypes.float0:
+            return _FLOAT0
+        return value.name if parse_dtype(value.name) == value else None  # not so: other byte orders, records
+    if isinstance(value, type):
+        inner = getattr(value, "dtype", None)
+        name = inner.name if isinstance(inner, np.dtype) else value.__name__
+        scalar = isinstance(inner, np.dtype) or issubclass(value, np.generic)
+        return name if scalar and parse_dtype(name) is not None else None
+    kind = getattr(type(value), "type", None)
+    if isinstance(kind, type) and issubclass(kind, jax_dtypes.extended):
+        return str(value)  # such as key<fry>: a name to compare by, which no NumPy dtype has
+    return None
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def dumps(data: object, **options: Any) -> str:
+    """Return plain data as JSON with its keys sorted; `options` are those of `json.dumps`."""
+    try:
+        return json.dumps(data, sort_keys=True, allow_nan=False, **options)
+    except ValueError as error:  # an integer beyond sys.set_int_max_str_digits
+        raise SerializationError(f"$: cannot be written as JSON ({error}).") from error
