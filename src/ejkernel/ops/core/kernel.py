@@ -52,9 +52,14 @@ class Kernel(Noted, Generic[Cfg, Out]):
     Attributes:
         version: Part of every key and label; raise it when old configurations or measurements no longer apply.
         choices: Parameters of `run` for which saying the default is not the same as saying nothing.
+        keeps_residuals: Whether a kernel without a gradient rule runs its forward once when it is differentiated: what
+            JAX keeps of `run`, such as what a `jax.custom_vjp` inside it saves, is handed to the backward, which may
+            have another configuration. So it must mean the same under every one, in shapes and in content; tables that
+            depend on the configuration alone need not.
     """
 
     version: ClassVar[str] = "0"
+    keeps_residuals: ClassVar[bool] = False
     choices: frozenset[str] = frozenset()
 
     def __init__(self, name: str | None = None) -> None:
@@ -272,7 +277,16 @@ def overrides(kernel: Kernel[Any, Any], name: str) -> bool:
 
 
 def has_residual_form(kernel: Kernel[Any, Any]) -> bool:
-    """Return whether the kernel's gradient uses residuals of its forward.
+    """Return whether the kernel's gradient uses residuals of its forward: by its own hooks, or what JAX keeps.
+
+    Raises:
+        KernelError: one of the two hooks is there without the other.
+    """
+    return writes_residual_form(kernel) or kernel.keeps_residuals
+
+
+def writes_residual_form(kernel: Kernel[Any, Any]) -> bool:
+    """Return whether the kernel has the hooks `fwd_with_residuals` and `vjp`.
 
     Raises:
         KernelError: one of the two hooks is there without the other.
@@ -286,7 +300,7 @@ def has_residual_form(kernel: Kernel[Any, Any]) -> bool:
 
 def has_gradient_rule(kernel: Kernel[Any, Any]) -> bool:
     """Return whether the kernel says how it is differentiated."""
-    return overrides(kernel, "custom_vjp") or has_residual_form(kernel)
+    return overrides(kernel, "custom_vjp") or writes_residual_form(kernel)
 
 
 def hook(kernel: Kernel[Any, Any], name: str, platform: str, config: Any = None) -> Callable[..., Any]:
