@@ -144,6 +144,18 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Return what `config_space` returns; another name for the same hook."""
         return typing.cast(Collection[Cfg], hook(self, "config_space", inv.platform)(inv))
 
+    def bwd_heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """Return a good configuration of the backward call; by default what `heuristic_cfg` returns.
+
+        With this hook an untuned backward runs with it, and not with what was measured for its forward. The type is
+        the forward's: a configuration may have fields that only one of the two looks at.
+        """
+        return typing.cast(Cfg, getattr(self, _form(self, "heuristic_cfg", inv.platform, None))(inv))
+
+    def bwd_config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
+        """Return the configurations that tuning tries for the backward call; by default those of `config_space`."""
+        return typing.cast(Collection[Cfg], getattr(self, _form(self, "config_space", inv.platform, None))(inv))
+
     def custom_vjp(
         self, primals: tuple[Any, ...], cfg: Cfg, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
     ) -> tuple[Any, ...]:
@@ -313,7 +325,7 @@ def hook(kernel: Kernel[Any, Any], name: str, platform: str, config: Any = None)
     form = _form(kernel, name, platform, config)
     check = _CHECKS.get(name)
     if check is not None:
-        return functools.partial(check, kernel, form)
+        return functools.partial(check, kernel, form, name)
     return typing.cast(Callable[..., Any], getattr(kernel, form))
 
 
@@ -382,8 +394,21 @@ def check_config(kernel: Kernel[Any, Any], config: Any, name: str = "cfg") -> No
     kernel._check_cfg(config, name)
 
 
-def _heuristic_config(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, Any]) -> Any:
+def _of_direction(kernel: Kernel[Any, Any], form: str, name: str, inv: Invocation[Any, Any]) -> str:
+    """Return the hook that answers for the backward, if `inv` is one and the kernel has it."""
+    own = f"bwd_{name}".replace("candidate_cfgs", "config_space")
+    backward = _form(kernel, own, inv.platform, None) if inv.direction == "bwd" else form
+    return backward if overrides(kernel, backward) else form
+
+
+def has_backward_heuristic(kernel: Kernel[Any, Any], platform: str) -> bool:
+    """Return whether the kernel says by itself what an untuned backward runs with."""
+    return overrides(kernel, _form(kernel, "bwd_heuristic_cfg", platform, None))
+
+
+def _heuristic_config(kernel: Kernel[Any, Any], form: str, name: str, inv: Invocation[Any, Any]) -> Any:
     """Return what a form of `heuristic_cfg` returns, if it is a configuration."""
+    form = _of_direction(kernel, form, name, inv)
     config = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
     if config is None:
         raise ConfigError(
@@ -394,8 +419,9 @@ def _heuristic_config(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, 
     return config
 
 
-def _candidates(kernel: Kernel[Any, Any], form: str, inv: Invocation[Any, Any]) -> Collection[Any]:
+def _candidates(kernel: Kernel[Any, Any], form: str, name: str, inv: Invocation[Any, Any]) -> Collection[Any]:
     """Return what a form of `config_space` returns, if it is a collection of configurations."""
+    form = _of_direction(kernel, form, name, inv)
     answer = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
     found = check_candidates(answer, f"{kernel.op_id}: what {form} returns")
     if isinstance(found, Sequence):  # a space may be too large to look at

@@ -287,9 +287,9 @@ def flat_gradients(spec: CallSpec, primals: Sequence[Any], found: Any) -> tuple[
             f"argument of run (None where there is none); got {got}."
         )
     flat: list[Any] = []
-    for position, ((tree, is_array), gradient) in enumerate(zip(arguments, found, strict=True)):
+    for position, ((tree, flags), gradient) in enumerate(zip(arguments, found, strict=True)):
         leaves = _match_structure(op, position, tree, gradient)
-        flat += [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+        flat += [leaf for leaf, array in zip(leaves, flags, strict=True) if array]
     fitted = [_fit(op, index, *pair) for index, pair in enumerate(zip(primals, flat, strict=False))]
     return (*fitted, *[None] * (len(primals) - len(fitted)))  # arrays passed by keyword have no place in the answer
 
