@@ -304,7 +304,7 @@ def test_a_decorator_without_a_space_says_how_to_write_it(written):
         (lambda x, *, rows: x, {}, "rows must have a default, which untuned calls run with; or pass .*heuristic"),
         (lambda x: x, {}, "space names 'rows', which must be a parameter .* the parameters are x"),
         (lambda rows, /: rows, {}, "space names 'rows', which must be a parameter that can be passed by keyword"),
-        (lambda x, rows=1, y=2: x, {}, "rows must come after all arguments that are not tunable"),
+        (lambda x, rows, y: x, {}, "rows must come after all arguments that are not tunable"),
         (lambda x, *, rows=1, cfg=None: x, {}, "the parameter cfg must have another name"),
         (lambda x, *, rows=jnp.float32: x, {}, "the default of rows must be a number"),
         (lambda x, *, rows=1: x, {"space": {"rows": [jnp.float32]}}, "a value of rows must be a number"),
@@ -477,7 +477,7 @@ def directed(x, *, rows=2, cols=8):
 
 
 def directions(kernel):
-    found = discover(jax.grad(lambda x: kernel(x).sum()), X)
+    found = discover(jax.value_and_grad(lambda x: kernel(x).sum()), X)
     return {inv.direction: list(candidates_of(kernel, inv)) for inv in found}
 
 
@@ -489,7 +489,7 @@ def test_forward_and_backward_have_spaces_of_their_own():
 
 
 def test_a_backward_with_a_heuristic_of_its_own_does_not_follow_its_forward():
-    forward, backward = discover(jax.grad(lambda x: directed(x).sum()), X)
+    forward, backward = discover(jax.value_and_grad(lambda x: directed(x).sum()), X)
     chain = ConfigSelectorChain()
     chain.remember(forward.key, {"rows": 1, "cols": 8})
     assert chain.choose(backward, directed) == {"rows": 2, "cols": 16}
@@ -497,7 +497,7 @@ def test_a_backward_with_a_heuristic_of_its_own_does_not_follow_its_forward():
 
 def test_a_backward_without_one_follows_its_forward():
     kernel = made(rows_only, name="follows", bwd_space={"rows": [2]})
-    forward, backward = discover(jax.grad(lambda x: kernel(x).sum()), X)
+    forward, backward = discover(jax.value_and_grad(lambda x: kernel(x).sum()), X)
     chain = ConfigSelectorChain()
     chain.remember(forward.key, {"rows": 2})
     assert chain.choose(backward, kernel) == {"rows": 2}

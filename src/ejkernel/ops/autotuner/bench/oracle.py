@@ -94,7 +94,8 @@ class Oracle:
         empty = [index for index, result in enumerate(self._truth or ()) if is_nowhere_finite(result)]
         if empty and not self._is_doubted:
             self._is_doubted = True
-            kernel, name = self.inv.node.spec.kernel, result_names(self.inv.node)[empty[0]]
+            kernel, names = self.inv.node.spec.kernel, result_names(self.inv.node)
+            name = names[empty[0]] if names else f"result {empty[0]}"
             text = (
                 f"{self.inv.op_id}: {name} is NaN or infinite everywhere, so that candidates cannot be told from wrong"
             )
