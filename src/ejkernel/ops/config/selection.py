@@ -203,7 +203,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             inv: The call.
             kernel: Its kernel.
             tuner: Who measures; the chain's by default.
-            **options: For the tuner: `policy`, `progress`, `candidates`, `compiled`.
+            **options: For the tuner: `policy`, `progress`, `candidates`, `compiled`, `inputs`.
 
         Returns:
             What the tuner returned.

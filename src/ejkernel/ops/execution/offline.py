@@ -259,7 +259,8 @@ def autotune(
         _warn_of_made_inputs(inv)
     tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
     policy = effective_policy(chain.policy, chain)
-    tuned = chain.search(inv, target, tuner=tuner, candidates=configs, policy=policy, inputs=given)
+    more = {} if given is None else {"inputs": given}
+    tuned = chain.search(inv, target, tuner=tuner, candidates=configs, policy=policy, **more)
     return tuned.config
 
 
