@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import GradientError, Kernel, autotune, overlay_cache
+from ejkernel.ops import GradientError, Kernel, KernelError, autotune, check_kernel, overlay_cache
 from ejkernel.ops.execution.discovery import discover
 
 X = np.linspace(0.1, 1.0, 12, dtype=np.float32).reshape(4, 3)
@@ -121,6 +121,20 @@ def test_what_is_kept_must_not_depend_on_the_configuration():
     backward = next(inv.key for inv in discover(step, X) if inv.direction == "bwd")
     with overlay_cache({backward: 4}), pytest.raises(GradientError, match=r"depends on the configuration: .*\[2,6\]"):
         step(X)
+    forward = next(inv.key for inv in discover(jax.value_and_grad(lambda x: chunked(x).sum()), X))
+    with overlay_cache({forward: 4}), pytest.raises(KernelError, match=r"With keeps_residuals=True what is kept"):
+        step(X)
+
+
+def test_checking_a_kernel_finds_what_depends_on_the_configuration():
+    def told(kernel, *args):
+        report = check_kernel(kernel, *args, configs=[2, 4], without=["vmap", "export"], strict=False)
+        return {row.config: row.reason for row in report.rows if row.check == "kept residuals"}
+
+    assert told(wrapped, X, W) == {2: "", 4: ""}
+    found = told(chunked, X)
+    assert not found[2]
+    assert "depends on the configuration" in found[4]
 
 
 class TakesIntegers(Kernel[int, jax.Array]):
