@@ -164,3 +164,25 @@ def test_a_rule_of_its_own_comes_first():
 
     kernel = Ruled("ruled")
     assert float(jax.grad(lambda x: kernel(x, W).sum())(X)[0, 0]) == 7
+
+
+def test_a_policy_of_checkpoint_may_save_what_is_kept_by_its_name():
+    policy = jax.checkpoint_policies.save_only_these_names("wrapped.out", "wrapped.residuals")
+    saving = jax.checkpoint(lambda x, w: jnp.sin(loss(x, w)), policy=policy)
+    assert jax.jit(jax.grad(saving)).lower(X, W).as_text().count("lo.cbrt") == 1
+
+
+class Squared(Kernel[int, jax.Array]):
+    keeps_residuals = True
+
+    def run(self, x, *, cfg):
+        return jnp.sin(x) ** 2
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+
+def test_higher_derivatives_and_tangents_that_are_python_numbers_are_as_in_plain_jax():
+    kernel = Squared("squared")
+    np.testing.assert_allclose(jax.grad(jax.grad(kernel))(0.3), 2 * np.cos(0.6), rtol=1e-5)
+    np.testing.assert_allclose(jax.jvp(kernel, (0.3,), (1.0,))[1], np.sin(0.6), rtol=1e-5)
