@@ -37,6 +37,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.core.kernel import candidates_of
 from ejkernel.ops.errors import ArgumentError, CacheWarning, UnstableKeyError
+from ejkernel.ops.execution.discovery import discover
 
 X = np.linspace(0.0, 1.0, 16, dtype=np.float32)
 SPACE = {"rows": [1, 2, 4], "cols": [8, 16]}
@@ -303,7 +304,7 @@ def test_a_decorator_without_a_space_says_how_to_write_it(written):
         (lambda x, *, rows: x, {}, "rows must have a default, which untuned calls run with; or pass .*heuristic"),
         (lambda x: x, {}, "space names 'rows', which must be a parameter .* the parameters are x"),
         (lambda rows, /: rows, {}, "space names 'rows', which must be a parameter that can be passed by keyword"),
-        (lambda x, rows=1, y=2: x, {}, "rows must come after all arguments that are not tunable"),
+        (lambda x, rows, y: x, {}, "rows must come after all arguments that are not tunable"),
         (lambda x, *, rows=1, cfg=None: x, {}, "the parameter cfg must have another name"),
         (lambda x, *, rows=jnp.float32: x, {}, "the default of rows must be a number"),
         (lambda x, *, rows=1: x, {"space": {"rows": [jnp.float32]}}, "a value of rows must be a number"),
@@ -465,3 +466,70 @@ def test_a_worker_process_tunes_a_tuned_function(tmp_path):
             print(json.dumps([outcome.status for outcome in tuned.outcomes]))
     """
     assert json.loads(run_in(tmp_path, tell)) == ["measured"] * 3
+
+
+# --- forward and backward, each with its own ---
+
+
+@tune(space={"rows": [1, 2]}, bwd_space={"cols": [8, 16]}, bwd_heuristic=lambda inv: {"cols": 16})
+def directed(x, *, rows=2, cols=8):
+    return told_apart(x * 1.0, 100 * rows + cols)
+
+
+def directions(kernel):
+    found = discover(jax.value_and_grad(lambda x: kernel(x).sum()), X)
+    return {inv.direction: list(candidates_of(kernel, inv)) for inv in found}
+
+
+def test_forward_and_backward_have_spaces_of_their_own():
+    assert directions(directed) == {
+        "fwd": [{"rows": 1, "cols": 8}, {"rows": 2, "cols": 8}],
+        "bwd": [{"rows": 2, "cols": 8}, {"rows": 2, "cols": 16}],
+    }
+
+
+def test_a_backward_with_a_heuristic_of_its_own_does_not_follow_its_forward():
+    forward, backward = discover(jax.value_and_grad(lambda x: directed(x).sum()), X)
+    chain = ConfigSelectorChain()
+    chain.remember(forward.key, {"rows": 1, "cols": 8})
+    assert chain.choose(backward, directed) == {"rows": 2, "cols": 16}
+
+
+def test_a_backward_without_one_follows_its_forward():
+    kernel = made(rows_only, name="follows", bwd_space={"rows": [2]})
+    forward, backward = discover(jax.value_and_grad(lambda x: kernel(x).sum()), X)
+    chain = ConfigSelectorChain()
+    chain.remember(forward.key, {"rows": 2})
+    assert chain.choose(backward, kernel) == {"rows": 2}
+
+
+# --- functions that others wrote ---
+
+
+def theirs(x, rows=2, scale=1.0):
+    return scale * told_apart(x * 1.0, rows)
+
+
+def test_a_function_from_elsewhere_is_wrapped_in_one_call():
+    kernel = tune(theirs, space={"rows": [1, 2]}, name="theirs")
+    assert int(kernel(X, scale=3.0)[0]) == int(theirs(X, 2, 3.0)[0])
+    assert str(inspect.signature(kernel)) == "(x, *, rows=2, scale=1.0)"
+
+
+def test_example_inputs_are_positional_arguments_or_all_of_them():
+    inv = Invocation(kernel=shows, args=(X,))
+    for answer in (X, (X,), [X], ((X,), {})):
+        kernel = made(rows_only, name="examples", example_inputs=lambda inv, rng, answer=answer: answer)
+        args, kwargs = kernel.example_inputs(inv, np.random.default_rng(0))
+        assert np.array_equal(args[0], X)
+        assert kwargs == {}
+
+
+def test_keeping_residuals_is_said_to_the_decorator():
+    assert made(rows_only, name="keeps", keeps_residuals=True).keeps_residuals
+    assert not made(rows_only, name="keeps_not").keeps_residuals
+
+
+def test_a_decorator_without_parentheses_says_what_it_needs():
+    with pytest.raises(KernelError, match=r"^theirs: tune needs to know .* write @tune\(space="):
+        tune(theirs)

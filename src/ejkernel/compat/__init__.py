@@ -57,9 +57,12 @@ from ejkernel.compat.settings import numerics as numerics
 from ejkernel.compat.settings import numerics_in_force as numerics_in_force
 from ejkernel.compat.settings import settings_name as settings_name
 from ejkernel.compat.settings import x64_enabled as x64_enabled
+from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive
 from ejkernel.compat.tracing import batching as batching
 from ejkernel.compat.tracing import cache_weakly as cache_weakly
+from ejkernel.compat.tracing import evaluate as evaluate
+from ejkernel.compat.tracing import evaluate_without_arguments as evaluate_without_arguments
 from ejkernel.compat.tracing import has_references as has_references
 from ejkernel.compat.tracing import is_named as is_named
 from ejkernel.compat.tracing import is_reference as is_reference
@@ -67,6 +70,7 @@ from ejkernel.compat.tracing import make_user_context as make_user_context
 from ejkernel.compat.tracing import named_axes as named_axes
 from ejkernel.compat.tracing import observable as observable
 from ejkernel.compat.tracing import ordered_effects as ordered_effects
+from ejkernel.compat.tracing import origins as origins
 from ejkernel.compat.tracing import outer_effects as outer_effects
 from ejkernel.compat.tracing import register_discharge as register_discharge
 from ejkernel.compat.tracing import trace_context as trace_context

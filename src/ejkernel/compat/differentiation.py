@@ -44,7 +44,7 @@ def instantiated(aval: Any) -> Any:
 
 def is_zero_tangent(tangent: Any) -> bool:
     """Return whether a differentiation rule was handed "no tangent"."""
-    return isinstance(tangent, ad.Zero) or tangent.dtype == jax.dtypes.float0
+    return isinstance(tangent, ad.Zero) or jax.typeof(tangent).dtype == jax.dtypes.float0
 
 
 def zero_for(value: Any) -> Any:

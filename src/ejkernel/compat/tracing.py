@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import api_util, core, effects, linear_util
@@ -127,3 +127,51 @@ def named_axes(effects: Any) -> set[Any]:
 def is_named(axis_name: Any) -> bool:
     """Return whether somebody gave a `vmap` its axis name; its default is an object of JAX's own."""
     return axis_name is not _core.no_axis_name
+
+
+class Origin(NamedTuple):
+    """What a result of a jaxpr depends on.
+
+    Attributes:
+        name: The same for results that are the same value.
+        argument: Which argument it is, if it is one.
+        is_constant: Whether it depends on none.
+    """
+
+    name: Any
+    argument: int | None
+    is_constant: bool
+
+
+def origins(jaxpr: Any) -> list[Origin]:
+    """Return what each result of a closed jaxpr depends on; a nested one depends on all that it is given."""
+    inner = jaxpr.jaxpr
+    arguments = {var: index for index, var in enumerate(inner.invars)}
+    derived = set(arguments)
+    for equation in inner.eqns:
+        if any(not _is_literal(var) and var in derived for var in equation.invars):
+            derived.update(equation.outvars)
+    return [
+        Origin(None, None, True) if _is_literal(var) else Origin(var, arguments.get(var), var not in derived)
+        for var in inner.outvars
+    ]
+
+
+def _is_literal(var: Any) -> bool:
+    return isinstance(var, _core.Literal)
+
+
+def evaluate(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Return the results of a closed jaxpr."""
+    return list(_core.jaxpr_as_fun(jaxpr)(*arrays))
+
+
+def evaluate_without_arguments(jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
+    """Return those results of a closed jaxpr that are wanted, which depend on no argument, and compute no others."""
+    inner = opened(jaxpr)
+    # one name an argument, which `traced` does not give
+    names = inner.debug_info._replace(arg_names=("",) * len(inner.invars))
+    pruned, used = _partial_eval.dce_jaxpr(inner.replace(debug_info=names), list(wanted))
+    assert not any(used)  # who asks has looked at `origins`
+    closed = pruned if _has_consts(pruned) else _core.ClosedJaxpr(pruned, jaxpr.consts)
+    return list(_core.jaxpr_as_fun(closed)())

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-import math
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
@@ -19,28 +19,69 @@ from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.utils.checks import asked, named
 from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.values.plain import plain
 
 Config = dict[str, Any]
 Values = Sequence[Any] | Callable[[Invocation[Any, Any]], Sequence[Any]]
 Listed = Mapping[str, Values] | ConfigSpace[Any] | Sequence[Mapping[str, Any]]
 Space = Listed | Callable[[Invocation[Any, Any]], Listed]
 Constraints = Callable[..., Any] | Iterable[Callable[..., Any]]
+Heuristic = Callable[[Invocation[Any, Any]], Mapping[str, Any]]
+Examples = Callable[[Invocation[Any, Any], np.random.Generator], Any]
+T = TypeVar("T")
 Bucket = Callable[[Invocation[Any, Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_SCALARS = (bool, int, float, str)
 
 
+@overload
 def tune(
-    *function: Callable[..., Any],
+    function: Callable[..., Out],
+    /,
+    *,
     space: Space | None = None,
+    bwd_space: Space | None = None,
     constraints: Constraints = (),
     reference: Callable[..., Any] | None = None,
-    heuristic: Callable[[Invocation[Any, Any]], Mapping[str, Any]] | None = None,
+    heuristic: Heuristic | None = None,
+    bwd_heuristic: Heuristic | None = None,
+    example_inputs: Examples | None = None,
+    keeps_residuals: bool = False,
     bucket: Bucket | None = None,
     name: str | None = None,
     version: str = "0",
-) -> Callable[[Callable[..., Out]], TunedFunction[Out]]:
+) -> TunedFunction[Out]: ...
+@overload
+def tune(
+    *,
+    space: Space | None = None,
+    bwd_space: Space | None = None,
+    constraints: Constraints = (),
+    reference: Callable[..., Any] | None = None,
+    heuristic: Heuristic | None = None,
+    bwd_heuristic: Heuristic | None = None,
+    example_inputs: Examples | None = None,
+    keeps_residuals: bool = False,
+    bucket: Bucket | None = None,
+    name: str | None = None,
+    version: str = "0",
+) -> Callable[[Callable[..., Out]], TunedFunction[Out]]: ...
+def tune(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    space: Space | None = None,
+    bwd_space: Space | None = None,
+    constraints: Constraints = (),
+    reference: Callable[..., Any] | None = None,
+    heuristic: Heuristic | None = None,
+    bwd_heuristic: Heuristic | None = None,
+    example_inputs: Examples | None = None,
+    keeps_residuals: bool = False,
+    bucket: Bucket | None = None,
+    name: str | None = None,
+    version: str = "0",
+) -> Any:
     """Make a kernel of a function: some of its keyword arguments become its configuration.
 
     >>> import jax.numpy as jnp
@@ -49,6 +90,8 @@ def tune(
     ...     return x.reshape(rows, -1).sum(0).sum()
     >>> float(total(jnp.ones(8)))
     8.0
+
+    A function that is somewhere else is wrapped as `tune(function, space=...)`.
 
     The kernel is called as the function was, and resolves the tunable arguments that a call leaves out: from what was
     tuned, or else their defaults. A call that gives all of them runs with these, like one with `cfg=`. A call that
@@ -62,11 +105,20 @@ def tune(
             invocation may stand for values that depend on shapes; a `ConfigSpace`; a list of dictionaries, which give
             the heuristic's value to what they leave out; or a function of the invocation that returns any of those.
             With that last form all keyword-only parameters are tunable.
+        bwd_space: The same for the backward call, of arguments that matter to it; the others keep their heuristic's
+            values there, as in the forward those that `space` leaves out do. By default it is `space`.
         constraints: Conditions on configurations whose values are given by name, as `ConfigSpace` takes them.
         reference: The plain truth that candidates are checked against; called without the tunable arguments. By
             default it is what the heuristic computes.
         heuristic: Returns a good configuration from the invocation, without measuring; what it leaves out has its
             default. Arguments that the call itself gives are in `inv.kwargs`.
+        bwd_heuristic: The same for the backward call. Without it an untuned backward runs with what was measured for
+            its forward, or else with what `heuristic` returns.
+        example_inputs: Called with the invocation and a `numpy.random.Generator`; returns the arrays to measure with,
+            as a tuple of the function's positional arguments or as `(args, kwargs)`. Without it floating-point arrays
+            are normal, integers zeros and ones, and booleans fair coins.
+        keeps_residuals: Whether what JAX keeps of the forward, such as what a `jax.custom_vjp` in the function saves,
+            serves the backward, instead of a second forward; see `Kernel.keeps_residuals` for what that promises.
         bucket: See `Kernel.bucket`.
         name: Name of the operation in keys and labels; the function's by default. Two operations need two names.
         version: Raise it when old configurations or measurements no longer apply.
@@ -75,25 +127,38 @@ def tune(
         KernelError: the function lacks a tunable argument, or takes it in a way in which it cannot be tuned.
     """
 
-    if function or space is None:
-        named = getattr(function[0], "__name__", repr(function[0])) if function else "tune()"
+    if space is None:
+        called = "tune()" if function is None else getattr(function, "__name__", repr(function))
         raise KernelError(
-            f"{named}: tune needs to know what the tunable arguments may be, and takes that by keyword; write "
+            f"{called}: tune needs to know what the tunable arguments may be, and takes that by keyword; write "
             '@tune(space={"rows": [8, 16]}), with the names of your arguments.'
         )
 
     def decorate(function: Callable[..., Out]) -> TunedFunction[Out]:
         if not callable(function):
             raise KernelError(f"tune decorates a function, got {function!r}; write @tune(space=...).")
-        _check_functions(getattr(function, "__name__", "tune"), heuristic, reference, bucket)
-        declared = _Declared(function, space, constraints, heuristic)
+        hooks = {
+            "heuristic": heuristic,
+            "bwd_heuristic": bwd_heuristic,
+            "reference": reference,
+            "example_inputs": example_inputs,
+            "bucket": bucket,
+        }
+        _check_functions(getattr(function, "__name__", "tune"), hooks)
+        spaces = _Directed(space, space if bwd_space is None else bwd_space)
+        declared = _Declared(function, spaces, constraints, _Directed(heuristic, bwd_heuristic or heuristic))
         if not isinstance(version, str):
             raise KernelError(f"{declared.called}: version must be a text, got {version!r}.")
         members: dict[str, Any] = {
             "__module__": getattr(function, "__module__", __name__),
             "run": _run(function, declared),
             "version": version,
+            "keeps_residuals": bool(keeps_residuals),
         }
+        if bwd_heuristic is not None:
+            members["bwd_heuristic_cfg"] = TunedFunction.heuristic_cfg
+        if example_inputs is not None:
+            members["example_inputs"] = _example_inputs(example_inputs)
         if reference is not None:
             members["reference"] = _reference(reference, declared)
         if bucket is not None:
@@ -103,11 +168,11 @@ def tune(
         made: TunedFunction[Out] = cls(function, declared, name)
         return made
 
-    return decorate
+    return decorate if function is None else decorate(function)
 
 
-def _check_functions(called: str, heuristic: object, reference: object, bucket: object) -> None:
-    for name, value in (("heuristic", heuristic), ("reference", reference), ("bucket", bucket)):
+def _check_functions(called: str, functions: Mapping[str, Any]) -> None:
+    for name, value in functions.items():
         if value is not None and not callable(value):
             raise KernelError(f"{called}: {name} must be a function or None, got {value!r}.")
 
@@ -152,22 +217,36 @@ class TunedFunction(Kernel[Config, Out]):
         self._declared.checked_config(config, f"{self.op_id}: {name}")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Directed(Generic[T]):
+    """What differs between a call and its backward."""
+
+    forward: T
+    backward: T
+
+    def of(self, inv: Invocation[Any, Any]) -> T:
+        """Return the part for the direction of a call."""
+        return self.backward if inv.direction == "bwd" else self.forward
+
+
 class _Declared:
     """What `tune` was told of a function, checked against it."""
 
     def __init__(
         self,
         function: Callable[..., Any],
-        space: Space,
+        spaces: _Directed[Space],
         constraints: Constraints,
-        heuristic: Callable[[Invocation[Any, Any]], Mapping[str, Any]] | None,
+        heuristics: _Directed[Heuristic | None],
     ) -> None:
         self.called: str = getattr(function, "__name__", None) or repr(function)
         with named(self.called):
             self._constraints = given_constraints(constraints)
-        self._space, self._heuristic = space, heuristic
+        self._spaces, self._heuristics = spaces, heuristics
         parameters = inspect.signature(function).parameters
-        self.names = _names_in(space, parameters, self.called)
+        each = [_names_in(space, parameters, self.called) for space in (spaces.forward, spaces.backward)]
+        self.names = tuple(dict.fromkeys([*each[0], *each[1]]))
+        self._own = _Directed(*each)
         self.signature = _signature(parameters, self.names, self.called)
         defaults = {name: parameters[name].default for name in self.names}
         self._defaults = {
@@ -176,19 +255,25 @@ class _Declared:
             if value is not inspect.Parameter.empty
         }
         missing = [name for name in self.names if name not in self._defaults]
-        if missing and heuristic is None:
+        if missing and heuristics.forward is None:
             raise KernelError(
                 f"{self.called}: {', '.join(missing)} must have a default, which untuned calls run with; or pass "
                 "tune(..., heuristic=...)."
             )
         with named(self.called):
-            is_known = not callable(space) and not _depends_on_shapes(space)
-            self._static = self._listed(space, {}, self._defaults) if is_known else None
-        self._types = _types(self._static, self.names, self._defaults)
+            self._static = _Directed(self._known(spaces.forward, each[0]), self._known(spaces.backward, each[1]))
+        self._types = _types((self._static.forward, self._static.backward), self.names, self._defaults)
+
+    def _known(self, space: Space, own: Sequence[str]) -> Collection[Config] | None:
+        """Return the candidates of a space that no call changes; `None` if calls do."""
+        if callable(space) or _depends_on_shapes(space) or not self._defaults.keys() >= set(self.names) - set(own):
+            return None
+        return self._listed(space, {}, self._defaults, own)
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> Config:
         """Return the configuration of a call that nobody tuned."""
-        found = {} if self._heuristic is None else asked(f"{self.called}: heuristic", self._heuristic, inv)
+        heuristic = self._heuristics.of(inv)
+        found = {} if heuristic is None else asked(f"{self.called}: heuristic", heuristic, inv)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{self.called}: heuristic must return a dictionary, got {found!r}.")
         merged = {**self._defaults, **found, **self._fixed(inv)}
@@ -197,15 +282,17 @@ class _Declared:
     def config_space(self, inv: Invocation[Any, Any]) -> Collection[Config]:
         """Return the candidates of a call; the heuristic alone where nothing else is left."""
         fixed, base = self._fixed(inv), self.heuristic_cfg(inv)
-        if isinstance(self._static, ConfigSpace) and not fixed:
-            return self._static
-        space = asked(f"{self.called}: space", self._space, inv) if callable(self._space) else self._space
+        static, space = self._static.of(inv), self._spaces.of(inv)
+        if isinstance(static, ConfigSpace) and not fixed:
+            return static
+        if callable(space):
+            space = asked(f"{self.called}: space", space, inv)
         if isinstance(space, Mapping):
             space = {
                 name: asked(f"{self.called}: space[{name!r}]", values, inv) if callable(values) else values
                 for name, values in space.items()
             }
-        return self._listed(space, fixed, base)
+        return self._listed(space, fixed, base, self._own.of(inv))
 
     def checked(self, name: str, value: object) -> Any:
         """Return the value of a tunable argument as plain data.
@@ -235,16 +322,21 @@ class _Declared:
     def _fixed(self, inv: Invocation[Any, Any]) -> Config:
         return {name: inv.kwargs[name] for name in self.names if name in inv.kwargs}
 
-    def _listed(self, space: object, fixed: Config, base: Config) -> Collection[Config]:
-        """Return the configurations of `space`, whichever form it has, that agree with `fixed`."""
+    def _listed(self, space: Any, fixed: Config, base: Config, own: Sequence[str]) -> Collection[Config]:
+        """Return the configurations of `space`, whichever form it has, that agree with `fixed`.
+
+        What is not among its `own` names is tuned in the other direction, and stays as it is in `base`.
+        """
+        others = {name: base[name] for name in self.names if name not in own}
         if isinstance(space, Mapping):
-            self._check_names(space)
+            self._check_names(space, own)
             axes = {name: [fixed[name]] if name in fixed else self._values(name, space[name], base) for name in space}
+            axes |= {name: [value] for name, value in others.items()}
             return _some(ConfigSpace(axes, constraints=self._constraints), base)
         if self._constraints:
             raise KernelError(f"{self.called}: constraints belong to values by name; put them into the ConfigSpace.")
         if isinstance(space, ConfigSpace):
-            self._check_names(space.names)
+            self._check_names(space.names, self.names)
             return _narrowed(space, fixed, base) if fixed else space
         if not isinstance(space, Sequence) or not all(isinstance(entry, Mapping) for entry in space):
             raise KernelError(
@@ -262,33 +354,15 @@ class _Declared:
         listed = [plain(value, f"{self.called}: a value of {name}") for value in values]
         return listed or ([base[name]] if name in base else [])
 
-    def _check_names(self, names: Iterable[str]) -> None:
-        if set(names) != set(self.names):
+    def _check_names(self, names: Iterable[str], own: Sequence[str]) -> None:
+        if set(names) != set(own):
             raise ConfigError(
-                f"{self.called}: space must have values for {', '.join(self.names)}, which are its tunable arguments; "
+                f"{self.called}: space must have values for {', '.join(own)}, which are its tunable arguments; "
                 f"got {', '.join(names)}. With a function as the space every keyword-only parameter is tunable."
             )
 
 
-def plain(value: object, what: str) -> Any:
-    """Return `value` as it comes back from JSON, with tuples for lists.
-
-    Raises:
-        ConfigError: it is no such data.
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, list | tuple):
-        return tuple(plain(item, what) for item in value)
-    if value is None or (type(value) in _SCALARS and (type(value) is not float or math.isfinite(value))):
-        return value
-    raise ConfigError(
-        f"{what} must be a number, a text, a boolean, None or a tuple of those, got {value!r}; for a dtype or an enum "
-        "pass its name. It is static under jit."
-    )
-
-
-def _names_in(space: object, parameters: Mapping[str, inspect.Parameter], called: str) -> tuple[str, ...]:
+def _names_in(space: Any, parameters: Mapping[str, inspect.Parameter], called: str) -> tuple[str, ...]:
     """Return the names of the tunable arguments."""
     if isinstance(space, ConfigSpace):
         names = space.names
@@ -319,13 +393,13 @@ def _signature(parameters: Mapping[str, inspect.Parameter], names: Sequence[str]
     if "cfg" in parameters:
         raise KernelError(f"{called}: the parameter cfg must have another name; calls pass a configuration as cfg=...")
     positional = [p for p in parameters.values() if p.kind in (*_POSITIONAL, inspect.Parameter.VAR_POSITIONAL)]
-    while positional and positional[-1].name in names:
-        positional.pop()
-    behind = [p.name for p in positional if p.name in names]
-    if behind:
-        raise KernelError(
-            f"{called}: {', '.join(behind)} must come after all arguments that are not tunable, behind *."
-        )
+    at = next((index for index, p in enumerate(positional) if p.name in names), len(positional))
+    # What is behind can still be passed by name; what has no default would be expected by position.
+    behind = [p for p in positional[at:] if p.name not in names]
+    if any(p.kind not in _POSITIONAL[1:] or p.default is p.empty for p in behind):
+        first = ", ".join(p.name for p in positional[at:] if p.name in names)
+        raise KernelError(f"{called}: {first} must come after all arguments that are not tunable, behind *.")
+    positional = positional[:at]
     kept = {p.name for p in positional}
     rest = [p for p in parameters.values() if p.name not in kept and p.kind is not inspect.Parameter.VAR_KEYWORD]
     named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in rest]
@@ -369,21 +443,31 @@ def _bucket(bucket: Bucket) -> Callable[..., Any]:
     return called
 
 
-def _depends_on_shapes(space: object) -> bool:
+def _example_inputs(examples: Examples) -> Callable[..., Any]:
+    def called(self: TunedFunction[Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> Any:
+        found = examples(inv, rng)
+        is_whole = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+        return found if is_whole else (found if isinstance(found, tuple | list) else (found,), dict(inv.kwargs))
+
+    return called
+
+
+def _depends_on_shapes(space: Any) -> bool:
     return isinstance(space, Mapping) and any(map(callable, space.values()))
 
 
-def _types(space: Collection[Config] | None, names: Sequence[str], defaults: Config) -> dict[str, set[type]]:
+def _types(spaces: Sequence[Collection[Config] | None], names: Sequence[str], defaults: Config) -> dict[str, set[type]]:
     """Return the types of each tunable argument's values, where these are all known."""
-    if space is None:
-        return {}
-    if isinstance(space, ConfigSpace):
-        values: dict[str, Sequence[Any]] = {
-            axis.name: axis.values[:1] if isinstance(axis.values, range) else axis.values for axis in space.axes
-        }
-    else:
-        values = {name: [entry[name] for entry in space if name in entry] for name in names}
-    own = {name: [*values[name], *([defaults[name]] if name in defaults else [])] for name in names}
+    own: dict[str, list[Any]] = {name: [defaults[name]] if name in defaults else [] for name in names}
+    for space in spaces:
+        if space is None:
+            return {}
+        if isinstance(space, ConfigSpace):
+            for axis in space.axes:
+                own[axis.name] += axis.values[:1] if isinstance(axis.values, range) else axis.values
+        else:
+            for name in names:
+                own[name] += [entry[name] for entry in space if name in entry]
     return {name: {type(plain(value, name)) for value in given} for name, given in own.items()}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.threads import on_device_of
 from ejkernel.ops.autotuner.search.strategies import Record
@@ -22,6 +23,7 @@ from ejkernel.ops.autotuner.trials.events import Counter, SearchFinished, emit, 
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.examples import GivenInputs, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -80,6 +82,7 @@ class Autotuner:
         policy: AutotunePolicy | None = None,
         records: Sequence[Record] = (),
         compiled: BundledCall | None = None,
+        inputs: GivenInputs | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> AutotuneData:
         """Return the search for the best configuration of `inv`.
@@ -94,6 +97,7 @@ class Autotuner:
             policy: All is heeded but what concerns the tiers, and `devices`.
             records: What was measured elsewhere for the same operation, the nearest first.
             compiled: The candidates, compiled before; they replace `candidates`.
+            inputs: What to measure with, in place of what is made from the signature.
             progress: Called with how many candidates are compiled and checked, and how many there are. Events tell more
                 (`on_event`).
 
@@ -110,6 +114,7 @@ class Autotuner:
             rejected=() if compiled is None else compiled.rejected,
             programs=() if compiled is None else compiled.programs,
             reference=None if compiled is None else compiled.reference,
+            inputs=inputs,
             policy=policy or AutotunePolicy(),
             records=tuple(records),
             rounds=self.rounds,
@@ -120,7 +125,7 @@ class Autotuner:
         )
         with contextlib.nullcontext() if progress is None else on_event(_counter_of(inv.key, progress)):
             data = self._in_worker(task) if task.policy.isolate else self._here(task)
-            _report(data)
+            _report(data, inputs)
             emit(SearchFinished(inv.key, data))
         return data
 
@@ -155,7 +160,7 @@ def process_session(policy: AutotunePolicy) -> contextlib.AbstractContextManager
     return worker_session()
 
 
-def _report(data: AutotuneData) -> None:
+def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
     others = [outcome for outcome in data.outcomes[1:] if outcome.status != Status.SAME]
     rejected = [outcome for outcome in others if outcome.status in FAULTY]
     if others and len(rejected) == len(others):
@@ -165,6 +170,8 @@ def _report(data: AutotuneData) -> None:
             f"{data.inv.op_id}: {all_of_them} beside the heuristic {verb} rejected; {which} "
             f"{rejected[0].config!r}, {rejected[0].status}: {rejected[0].reason}"
         )
+        if all(NOT_FINITE in outcome.reason for outcome in rejected) and data.inv.kernel is not None:
+            text += f"; {why_not_finite(data.inv.kernel, inputs)}"
         warnings.warn(text, TuningWarning, stacklevel=3)
     if data.rule_fault:
         warnings.warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning, stacklevel=3)

@@ -30,7 +30,15 @@ from ejkernel.ops.config.tiers import (
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, hook, living_kernels, overrides, same_code
+from ejkernel.ops.core.kernel import (
+    Kernel,
+    check_config,
+    has_backward_heuristic,
+    hook,
+    living_kernels,
+    overrides,
+    same_code,
+)
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import (
     CacheWarning,
@@ -197,7 +205,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             inv: The call.
             kernel: Its kernel.
             tuner: Who measures; the chain's by default.
-            **options: For the tuner: `policy`, `progress`, `candidates`, `compiled`.
+            **options: For the tuner: `policy`, `progress`, `candidates`, `compiled`, `inputs`.
 
         Returns:
             What the tuner returned.
@@ -358,6 +366,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         forward = request.inv.forward
         if forward is None:
             return "the call is a forward"
+        if request.inv.direction == "bwd" and has_backward_heuristic(request.kernel, request.inv.platform):
+            return "the kernel has a heuristic of its own for the backward"
         for consulted in self._consult(self._request(forward, request.kernel, dry=True)):
             found = consulted.resolution
             if found is not None and not found.tier.is_provisional:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.hooks import Kernel, overrides
+from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.hooks import Kernel, overrides, prepared
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
@@ -23,17 +25,59 @@ from ejkernel.ops.utils.telling import value_text
 from ejkernel.ops.utils.values.signature import is_array
 
 
+@dataclasses.dataclass(frozen=True)
+class GivenInputs:
+    """Inputs that a user wants a kernel's call to be measured with, in place of made ones.
+
+    Attributes:
+        source: The positional arguments, or a function that makes a set of them, `rng -> args` or
+            `rng -> (args, kwargs)`.
+        kwargs: The keyword arguments that go with positional ones alone.
+    """
+
+    source: Sequence[Any] | Callable[[np.random.Generator], Any]
+    kwargs: Mapping[str, Any]
+
+    def arrays(self, inv: Invocation[Any, Any], rng: np.random.Generator) -> list[Any]:
+        """Return a set, as the kernel's `prepare` leaves it.
+
+        Raises:
+            KernelError: it is no such thing, or not of the call's types.
+        """
+        assert inv.kernel is not None  # who tunes has put it there
+        what = f"{inv.kernel.op_id}: inputs"
+        answer: Any = asked(what, self.source, rng) if callable(self.source) else self.source
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
+            answer = (answer if isinstance(answer, tuple | list) else (answer,), self.kwargs)
+        args, kwargs = prepared(inv.kernel, *answer)
+        spec, own = take_apart(inv.kernel, args, kwargs)
+        del spec
+        return _of_types(inv, own, what)
+
+
+def why_not_finite(kernel: Kernel[Any, Any], given: GivenInputs | None) -> str:
+    """Return what to do about results that are not finite, whose reason may be the inputs."""
+    if given is not None or overrides(kernel, "example_inputs"):
+        return "look at the inputs that inputs= or example_inputs gives"
+    return (
+        "it was given normal numbers, zeros and ones, made from the shapes and dtypes alone; where the kernel needs "
+        "others (sizes that add up, indices, lengths), give it example_inputs, or pass inputs= to autotune"
+    )
+
+
 def example_types(inv: Invocation[Cfg, Out]) -> list[jax.ShapeDtypeStruct]:
     """Return the types of what `example_arrays` returns."""
     return [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in inv.argument_types]
 
 
-def example_arrays(inv: Invocation[Cfg, Out], rng: np.random.Generator, choice: Choice) -> list[Any]:
+def example_arrays(
+    inv: Invocation[Cfg, Out], rng: np.random.Generator, choice: Choice, given: GivenInputs | None = None
+) -> list[Any]:
     """Return arrays for all arguments of `inv.node`: residuals, the call's own arrays, tangents or cotangents.
 
     Residuals must belong to the arrays, so they are computed, with `choice`; the rest is random.
     """
-    made = _primals(inv, rng)
+    made = _primals(inv, rng) if given is None else given.arrays(inv, rng)
     lead = inv.node.lead
     saved = _residuals(inv.node.forward, made, choice) if lead else []
     made = [*saved, *made]
@@ -73,11 +117,16 @@ def _one_example(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.ra
         raise KernelError(f"{kernel.op_id}: example_inputs must return (args, kwargs), got {value_text(answer)}.")
     args, kwargs = answer
     made = [leaf for leaf in jax.tree.leaves((tuple(args), dict(kwargs))) if is_array(leaf)]
+    return _of_types(inv, made, f"{kernel.op_id}: example_inputs")
+
+
+def _of_types(inv: Invocation[Any, Any], made: Sequence[Any], what: str) -> list[Any]:
+    """Return arrays for the devices, if they have the types of the call's own."""
     wanted = [leaf for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs))) if is_array(leaf)]
     got = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in made]
     want = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in wanted]
     if got != want:
-        raise KernelError(f"{kernel.op_id}: example_inputs must return arrays of types {want}, got {got}.")
+        raise KernelError(f"{what} must be arrays of types {want}, got {got}.")
     return [jnp.asarray(leaf) for leaf in made]
 
 

@@ -53,9 +53,14 @@ class Kernel(Noted, Generic[Cfg, Out]):
     Attributes:
         version: Part of every key and label; raise it when old configurations or measurements no longer apply.
         choices: Parameters of `run` for which saying the default is not the same as saying nothing.
+        keeps_residuals: Whether a kernel without a gradient rule runs its forward once when it is differentiated: what
+            JAX keeps of `run`, such as what a `jax.custom_vjp` inside it saves, is handed to the backward, which may
+            have another configuration. So it must mean the same under every one, in shapes and in content; tables that
+            depend on the configuration alone need not.
     """
 
     version: ClassVar[str] = "0"
+    keeps_residuals: ClassVar[bool] = False
     choices: frozenset[str] = frozenset()
 
     def __init__(self, name: str | None = None) -> None:
@@ -139,6 +144,18 @@ class Kernel(Noted, Generic[Cfg, Out]):
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
         """Return what `config_space` returns; another name for the same hook."""
         return typing.cast(Collection[Cfg], hook(self, "config_space", inv.platform)(inv))
+
+    def bwd_heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """Return a good configuration of the backward call; by default what `heuristic_cfg` returns.
+
+        With this hook an untuned backward runs with it, and not with what was measured for its forward. The type is
+        the forward's: a configuration may have fields that only one of the two looks at.
+        """
+        return typing.cast(Cfg, getattr(self, _form(self, "heuristic_cfg", inv.platform, None))(inv))
+
+    def bwd_config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
+        """Return the configurations that tuning tries for the backward call; by default those of `config_space`."""
+        return typing.cast(Collection[Cfg], getattr(self, _form(self, "config_space", inv.platform, None))(inv))
 
     def custom_vjp(
         self, primals: tuple[Any, ...], cfg: Cfg, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
@@ -271,7 +288,16 @@ def overrides(kernel: Kernel[Cfg, Out], name: str) -> bool:
 
 
 def has_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
-    """Return whether the kernel's gradient uses residuals of its forward.
+    """Return whether the kernel's gradient uses residuals of its forward: by its own hooks, or what JAX keeps.
+
+    Raises:
+        KernelError: one of the two hooks is there without the other.
+    """
+    return writes_residual_form(kernel) or kernel.keeps_residuals
+
+
+def writes_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
+    """Return whether the kernel has the hooks `fwd_with_residuals` and `vjp`.
 
     Raises:
         KernelError: one of the two hooks is there without the other.
@@ -285,7 +311,7 @@ def has_residual_form(kernel: Kernel[Cfg, Out]) -> bool:
 
 def has_gradient_rule(kernel: Kernel[Cfg, Out]) -> bool:
     """Return whether the kernel says how it is differentiated."""
-    return overrides(kernel, "custom_vjp") or has_residual_form(kernel)
+    return overrides(kernel, "custom_vjp") or writes_residual_form(kernel)
 
 
 def hook(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object = None) -> Callable[..., Any]:
@@ -298,7 +324,7 @@ def hook(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object = No
     form = _form(kernel, name, platform, config)
     check = _CHECKS.get(name)
     if check is not None:
-        return functools.partial(check, kernel, form)
+        return functools.partial(check, kernel, form, name)
     return typing.cast(Callable[..., Any], getattr(kernel, form))
 
 
@@ -367,8 +393,21 @@ def check_config(kernel: Kernel[Cfg, Out], config: object, name: str = "cfg") ->
     kernel._check_cfg(config, name)
 
 
-def _heuristic_config(kernel: Kernel[Cfg, Out], form: str, inv: Invocation[Cfg, Out]) -> Any:
+def _of_direction(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> str:
+    """Return the hook that answers for the backward, if `inv` is one and the kernel has it."""
+    own = f"bwd_{name}".replace("candidate_cfgs", "config_space")
+    backward = _form(kernel, own, inv.platform, None) if inv.direction == "bwd" else form
+    return backward if overrides(kernel, backward) else form
+
+
+def has_backward_heuristic(kernel: Kernel[Cfg, Out], platform: str) -> bool:
+    """Return whether the kernel says by itself what an untuned backward runs with."""
+    return overrides(kernel, _form(kernel, "bwd_heuristic_cfg", platform, None))
+
+
+def _heuristic_config(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> Any:
     """Return what a form of `heuristic_cfg` returns, if it is a configuration."""
+    form = _of_direction(kernel, form, name, inv)
     config = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
     if config is None:
         raise ConfigError(
@@ -379,8 +418,9 @@ def _heuristic_config(kernel: Kernel[Cfg, Out], form: str, inv: Invocation[Cfg, 
     return config
 
 
-def _candidates(kernel: Kernel[Cfg, Out], form: str, inv: Invocation[Cfg, Out]) -> Collection[Any]:
+def _candidates(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> Collection[Any]:
     """Return what a form of `config_space` returns, if it is a collection of configurations."""
+    form = _of_direction(kernel, form, name, inv)
     answer = asked(f"{kernel.op_id}: {form}", getattr(kernel, form), inv)
     found = check_candidates(answer, f"{kernel.op_id}: what {form} returns")
     if isinstance(found, Sequence):  # a space may be too large to look at

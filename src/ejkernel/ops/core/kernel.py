@@ -7,6 +7,7 @@ from ejkernel.ops.core.hooks import Kernel as Kernel
 from ejkernel.ops.core.hooks import candidates_of as candidates_of
 from ejkernel.ops.core.hooks import check_config as check_config
 from ejkernel.ops.core.hooks import config_type_of as config_type_of
+from ejkernel.ops.core.hooks import has_backward_heuristic as has_backward_heuristic
 from ejkernel.ops.core.hooks import has_gradient_rule as has_gradient_rule
 from ejkernel.ops.core.hooks import hook as hook
 from ejkernel.ops.core.hooks import living_kernels as living_kernels

@@ -176,9 +176,12 @@ def _check_types(
     want = [(tuple(aval.shape), aval.dtype) for aval in expected]
     got = [(tuple(value.shape), value.dtype) for value in out]
     if want != got:
+        keeps = inv.kernel is not None and inv.kernel.keeps_residuals
+        kept = " With keeps_residuals=True what is kept for the backward is among them." if keeps else ""
         raise KernelError(
             f"{inv.op_id}: results must have the same shapes and dtypes under every configuration; "
             f"{resolution.config!r} (from {resolution.source}) gives {_shown(got)}, the heuristic gives {_shown(want)}."
+            f"{kept}"
         )
 
 

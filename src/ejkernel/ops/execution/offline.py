@@ -8,15 +8,21 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+import jax
+import numpy as np
+
 from ejkernel import compat
 from ejkernel.ops.autotuner.trials.events import Counter, on_event
+from ejkernel.ops.autotuner.trials.naming import array_names
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.tuner import Autotuner, process_session
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.examples import GivenInputs
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, prepared, unbound
+from ejkernel.ops.core.kernel import Kernel, overrides, prepared, unbound
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover
@@ -25,9 +31,12 @@ from ejkernel.ops.execution.texts import calls_in_text
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.checks import check_argument, is_count
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.telling import value_text
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
+
+Inputs = bool | Sequence[Any] | Callable[[np.random.Generator], Any] | None
 
 
 def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: object) -> AutotuningResult:
@@ -191,6 +200,7 @@ def autotune(
     target: Kernel[Any, Any],
     *args: Any,
     configs: Collection[Any] | None = None,
+    inputs: Inputs = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,
@@ -201,6 +211,7 @@ def autotune(
     target: Any,
     *args: Any,
     configs: Collection[object] | None = None,
+    inputs: Inputs = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,
@@ -212,6 +223,11 @@ def autotune(
             callable: the kernels that it calls, forward and backward, and an `AutotuningResult` is returned.
         *args: Arguments of the call; for a function they may be abstract.
         configs: Candidates for a kernel, a list or a `ConfigSpace`; its `config_space` by default.
+        inputs: What a kernel is measured and checked with. By default not the arrays given, but others of their shapes
+            and dtypes: those that its `example_inputs` makes, or else normal numbers, zeros and ones. `True`: the
+            arrays given. A sequence of positional arguments: these. A function: it is called with a
+            `numpy.random.Generator` for every new set, and returns the positional arguments, or `(args, kwargs)`; a
+            winner is confirmed on a second set.
         num_warmup: At least this many calls of each candidate come before its first sample.
         num_iters: Samples of each candidate that stays in the race.
         **kwargs: Keyword arguments of the call.
@@ -225,6 +241,8 @@ def autotune(
     if not isinstance(target, Kernel):
         if configs is not None:
             raise ArgumentError("configs are for a Kernel; the kernels in a function have their own candidates.")
+        if inputs is not None:
+            raise ArgumentError("inputs are for a Kernel; the kernels in a function need example_inputs of their own.")
         found = discover(target, *args, **kwargs)
         if not found:
             warnings.warn(f"{target!r} calls no kernel; there is nothing to tune.", OfflineWarning, stacklevel=2)
@@ -236,10 +254,46 @@ def autotune(
             "tune; leave out what is to be found."
         )
     inv = Invocation(kernel=target, args=prepared_args, kwargs=prepared_kwargs)
+    given = _given_inputs(inputs, args, kwargs)
+    if given is None:
+        _warn_of_made_inputs(inv)
     tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
     policy = effective_policy(chain.policy, chain)
-    tuned = chain.search(inv, target, tuner=tuner, candidates=configs, policy=policy)
+    more = {} if given is None else {"inputs": given}
+    tuned = chain.search(inv, target, tuner=tuner, candidates=configs, policy=policy, **more)
     return tuned.config
+
+
+def _given_inputs(inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GivenInputs | None:
+    if inputs is None or inputs is False:
+        return None
+    source = args if inputs is True else inputs
+    if not (callable(source) or isinstance(source, tuple | list)):
+        raise ArgumentError(
+            f"inputs must be True for the arrays given, a tuple of arguments or a function, got {value_text(inputs)}."
+        )
+    abstract = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if inputs is True and abstract:
+        raise ArgumentError(f"inputs=True needs arrays to measure with, got {abstract[0]}; pass arrays, or a function.")
+    return GivenInputs(source, kwargs)
+
+
+def _warn_of_made_inputs(inv: Invocation[Any, Any]) -> None:
+    """Warn where what is measured is not what was given, and that may matter: of integers zeros and ones are made."""
+    kernel = inv.node.spec.kernel
+    spec, arrays = take_apart(kernel, inv.args, dict(inv.kwargs))
+    whole = [
+        f"{name} ({array.dtype})"
+        for name, array in zip(array_names(spec), arrays, strict=True)
+        if isinstance(array, np.ndarray | jax.Array) and np.issubdtype(array.dtype, np.integer)
+    ]
+    if whole and not overrides(kernel, "example_inputs"):
+        text = (
+            f"{kernel.op_id} is measured on inputs made from shapes and dtypes, not on the arrays given; "
+            f"{', '.join(whole)} will be zeros and ones. Pass inputs=True to measure on the arrays given, or give the "
+            "kernel example_inputs."
+        )
+        warnings.warn(text, TuningWarning, stacklevel=3)
 
 
 def _chain(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None) -> ConfigSelectorChain[Any, Any]:

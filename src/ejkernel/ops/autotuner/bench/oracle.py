@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -12,15 +13,15 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.bench.limits import Limits
-from ejkernel.ops.autotuner.measure.correctness import check_results
+from ejkernel.ops.autotuner.measure.correctness import check_results, is_nowhere_finite
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.autotuner.trials.programs import Program
-from ejkernel.ops.core.examples import example_arrays
+from ejkernel.ops.core.examples import GivenInputs, example_arrays, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Node
-from ejkernel.ops.errors import TuningError
+from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.utils.telling import error_text
 
 REFERENCE: Final = "running the reference"  # what no candidate is to blame for
@@ -36,6 +37,7 @@ class Oracle:
         validate: Whether anybody wants to know what is right.
         seed: Of the random inputs.
         reference: The kernel's reference for this call, compiled before.
+        inputs: What the user wants to measure with; made from the signature otherwise.
         watch: Who must know what is under way.
         limits: How long the parts of the search may take.
     """
@@ -45,6 +47,7 @@ class Oracle:
     validate: bool = True
     seed: int = 0
     reference: Program | None = None
+    inputs: GivenInputs | None = None
     watch: Watch = dataclasses.field(default_factory=Unwatched)
     limits: Limits = dataclasses.field(default_factory=Limits)
 
@@ -52,6 +55,7 @@ class Oracle:
         self._references: dict[Node, Callable[..., Any]] = {}
         self._arrays: list[Any] | None = None
         self._truth: Sequence[Any] | None = None
+        self._is_doubted = False
 
     @property
     def choice(self) -> Choice:
@@ -83,6 +87,19 @@ class Oracle:
             raise
         except BaseException as error:  # whatever it is, without inputs and truth no candidate can be judged
             raise TuningError(f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error)}") from error
+        self._doubt_truth()
+
+    def _doubt_truth(self) -> None:
+        """Warn, once, of results that tell nothing."""
+        empty = [index for index, result in enumerate(self._truth or ()) if is_nowhere_finite(result)]
+        if empty and not self._is_doubted:
+            self._is_doubted = True
+            kernel, names = self.inv.node.spec.kernel, result_names(self.inv.node)
+            name = names[empty[0]] if names else f"result {empty[0]}"
+            text = (
+                f"{self.inv.op_id}: {name} is NaN or infinite everywhere, so that candidates cannot be told from wrong"
+            )
+            warnings.warn(f"{text} ones; {why_not_finite(kernel, self.inputs)}.", TuningWarning, stacklevel=2)
 
     def renew(self) -> None:
         """Put new inputs in place of those that the candidates were checked and measured on so far."""
@@ -92,7 +109,7 @@ class Oracle:
 
     def _inputs(self) -> list[Any]:
         # They come from the signature; residuals of a backward are computed from them, so that they belong together.
-        arrays = example_arrays(self.inv, np.random.default_rng(self.seed), self.choice)
+        arrays = example_arrays(self.inv, np.random.default_rng(self.seed), self.choice, self.inputs)
         return list(jax.block_until_ready(arrays))
 
     def truth_about(self, node: Node, arrays: Sequence[jax.Array]) -> Sequence[Any]:

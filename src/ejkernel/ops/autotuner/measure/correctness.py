@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ _TOLERANCE = {
 _LOOSE_FLOAT32 = Tolerance(5e-3, 5e-2)
 _DEFAULT = Tolerance(0.1, 0.5)  # 8-bit floats
 _SMALL = 1 << 16  # elements up to which results are compared on the host
+NOT_FINITE: Final = "has NaN or infinity"
 _TINY = 1e-300  # no division by zero
 
 
@@ -64,6 +65,21 @@ class Deviation(NamedTuple):
     error: float
     allowed: float
     reason: str = ""
+
+
+def is_nowhere_finite(result: Any) -> bool:
+    """Return whether no number of an array of floats is finite."""
+    if not result.size or not jnp.issubdtype(result.dtype, jnp.inexact):
+        return False
+    if result.size > _SMALL:
+        return not _any_finite(result)
+    wide = np.asarray(result)  # 8-bit floats are not what NumPy looks at
+    return not np.isfinite(wide if wide.dtype.itemsize >= 4 else wide.astype(np.float32)).any()
+
+
+@jax.jit
+def _any_finite(result: Any) -> Any:
+    return jnp.isfinite(result).any()
 
 
 def check_results(
@@ -203,7 +219,7 @@ def _judge(name: str, found: _Comparison, allowed: Tolerance) -> Deviation:
     found = _Comparison(*(value.item() for value in found))
     worst, overall = found.error / max(found.scale, _TINY), found.overall / max(found.size, _TINY)
     if not found.same_kinds:
-        reason = f"{name} has NaN or infinity where the reference has not, or the other way round"
+        reason = f"{name} {NOT_FINITE} where the reference has not, or the other way round"
         return Deviation(math.inf, allowed.worst, reason)
     if found.error > allowed.worst * found.scale:
         differs = f"{name} differs from the reference: {found.got:.6g} instead of {found.want:.6g}"

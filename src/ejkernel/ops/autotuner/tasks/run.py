@@ -18,6 +18,7 @@ from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.bench.preparation import Preparation
 from ejkernel.ops.autotuner.bench.timing import Timing
+from ejkernel.ops.autotuner.measure.correctness import NOT_FINITE
 from ejkernel.ops.autotuner.measure.duels import Duel
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
@@ -40,6 +41,7 @@ from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, Searc
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Standing
 from ejkernel.ops.autotuner.trials.status import REJECTED, Status
 from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config
 from ejkernel.ops.core.types import Cfg, Out
@@ -139,6 +141,7 @@ class TuningRun:
             validate=task.policy.validate,
             seed=task.seed,
             reference=task.reference,
+            inputs=task.inputs,
             watch=self._watch,
             limits=task.limits,
         )
@@ -360,7 +363,10 @@ class TuningRun:
                 return Decision(rival, checked, standing)
             else:
                 return self._stays(standing)
-        raise TuningError(_nobody_left(self.task.inv, self._tried))
+        text = _nobody_left(self.task.inv, self._tried)
+        if any(NOT_FINITE in candidate.reason for candidate in self._tried):
+            text = f"{text}; {why_not_finite(self.task.kernel, self.task.inputs)}"
+        raise TuningError(text)
 
     def _stays(self, standing: Standing | None) -> Decision:
         checked = ("outputs",) if self.task.policy.validate else ()

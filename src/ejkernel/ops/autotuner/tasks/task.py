@@ -12,6 +12,7 @@ from ejkernel.ops.autotuner.search.strategies import Record
 from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.core.examples import GivenInputs
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 
@@ -30,6 +31,7 @@ class TuningTask:
         spent: Seconds that earlier attempts took.
         programs: Configurations that were compiled before, with their programs.
         reference: The kernel's reference for this call, compiled before.
+        inputs: What to measure with, in place of what is made from the signature.
         suspects: Configurations of which one ended that process; they are compiled one at a time.
         rounds, warmup, seed, width, limits: See `Autotuner`.
     """
@@ -43,6 +45,7 @@ class TuningTask:
     spent: float = 0.0
     programs: tuple[tuple[Any, Program], ...] = ()
     reference: Program | None = None
+    inputs: GivenInputs | None = None
     suspects: tuple[Any, ...] = ()
     rounds: int = 15
     warmup: int = 2

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.hooks import has_residual_form, hook, overrides
+from ejkernel.ops.core.hooks import has_residual_form, hook, overrides, writes_residual_form
+from ejkernel.ops.core.transformations.kept import forward_keeping, gradients_from
 from ejkernel.ops.errors import GradientError
-from ejkernel.ops.utils.values.signature import HasType
+from ejkernel.ops.utils.values.signature import HasType, is_array
 
 Flat = Callable[..., tuple[Any, ...]]
 
@@ -206,11 +207,21 @@ class Forward:
         if choice.reference:
             return kernel.reference(*args, **kwargs)
         config = choice.config_for_types(args, kwargs) if choice.config_for_types else choice.config
+        if self.residuals and not writes_residual_form(kernel):
+            return self._keeping(dataclasses.replace(choice, config=config, config_for_types=None), args, kwargs)
         name = "fwd_with_residuals" if self.residuals else "run"
         out = hook(kernel, name, choice.platform, config)(*args, cfg=config, **kwargs)
         if self.residuals and not (isinstance(out, tuple) and len(out) == 2):
             raise GradientError(f"{kernel.op_id}: fwd_with_residuals must return (out, residuals), got {type(out)}.")
         return out
+
+    def _keeping(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The output of `run`, and what JAX keeps of it."""
+        trees: list[Any] = []
+        run = Forward(self.spec).flat(dataclasses.replace(choice, trees=trees))
+        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)]
+        out, saved = forward_keeping(run, arrays)
+        return jax.tree.unflatten(trees[0], out), saved
 
     def flat_vjp(self, choice: Choice, count: int) -> Flat:
         """The kernel's gradient rule, or what JAX finds by differentiating `run`."""
@@ -261,6 +272,9 @@ def run_vjp(
 ) -> tuple[Any, ...]:
     """Call the kernel's `vjp` hook on flat arrays; `saved` are the outputs and then the residuals."""
     out_tree, residual_tree = trees
+    if not writes_residual_form(spec.kernel):
+        run = Forward(spec).flat(choice)
+        return gradients_from(run, primals, saved, cts, out_tree.num_leaves, spec.kernel.op_id)
     out = jax.tree.unflatten(out_tree, saved[: out_tree.num_leaves])
     residuals = jax.tree.unflatten(residual_tree, saved[out_tree.num_leaves :])
     args, kwargs = spec.join(primals)
@@ -290,9 +304,9 @@ def flat_gradients(spec: CallSpec, primals: Sequence[jax.Array], found: object) 
             f"argument of run (None where there is none); got {got}."
         )
     flat: list[Any] = []
-    for position, ((tree, is_array), gradient) in enumerate(zip(arguments, found, strict=True)):
+    for position, ((tree, flags), gradient) in enumerate(zip(arguments, found, strict=True)):
         leaves = _match_structure(op, position, tree, gradient)
-        flat += [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+        flat += [leaf for leaf, array in zip(leaves, flags, strict=True) if array]
     fitted = [_fit(op, index, *pair) for index, pair in enumerate(zip(primals, flat, strict=False))]
     return (*fitted, *[None] * (len(primals) - len(fitted)))  # arrays passed by keyword have no place in the answer
 

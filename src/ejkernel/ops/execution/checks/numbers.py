@@ -32,7 +32,7 @@ from ejkernel.ops.execution.checks.programs import (
     pushed,
 )
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
-from ejkernel.ops.execution.checks.rules import rule_row
+from ejkernel.ops.execution.checks.rules import kept_row, rule_row
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.random_arrays import random_array
 
@@ -123,6 +123,7 @@ class Numbers:
         yield from self._compiled_rows(config)
         if "gradient" not in self._without:
             yield from rule_row(self._subject, config, self._elements[0], self._cotangents[0])
+            yield from kept_row(self._subject, config, self._baseline, self._elements[0], self._cotangents[0])
             if config is self._baseline and self._has_gradient and not self._is_independent:
                 gradient = pulled(self._subject.executed(config), self._wrt)
                 called = [name if has else None for name, has in zip(self._subject.names, self._wrt, strict=True)]

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from ejkernel.ops.autotuner.measure.correctness import deviations
 from ejkernel.ops.autotuner.trials.naming import array_names
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact, run_vjp
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 
@@ -32,6 +34,42 @@ def rule_row(
         status=CheckStatus.FAILED if reasons else CheckStatus.OK,
         reason="; ".join(reasons),
     )
+
+
+def kept_row(
+    subject: Subject, config: Any, baseline: Any, arrays: Sequence[Any], cotangents: Sequence[Any]
+) -> Iterator[CheckRow]:
+    """Yield whether a backward with `config` may follow a forward with `baseline`, if the kernel promises that."""
+    if not subject.kernel.keeps_residuals or has_gradient_rule(subject.kernel) or not cotangents:
+        return
+    try:
+        reason = _misunderstood(subject, config, baseline, arrays, cotangents)
+    except Exception as error:  # noqa: BLE001 - as of any rule; the reason is the row's
+        reason = f"{type(error).__name__}: {error}"
+    status = CheckStatus.FAILED if reason else CheckStatus.OK
+    yield CheckRow(check="kept residuals", config=config, status=status, reason=reason)
+
+
+def _misunderstood(
+    subject: Subject, config: Any, baseline: Any, arrays: Sequence[Any], cotangents: Sequence[Any]
+) -> str:
+    """Return how gradients from what another configuration kept differ from those from its own."""
+    spec, own = subject.taken_apart(arrays)
+
+    def gradients(forward: Any) -> list[Any]:
+        trees: list[Any] = []
+        choice = Choice(config=forward, platform=subject.platform, trees=trees)
+        saved = Forward(spec, residuals=True).flat(choice)(*own)
+        cts = jax.tree.leaves(_outputs(trees[0], saved[: trees[0].num_leaves], cotangents))
+        backward = dataclasses.replace(choice, config=config, trees=None)
+        found = run_vjp(spec, backward, (trees[0], trees[1]), saved, own, cts)
+        return [gradient for gradient in found if gradient is not None]
+
+    found = deviations(
+        gradients(baseline), gradients(config), platform=subject.platform, precision=subject.inv.precision
+    )
+    wrong = next((deviation.reason for deviation in found if deviation.reason), "")
+    return f"with what the heuristic's forward kept: {wrong}".replace("result", "gradient") if wrong else ""
 
 
 def _wrong_types(

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of configurations that need no type to be read again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ejkernel.ops.errors import ConfigError
+
+_SCALARS = (bool, int, float, str)
+
+
+def plain(value: Any, what: str) -> Any:
+    """Return `value` as it comes back from JSON, with tuples for lists.
+
+    Raises:
+        ConfigError: it is no such data.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return tuple(plain(item, what) for item in value)
+    if value is None or (type(value) in _SCALARS and (type(value) is not float or math.isfinite(value))):
+        return value
+    raise ConfigError(
+        f"{what} must be a number, a text, a boolean, None or a tuple of those, got {value!r}; for a dtype or an enum "
+        "pass its name. It is static under jit."
+    )
