@@ -19,7 +19,7 @@ help:
 	@echo "make test-all all tests, which lower whole spaces rather than a sample"
 	@echo "make doctest  the examples in README.md, docs/ and docstrings"
 	@echo "make lint     ruff and mypy"
-	@echo "make demo     a small model trained before and after 'ejkernel tune' (minutes)"
+	@echo "make demo     a small model tuned, and trained beside plain JAX (minutes)"
 	@echo "make bench    the benchmarks; BENCH_ARGS= goes to them"
 	@echo "make clean    remove environments, caches and builds"
 
