@@ -12,11 +12,14 @@ from ejkernel.compat.arrays import weakly_typed as weakly_typed
 from ejkernel.compat.cudnn import CudnnLengths as CudnnLengths
 from ejkernel.compat.cudnn import cudnn_attention_backward as cudnn_attention_backward
 from ejkernel.compat.cudnn import cudnn_attention_forward as cudnn_attention_forward
-from ejkernel.compat.differentiation import ad as ad
 from ejkernel.compat.differentiation import instantiated as instantiated
+from ejkernel.compat.differentiation import is_undefined_primal as is_undefined_primal
 from ejkernel.compat.differentiation import is_zero_tangent as is_zero_tangent
 from ejkernel.compat.differentiation import match_varying as match_varying
+from ejkernel.compat.differentiation import register_jvp as register_jvp
+from ejkernel.compat.differentiation import register_transpose as register_transpose
 from ejkernel.compat.differentiation import varying_axes as varying_axes
+from ejkernel.compat.differentiation import without_symbolic_zeros as without_symbolic_zeros
 from ejkernel.compat.differentiation import zero_for as zero_for
 from ejkernel.compat.differentiation import zeros_of_tangent as zeros_of_tangent
 from ejkernel.compat.executables import abstract_gpu as abstract_gpu
@@ -44,8 +47,8 @@ from ejkernel.compat.programs import lowered_text as lowered_text
 from ejkernel.compat.programs import lowering as lowering
 from ejkernel.compat.programs import lowering_names as lowering_names
 from ejkernel.compat.programs import lowering_platforms as lowering_platforms
-from ejkernel.compat.programs import mlir as mlir
 from ejkernel.compat.programs import noting_answers as noting_answers
+from ejkernel.compat.programs import register_lowering as register_lowering
 from ejkernel.compat.programs import set_xla_metadata as set_xla_metadata
 from ejkernel.compat.settings import Numerics as Numerics
 from ejkernel.compat.settings import chosen_device as chosen_device
@@ -59,7 +62,6 @@ from ejkernel.compat.settings import settings_name as settings_name
 from ejkernel.compat.settings import x64_enabled as x64_enabled
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive
-from ejkernel.compat.tracing import batching as batching
 from ejkernel.compat.tracing import cache_weakly as cache_weakly
 from ejkernel.compat.tracing import evaluate as evaluate
 from ejkernel.compat.tracing import evaluate_without_arguments as evaluate_without_arguments
@@ -72,6 +74,7 @@ from ejkernel.compat.tracing import observable as observable
 from ejkernel.compat.tracing import ordered_effects as ordered_effects
 from ejkernel.compat.tracing import origins as origins
 from ejkernel.compat.tracing import outer_effects as outer_effects
+from ejkernel.compat.tracing import register_batching as register_batching
 from ejkernel.compat.tracing import register_discharge as register_discharge
 from ejkernel.compat.tracing import trace_context as trace_context
 from ejkernel.compat.tracing import traced as traced

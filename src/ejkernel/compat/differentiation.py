@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad as ad
+from jax.interpreters import ad
 
 
 def varying_axes(value: Any) -> frozenset[str]:
@@ -50,3 +51,23 @@ def is_zero_tangent(tangent: Any) -> bool:
 def zero_for(value: Any) -> Any:
     """Return the symbolic zero tangent for a result `value` of a differentiation rule."""
     return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def without_symbolic_zeros(tangent: Any) -> Any:
+    """Return a tangent or cotangent as an array, zeros where it is a symbolic zero."""
+    return ad.instantiate_zeros(tangent)
+
+
+def is_undefined_primal(argument: Any) -> bool:
+    """Return whether a transposition asks for the cotangent of this argument."""
+    return bool(ad.is_undefined_primal(argument))
+
+
+def register_jvp(primitive: Any, rule: Callable[..., tuple[Any, Any]]) -> None:
+    """Say what the tangents of a primitive are: `rule(primals, tangents, **params)`."""
+    ad.primitive_jvps[primitive] = rule
+
+
+def register_transpose(primitive: Any, rule: Callable[..., Sequence[Any]]) -> None:
+    """Say what a primitive's transpose is: `rule(cotangents, *arguments, **params)`."""
+    ad.primitive_transposes[primitive] = rule

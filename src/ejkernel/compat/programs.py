@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jax._src.interpreters import mlir as private_mlir
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
-from jax.interpreters import mlir as mlir
+from jax.interpreters import mlir
 
 from ejkernel.compat.tracing import opened
 
@@ -46,6 +46,11 @@ def lowering(ctx: Any) -> Iterator[None]:
     finally:
         _axis_context.reset(token)
         _platforms.reset(platforms)
+
+
+def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Say what a primitive becomes in a program: `rule(ctx, *values, **params)`."""
+    mlir.register_lowering(primitive, rule)
 
 
 def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: Any) -> Any:

@@ -12,7 +12,7 @@ from jax._src import api_util, core, effects, linear_util
 from jax._src import config as jax_config
 from jax._src.interpreters import partial_eval
 from jax._src.state import types as state_types
-from jax.interpreters import batching as batching
+from jax.interpreters import batching
 
 _core: Any = core
 _api_util: Any = api_util
@@ -96,6 +96,14 @@ def cache_weakly(cls: type) -> None:
 def is_reference(aval: Any) -> bool:
     """Return whether a type is that of a reference, `jax.Ref`."""
     return isinstance(aval, _state_types.AbstractRef)
+
+
+def register_batching(primitive: Any, rule: Callable[..., tuple[Any, Any]]) -> None:
+    """Say what `vmap` makes of a primitive: `rule(axis, values, axes, **params)`, also where no argument is batched.
+
+    The rule is told of the axis: its name, its size and its `spmd_name`.
+    """
+    batching.fancy_primitive_batchers[primitive] = rule
 
 
 def register_discharge(primitive: Any, rule: Callable[..., tuple[list[Any], Sequence[Any]]]) -> None:

@@ -16,7 +16,6 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel import compat
-from ejkernel.compat import ad
 from ejkernel.ops.core.context import Settings, settings_in_force
 from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
@@ -307,7 +306,7 @@ def _lower_computed(ctx: Any, body: Body, call: Call, *values: object) -> Any:
 
 call_p.def_effectful_abstract_eval(_abstract_eval)
 call_p.def_impl(_impl)
-compat.mlir.register_lowering(call_p, _lower)
+compat.register_lowering(call_p, _lower)
 
 
 def _batch(axis_data: Any, arrays: Sequence[object], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
@@ -337,14 +336,14 @@ def _axes_of(call: Call, avals: Sequence[HasType]) -> set[Any]:
     return compat.named_axes(forward.effects) | compat.named_axes(compat.outer_effects(whole))
 
 
-compat.batching.fancy_primitive_batchers[call_p] = _batch
+compat.register_batching(call_p, _batch)
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     wrt = tuple(not compat.is_zero_tangent(tangent) for tangent in tangents)
     fixed = len(primals) - call.linear
     if call.linear and not any(wrt[:fixed]):
-        given = [ad.instantiate_zeros(tangent) for tangent in tangents[fixed:]]
+        given = [compat.without_symbolic_zeros(tangent) for tangent in tangents[fixed:]]
         out = call_p.bind(*primals, call=call)
         return out, call_p.bind(*primals[:fixed], *given, call=call)
     return _differentiate(primals, [t for t, has in zip(tangents, wrt, strict=True) if has], wrt, call)
@@ -408,24 +407,24 @@ def residual_trees(call: Call, avals: Sequence[HasType]) -> tuple[Any, Any] | No
 
 
 _EMPTY_TREES = (jax.tree.structure(()), jax.tree.structure(()))
-ad.primitive_jvps[call_p] = _jvp
+compat.register_jvp(call_p, _jvp)
 
 
 def _transpose(cotangents: Sequence[object], *arguments: object, call: Call) -> list[Any]:
     if not call.linear:
         return _transpose_forward(cotangents, arguments, call)
     fixed = len(arguments) - call.linear
-    given = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    given = [compat.without_symbolic_zeros(cotangent) for cotangent in cotangents]
     transposed = dataclasses.replace(call, node=call.node.transpose, linear=len(given))
     return [None] * fixed + list(call_p.bind(*arguments[:fixed], *given, call=transposed))
 
 
 def _transpose_forward(cotangents: Sequence[object], arguments: Sequence[Any], call: Call) -> list[Any]:
     """Transpose a call that is linear in what is asked for: its gradient, at zero as well as anywhere."""
-    wanted = tuple(ad.is_undefined_primal(argument) for argument in arguments)
+    wanted = tuple(compat.is_undefined_primal(argument) for argument in arguments)
     pairs = zip(arguments, wanted, strict=True)
     primals = [compat.instantiated(argument.aval) if unknown else argument for argument, unknown in pairs]
-    given = [ct for ct in map(ad.instantiate_zeros, cotangents) if ct.dtype != jax.dtypes.float0]
+    given = [ct for ct in map(compat.without_symbolic_zeros, cotangents) if ct.dtype != jax.dtypes.float0]
     outs = tuple(is_inexact(aval) for aval in types_of(call, [jax.typeof(primal) for primal in primals]).avals)
     node = Jvp(call.node, len(primals), wanted, outs).transpose
     found = iter(call_p.bind(*primals, *given, call=dataclasses.replace(call, node=node, linear=len(given))))
@@ -441,4 +440,4 @@ def _discharge(in_avals: Sequence[HasType], *arrays: jax.Array, call: Call) -> t
 
 compat.cache_weakly(Call)
 compat.register_discharge(call_p, _discharge)
-ad.primitive_transposes[call_p] = _transpose
+compat.register_transpose(call_p, _transpose)
