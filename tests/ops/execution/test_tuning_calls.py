@@ -335,7 +335,7 @@ def test_own_example_inputs_must_fit_the_signature():
         def example_inputs(self, inv, rng):
             return (np.ones(3, np.float32),), {}
 
-    with pytest.raises(TuningError, match=r"example_inputs must return arrays of types .*16,.* got .*3,"):
+    with pytest.raises(TuningError, match=r"example_inputs must be arrays of types .*16,.* got .*3,"):
         tune(Misfit())
 
 
