@@ -8,11 +8,12 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
 from jax._src.interpreters import mlir as private_mlir
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import mlir
 
-from ejkernel.compat.tracing import opened
+from ejkernel.compat.tracing import evaluate, opened
 
 _mlir: Any = private_mlir
 _ir: Any = _mlir.ir
@@ -123,6 +124,8 @@ def noting_answers(noted: Answers) -> Iterator[None]:
 def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]:
     """Lower a closed jaxpr in place of a primitive, as part of the function around it, in a named scope."""
     inner = opened(jaxpr)
+    if getattr(inner, "is_high", False):  # it has operations that no program has, which JAX takes apart as it traces
+        return list(lower_function(ctx, jax.named_scope(scope)(lambda *arrays: evaluate(jaxpr, arrays)), *values))
     consts = _mlir.ir_consts(jaxpr.consts, [var.aval for var in inner.constvars])
     out, tokens = _mlir.jaxpr_subcomp(
         ctx.module_context,
