@@ -9,7 +9,6 @@ from typing import NamedTuple
 from .backward_params import BackwardParams
 from .backward_problem import Problem
 
-SHARED_MEMORY = 232448  # bytes that a block may have on Hopper
 _ALIGNMENT = 1024  # of every buffer
 _BARRIERS = 1024  # bytes, more than all barriers of any kernel take
 

@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import jax.numpy as jnp
 
-from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import AttentionCall
-from ejkernel.ops.utils.values.signature import is_known
 
-from .backward_buffers import SHARED_MEMORY, dquery_columns, key_block_buffers, query_block_buffers, shared_bytes
+from .availability import SHARED_MEMORY, unavailable
+from .backward_buffers import dquery_columns, key_block_buffers, query_block_buffers, shared_bytes
 from .backward_params import BackwardParams
 from .backward_problem import Problem, leading_sizes, padded_dim
 
-_HOPPER = re.compile(r"(^|[:_])(h20|h100|h200|h800|gh200)(_|$)")
-_DTYPES = ("bfloat16", "float16")
 _LARGEST_DIM = 256
 _LARGEST_DIM_WITH_BIAS = 128
 # Of a thread that computes, by how many warpgroups do, less what addresses and a tile's numbers take at least.
@@ -26,12 +22,7 @@ _SUM_REGISTERS = {1: 208, 2: 208, 3: 128}
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why the backward does not run `call`, and what would; `None` if it does."""
-    if not is_known(*call.query, *call.key, *call.value):
-        return "it needs shapes that are numbers, and this program is exported for many; use 'xla'."
-    missing = compat.mosaic_gpu_reason()
-    if missing is not None:
-        return f"implementation='mosaic_gpu' is not available: {missing}."
-    return _platform_reason(call) or _arguments_reason(call)
+    return unavailable(call) or _arguments_reason(call)
 
 
 def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
@@ -107,24 +98,7 @@ def problem_of_call(call: AttentionCall) -> Problem:
     )
 
 
-def _platform_reason(call: AttentionCall) -> str | None:
-    device = call.device_fingerprint
-    if call.platform not in (None, "gpu") or (device and not _HOPPER.search(device)):
-        return (
-            f"implementation='mosaic_gpu' needs a Hopper GPU, such as an H100 or H200, and this call is for "
-            f"{device or call.platform}; use 'cudnn' or 'xla'."
-        )
-    if call.partitioned:
-        return (
-            "implementation='mosaic_gpu' in a program that XLA partitions would gather query, key and value on every "
-            "device; call it inside jax.shard_map, or use 'xla'."
-        )
-    return None
-
-
 def _arguments_reason(call: AttentionCall) -> str | None:
-    if call.dtype not in _DTYPES:
-        return f"query has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
     for name, dim in (("query", call.query[3]), ("value", call.value[3])):
         if dim % 8 or dim > _LARGEST_DIM:
             return (

@@ -5,33 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterator
 
-from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.values.signature import is_known
 
 from ._forward_plan import REGISTERS, ROWS, ForwardPlan, padded_dim, swizzle
+from .availability import DTYPES, SHARED_MEMORY, unavailable
 from .params import ForwardParams
 
-_HOPPER = re.compile(r"(^|[:_])(h20|h100|h200|h800|gh200)(_|$)")
-_DTYPES = ("bfloat16", "float16")
-_SHARED_BYTES = 232_448  # that a block of threads may have on Hopper
 _REGISTERS_LEFT = 32  # of a thread, for all but logits, weights, output and bias: with fewer, products wait in line
 _KV_BLOCKS = (64, 96, 128, 160)
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why the forward does not run `call`, and what would; `None` if it does."""
-    if not is_known(*call.query, *call.key, *call.value):
-        return "it needs shapes that are numbers, and this program is exported for many; use 'xla'."
-    missing = compat.mosaic_gpu_reason()
-    if missing is not None:
-        return f"implementation='mosaic_gpu' is not available: {missing}."
-    return _platform_reason(call) or _arguments_reason(call)
+    return unavailable(call) or _arguments_reason(call)
 
 
 def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
@@ -147,7 +137,7 @@ def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         dtype=call.dtype,
         rules=call.rules,
         params=params,
-        bias=0 if bias != "block" else 2 if call.bias_dtype in _DTYPES else 4,
+        bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
         mask=mask == "block",
         key_bias=bias == "keys",
         key_mask=mask == "keys",
@@ -163,24 +153,7 @@ def _kind(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
     return "keys" if shape[2] == 1 else "block"
 
 
-def _platform_reason(call: AttentionCall) -> str | None:
-    device = call.device_fingerprint
-    if call.platform not in (None, "gpu") or (device and not _HOPPER.search(device)):
-        return (
-            "implementation='mosaic_gpu' needs a Hopper GPU (H100, H200 or a sister), and this call is for "
-            f"{device or call.platform}; use 'cudnn' or 'xla'."
-        )
-    if call.partitioned:
-        return (
-            "implementation='mosaic_gpu' in a program that XLA partitions would gather query, key and value on every "
-            "device; call it inside jax.shard_map, or use 'xla'."
-        )
-    return None
-
-
 def _arguments_reason(call: AttentionCall) -> str | None:
-    if call.dtype not in _DTYPES:
-        return f"query has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
     widest = max(call.query[3], call.value[3])
     if widest > 256:
         return f"head_dim is {widest}, and 'mosaic_gpu' takes up to 256; use 'xla'."
@@ -222,8 +195,8 @@ def _mask_fault(plan: ForwardPlan) -> str | None:
 
 def _shared_memory_fault(plan: ForwardPlan) -> str | None:
     needed = plan.shared_bytes()
-    if needed > _SHARED_BYTES:
-        return f"it takes {needed} bytes of shared memory, and a block of threads has at most {_SHARED_BYTES}"
+    if needed > SHARED_MEMORY:
+        return f"it takes {needed} bytes of shared memory, and a block of threads has at most {SHARED_MEMORY}"
     return None
 
 
