@@ -6,8 +6,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ejkernel.kernels.flash_attention.common import Rules
+from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
 
+from .availability import DTYPES
 from .params import ForwardParams
 
 ROWS = 64  # of queries that a warpgroup owns: those of one tensor-core instruction
@@ -123,6 +124,36 @@ class ForwardPlan:
 
 
 _ALIGNMENT = 1024  # that every buffer begins at a multiple of
+
+
+def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
+    """Return what is static of a launch."""
+    bias, mask = _kind(call.bias, call), _kind(call.attention_mask, call)
+    return ForwardPlan(
+        batch=call.query[0],
+        queries=call.query[1],
+        keys=call.key[1],
+        heads=call.query[2],
+        groups=call.key[2],
+        head_dim=padded_dim(call.query[3]),
+        value_dim=padded_dim(call.value[3]),
+        dtype=call.dtype,
+        rules=call.rules,
+        params=params,
+        bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
+        mask=mask == "block",
+        key_bias=bias == "keys",
+        key_mask=mask == "keys",
+        segments=call.segments,
+        table=call.segments or mask != "",
+    )
+
+
+def _kind(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
+    """Return whether a bias or mask differs between `keys`, or in a `block` of rows and keys; empty if in neither."""
+    if shape is None or (shape[3] == 1 and call.key[1] > 1):
+        return ""
+    return "keys" if shape[2] == 1 else "block"
 
 
 def padded_dim(size: int) -> int:

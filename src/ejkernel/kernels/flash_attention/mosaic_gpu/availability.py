@@ -24,7 +24,7 @@ def unavailable(call: AttentionCall) -> str | None:
     device = call.device_fingerprint
     if call.platform not in (None, "gpu") or (device and not _HOPPER.search(device)):
         return (
-            "implementation='mosaic_gpu' needs a Hopper GPU (H100, H200 or a sister), and this call is for "
+            "implementation='mosaic_gpu' needs a Hopper GPU, such as an H100 or H200, and this call is for "
             f"{device or call.platform}; use 'cudnn' or 'xla'."
         )
     if call.partitioned:

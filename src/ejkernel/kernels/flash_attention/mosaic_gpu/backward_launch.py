@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels.flash_attention.common import Operands, Rules
+from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
 
 from .backward_by_keys import KeysKernel
 from .backward_by_products import ProductsKernel
@@ -35,7 +35,7 @@ def gradients(
 ) -> Gradients:
     """See `backward`; every array is there as it is, no axis is mapped over it."""
     operands = _with_lengths_as_segments(operands)
-    problem = problem_of(operands, rules)
+    problem = problem_of(describe(operands, rules))
     machine = Hopper() if interpret is None else Interpreter(interpret)
     inputs = _inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
     found, dbias = _run(inputs, _visibility(operands, problem), problem, params, machine)

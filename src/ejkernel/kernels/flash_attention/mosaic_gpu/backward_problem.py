@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..common import EMPTY_ROW_LSE, Operands, Rules
+from ..common import EMPTY_ROW_LSE, AttentionCall, Rules
 
 LOG2_E = math.log2(math.e)
 _NATIVE_DIMS = (32, 64, 128, 192, 256)
@@ -121,31 +121,30 @@ def pad_axis(x: jax.Array, axis: int, multiple: int, fill: float = 0) -> jax.Arr
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=fill)
 
 
-def leading_sizes(*arrays: Any) -> tuple[int, int] | None:
-    """Return the first two sizes of arrays, broadcast, or of shapes; `None` if none is given."""
-    shapes = [getattr(x, "shape", x)[:2] for x in arrays if x is not None]
-    if not shapes:
+def leading_sizes(*shapes: tuple[int, ...] | None) -> tuple[int, int] | None:
+    """Return the first two sizes of shapes, broadcast; `None` if none is given."""
+    given = [shape[:2] for shape in shapes if shape is not None]
+    if not given:
         return None
-    batch, heads = np.broadcast_shapes(*shapes)
+    batch, heads = np.broadcast_shapes(*given)
     return batch, heads
 
 
-def problem_of(operands: Operands, rules: Rules) -> Problem:
-    """Return the static part of a call."""
-    query, key, value = operands[:3]
+def problem_of(call: AttentionCall) -> Problem:
+    """Return what is static about a backward, from its description."""
     return Problem(
-        batch=query.shape[0],
-        queries=query.shape[1],
-        keys=key.shape[1],
-        heads=query.shape[2],
-        groups=key.shape[2],
-        head_dim=padded_dim(query.shape[3]),
-        value_dim=padded_dim(value.shape[3]),
-        dtype=query.dtype,
-        rules=rules,
-        segments=operands.query_segments is not None,
-        added=leading_sizes(operands.bias, operands.attention_mask),
-        bias=leading_sizes(operands.bias),
+        batch=call.query[0],
+        queries=call.query[1],
+        keys=call.key[1],
+        heads=call.query[2],
+        groups=call.key[2],
+        head_dim=padded_dim(call.query[3]),
+        value_dim=padded_dim(call.value[3]),
+        dtype=jnp.dtype(call.dtype),
+        rules=call.rules,
+        segments=call.segments or call.key_lengths,
+        added=leading_sizes(call.bias, call.attention_mask),
+        bias=leading_sizes(call.bias),
     )
 
 

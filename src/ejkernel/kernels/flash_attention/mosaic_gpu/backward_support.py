@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from .availability import SHARED_MEMORY, unavailable
 from .backward_buffers import dquery_columns, key_block_buffers, query_block_buffers, shared_bytes
 from .backward_params import BackwardParams
-from .backward_problem import Problem, leading_sizes, padded_dim
+from .backward_problem import Problem, padded_dim, problem_of
 
 _LARGEST_DIM = 256
 _LARGEST_DIM_WITH_BIAS = 128
@@ -31,7 +29,7 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
     No parameters make warpgroups wait for each other in a circle: the loader fills both rings in the order in which all
     others empty them, and what one computing warpgroup waits for the other has computed a step before.
     """
-    problem = problem_of_call(call)
+    problem = problem_of(call)
     return _division_fault(problem, params) or _shared_fault(problem, params) or _register_fault(problem, params)
 
 
@@ -78,24 +76,6 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
             for keys, stages in ((64, 2), (128, 2), (64, 1))
         ]
     return tuple(params for params in found if params_fault(call, params) is None)
-
-
-def problem_of_call(call: AttentionCall) -> Problem:
-    """Return what is static about a backward, from its description."""
-    return Problem(
-        batch=call.query[0],
-        queries=call.query[1],
-        keys=call.key[1],
-        heads=call.query[2],
-        groups=call.key[2],
-        head_dim=padded_dim(call.query[3]),
-        value_dim=padded_dim(call.value[3]),
-        dtype=jnp.dtype(call.dtype),
-        rules=call.rules,
-        segments=call.segments or call.key_lengths,
-        added=leading_sizes(call.bias, call.attention_mask),
-        bias=leading_sizes(call.bias),
-    )
 
 
 def _arguments_reason(call: AttentionCall) -> str | None:

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe
 
-from ._forward_plan import ForwardPlan, padded_dim, swizzle
+from ._forward_plan import ForwardPlan, padded_dim, plan_of, swizzle
 from .params import ForwardParams
-from .visibility import block_table, has_table
+from .visibility import block_table
 
 
 def forward(
@@ -31,7 +31,7 @@ def forward(
     from ._forward_types import Inputs, Outputs
 
     operands, by_row = _without_row_terms(unify_varying(operands))
-    plan = _plan(operands, rules, params)
+    plan = plan_of(describe(operands, rules), params)
     query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, padded_dim(1)) for x in operands[:3])
     types = Outputs(
         jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
@@ -74,29 +74,6 @@ def _with_row_terms(
     if row_mask is not None:
         empty = empty | ~row_mask[..., 0]
     return jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out), jnp.where(empty, EMPTY_ROW_LSE, lse)
-
-
-def _plan(operands: Operands, rules: Rules, params: ForwardParams) -> ForwardPlan:
-    query, key, value, bias, mask = operands[:5]
-    by_key = [x is not None and x.shape[2] == 1 for x in (bias, mask)]
-    return ForwardPlan(
-        batch=query.shape[0],
-        queries=query.shape[1],
-        keys=key.shape[1],
-        heads=query.shape[2],
-        groups=key.shape[2],
-        head_dim=padded_dim(query.shape[3]),
-        value_dim=padded_dim(value.shape[3]),
-        dtype=str(query.dtype),
-        rules=rules,
-        params=params,
-        bias=0 if bias is None or by_key[0] else _copied(bias.dtype).itemsize,
-        mask=mask is not None and not by_key[1],
-        key_bias=by_key[0],
-        key_mask=by_key[1],
-        segments=operands.query_segments is not None,
-        table=has_table(operands),
-    )
 
 
 def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:

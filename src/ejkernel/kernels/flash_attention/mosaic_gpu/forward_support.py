@@ -11,8 +11,8 @@ from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
-from ._forward_plan import REGISTERS, ROWS, ForwardPlan, padded_dim, swizzle
-from .availability import DTYPES, SHARED_MEMORY, unavailable
+from ._forward_plan import REGISTERS, ROWS, ForwardPlan, plan_of, swizzle
+from .availability import SHARED_MEMORY, unavailable
 from .params import ForwardParams
 
 _REGISTERS_LEFT = 32  # of a thread, for all but logits, weights, output and bias: with fewer, products wait in line
@@ -121,36 +121,6 @@ def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:
     for sizes, stages in (((128, 96, 64), 2), ((128, 96, 64), 1), ((32, 16), 2), ((32, 16), 1)):
         for size, share in itertools.product(sizes, (params.share_buffer, not params.share_buffer)):
             yield dataclasses.replace(few, kv_block=min(size, params.kv_block), stages=stages, share_buffer=share)
-
-
-def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
-    """Return what is static of a launch."""
-    bias, mask = _kind(call.bias, call), _kind(call.attention_mask, call)
-    return ForwardPlan(
-        batch=call.query[0],
-        queries=call.query[1],
-        keys=call.key[1],
-        heads=call.query[2],
-        groups=call.key[2],
-        head_dim=padded_dim(call.query[3]),
-        value_dim=padded_dim(call.value[3]),
-        dtype=call.dtype,
-        rules=call.rules,
-        params=params,
-        bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
-        mask=mask == "block",
-        key_bias=bias == "keys",
-        key_mask=mask == "keys",
-        segments=call.segments,
-        table=call.segments or mask != "",
-    )
-
-
-def _kind(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
-    """Return whether a bias or mask differs between `keys`, or in a `block` of rows and keys; empty if in neither."""
-    if shape is None or (shape[3] == 1 and call.key[1] > 1):
-        return ""
-    return "keys" if shape[2] == 1 else "block"
 
 
 def _arguments_reason(call: AttentionCall) -> str | None:

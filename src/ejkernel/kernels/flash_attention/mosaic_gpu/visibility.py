@@ -59,11 +59,6 @@ def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any) -
     return BlockRange(first, free_from, free_until, end)
 
 
-def has_table(operands: Operands) -> bool:
-    """Return whether the blocks depend on arrays, and not on the window alone."""
-    return operands.query_segments is not None or operands.attention_mask is not None
-
-
 def block_table(operands: Operands, rules: Rules, tile_rows: int, kv_block: int) -> jax.Array:
     """Return the `BlockRange` of every tile, `[batch or 1, heads or 1, tiles, 4]` in int32.
 
