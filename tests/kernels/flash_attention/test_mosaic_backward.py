@@ -269,6 +269,7 @@ FINE = AttentionCall(
         ({"key": (2, 0, 2, 128)}, "sizes above 0"),
         ({"rules": Rules(scale=0.0)}, "softmax_scale"),
         ({"query": (2, 256, 4, 256), "bias": (1, 4, 256, 256)}, "bias .* up to head_dim 128"),
+        ({"deterministic": True, "bias": (1, 4, 256, 256)}, r"bias has shape \(1, 4, .* deterministic rules out"),
     ],
 )
 def test_refusal_names_the_argument_and_the_way_out(monkeypatch, changes, words):

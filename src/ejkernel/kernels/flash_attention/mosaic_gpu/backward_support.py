@@ -35,8 +35,7 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
 
 def is_deterministic(call: AttentionCall, params: BackwardParams) -> bool:
     """Return whether gradients repeat bit by bit: nothing is added up in memory, where the order is left to chance."""
-    whole = (call.query[0], call.query[2])
-    return params.form == "split" and (call.bias is None or call.bias[:2] == whole)
+    return params.form == "split" and not _shares_bias(call)
 
 
 def heuristic(call: AttentionCall) -> BackwardParams:
@@ -94,7 +93,17 @@ def _arguments_reason(call: AttentionCall) -> str | None:
             f"bias is available with the gradient of 'mosaic_gpu' up to head_dim {_LARGEST_DIM_WITH_BIAS}, and query "
             f"has {call.query[3]} and value {call.value[3]}; use 'cudnn' or 'xla'."
         )
+    if call.deterministic and _shares_bias(call):
+        return (
+            f"bias has shape {call.bias}, and 'mosaic_gpu' adds up the gradient of a bias that examples or heads share "
+            "in an order that is left to chance, which deterministic rules out; broadcast the bias, or use 'xla'."
+        )
     return None
+
+
+def _shares_bias(call: AttentionCall) -> bool:
+    """Return whether examples or heads share a bias, so that its gradient is a sum over them."""
+    return call.bias is not None and call.bias[:2] != (call.query[0], call.query[2])
 
 
 def _division_fault(problem: Problem, params: BackwardParams) -> str | None:

@@ -37,7 +37,7 @@ class MosaicGpu(AttentionImplementation):
         return fault
 
     def preference(self, call: AttentionCall) -> int:
-        """Return 1 where it was faster than cuDNN on one H200 (`benchmarks/results/attention_gpu.md`), else 0."""
+        """Return 1 where it was faster than cuDNN on one H200, as `benchmarks/attention.py` compares them, else 0."""
         dim, hides = min(call.query[3], call.value[3]), call.rules.right is not None
         if call.bias is not None:
             return int(not call.backward)
