@@ -32,7 +32,7 @@ from ejkernel.compat.executables import serialized as serialized
 from ejkernel.compat.pallas import mosaic_gpu_reason as mosaic_gpu_reason
 from ejkernel.compat.pallas import simulated_races as simulated_races
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
-from ejkernel.compat.partitioning import LogicalMeshes as LogicalMeshes
+from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
 from ejkernel.compat.partitioning import explicit_mesh as explicit_mesh
 from ejkernel.compat.partitioning import explicit_sizes as explicit_sizes
 from ejkernel.compat.partitioning import in_mesh as in_mesh
