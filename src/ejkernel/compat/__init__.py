@@ -31,6 +31,13 @@ from ejkernel.compat.executables import loaded as loaded
 from ejkernel.compat.executables import serialized as serialized
 from ejkernel.compat.pallas import mosaic_gpu_reason as mosaic_gpu_reason
 from ejkernel.compat.pallas import simulated_races as simulated_races
+from ejkernel.compat.processes import CoordinationStore as CoordinationStore
+from ejkernel.compat.processes import Span as Span
+from ejkernel.compat.processes import any_span as any_span
+from ejkernel.compat.processes import coordination_store as coordination_store
+from ejkernel.compat.processes import program_span as program_span
+from ejkernel.compat.processes import span_of as span_of
+from ejkernel.compat.processes import spanning as spanning
 from ejkernel.compat.profiling import cupti_seconds as cupti_seconds
 from ejkernel.compat.profiling import detach_cupti as detach_cupti
 from ejkernel.compat.profiling import profiled_planes as profiled_planes

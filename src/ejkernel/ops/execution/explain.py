@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from ejkernel.ops.config.agreement import agreed_before
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
-from ejkernel.ops.config.tiers import PERSISTENT
+from ejkernel.ops.config.tiers import AGREED, OVERLAY, OVERRIDE, PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -80,7 +81,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         key, key_note = inv.key, ""
     except UnstableKeyError as error:
         key, key_note = None, str(error)
-    tiers = tuple(consult(inv, kernel))
+    tiers = _with_agreement(consult(inv, kernel), inv)
     if key is not None:
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
@@ -95,6 +96,18 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         resolution=resolution,
         refusals={} if kernel is None else kernel.refusals(inv),
     )
+
+
+def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tuple[Consulted, ...]:
+    """Put in what the processes that run the call's program have agreed on, which a caller's own overrides."""
+    said = tiers[-1].resolution if tiers else None
+    if inv.span is None or (said is not None and said.tier is OVERRIDE):
+        return tuple(tiers)
+    found = agreed_before(inv, said)
+    at = sum(tier.tier in (OVERRIDE.name, OVERLAY.name) for tier in tiers)
+    if found is None:
+        return *tiers[:at], Consulted(AGREED.name, None, "the first process that lowers the call decides"), *tiers[at:]
+    return *tiers[:at], Consulted(AGREED.name, found)
 
 
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
