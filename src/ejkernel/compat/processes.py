@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import jax
 from jax._src import mesh as private_mesh
@@ -33,10 +34,13 @@ class Span:
 
 
 def span_of(devices: Iterable[Any]) -> Span | None:
-    """Return what a program on these devices spans; `None` if they belong to one process."""
+    """Return what a program on these devices spans; `None` if they belong to one process.
+
+    So it is too where one process alone lowers a program for the devices of others.
+    """
     listed = list(devices)
     processes = tuple(sorted({device.process_index for device in listed}))
-    return Span(len(listed), processes) if len(processes) > 1 else None
+    return Span(len(listed), processes) if len(processes) > 1 and jax.process_count() > 1 else None
 
 
 def any_span() -> Span | None:
@@ -86,6 +90,8 @@ class CoordinationStore:
 
     def __init__(self, client: Any) -> None:
         self.client = client
+        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="ejkernel-coordination", daemon=True).start()
 
     def get(self, key: str) -> str | None:
         """Return the value of a key, or `None`."""
@@ -117,23 +123,24 @@ class CoordinationStore:
 
     def _answer(self, ask: Callable[[], T]) -> T:
         """Return what the service answers; JAX itself gives up on it much later, by ending the process."""
-        answers: list[T] = []
-        refusals: list[Exception] = []
+        reply: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+        self._questions.put((ask, reply))
+        try:
+            answer, refusal = reply.get(timeout=self.patience_s)
+        except queue.Empty:
+            raise ConnectionError(f"no answer for {self.patience_s:g} s") from None
+        if refusal is not None:
+            raise _RefusedError(str(refusal)) from refusal
+        return cast(T, answer)
 
-        def work() -> None:
+    def _work(self) -> None:
+        """Ask the service what this process asks of it, on a thread that need not come back."""
+        while True:
+            ask, reply = self._questions.get()
             try:
-                answers.append(ask())
-            except Exception as error:  # noqa: BLE001 - raised below, by whoever asked
-                refusals.append(error)
-
-        thread = threading.Thread(target=work, name="ejkernel-coordination", daemon=True)
-        thread.start()
-        thread.join(self.patience_s)
-        if answers:
-            return answers[0]
-        if refusals:
-            raise _RefusedError(str(refusals[0])) from refusals[0]
-        raise ConnectionError(f"no answer for {self.patience_s:g} s")
+                reply.put((ask(), None))
+            except Exception as error:  # noqa: BLE001 - raised by whoever asked
+                reply.put((None, error))
 
 
 class _RefusedError(ConnectionError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +29,11 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import AgreementError, AgreementWarning, ConfigError, SerializationError, UnstableKeyError
-from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import from_data, from_plain, to_data
+from ejkernel.ops.utils.storage.sealed import check_schema
+from ejkernel.ops.utils.storage.serialize import from_data, from_plain, parse_json, stable_json, to_data
 from ejkernel.ops.utils.values.typenames import decode_config, type_name
+
+logger = logging.getLogger(__name__)
 
 _SCHEMA: Final = 1
 _DECIDED: Final = "ejkernel/decided"
@@ -103,17 +106,27 @@ class Book:
         Raises:
             AgreementError: the other processes have entered other overlays.
         """
-        while True:
-            found = self.find(call, mine.state)
-            if found is not None:
-                return found
-            with self._lock:
-                known = self._decisions[call]
-                if known and len(known) - 1 not in self._taken.get(call, ()):
+        with self._lock:
+            known, taken = self._decisions.setdefault(call, []), self._taken.setdefault(call, set())
+            while True:
+                found = next((decision for decision in known if decision.state == mine.state), None)
+                if found is not None:
+                    return found
+                if known and len(known) - 1 not in taken:
                     raise _out_of_step(call, known[-1], mine)
-                with _answering(call):
-                    if self.store.put_if_absent(f"{_DECIDED}/{call}/{len(known)}", sealed_json(mine)):
-                        known.append(mine)
+                self._add(call, known, mine)
+
+    def _add(self, call: str, known: list[Decision], mine: Decision) -> None:
+        """Put a decision behind those that are known, or learn what another process has put there."""
+        place = f"{_DECIDED}/{call}/{len(known)}"
+        with _answering(call):
+            if not self.store.put_if_absent(place, stable_json(mine)):
+                known.append(_read(call, self.store.get(place) or ""))
+                return
+        # Who hangs may want to know who was the first to enter an overlay, and was not followed.
+        logger.log(logging.INFO if known else logging.DEBUG, "decided for all: %s: %s", call, mine)
+        self._taken[call].add(len(known))
+        known.append(mine)
 
     def note(self, call: str, digest: str) -> None:
         """Note that this process runs a call with the configuration of that digest."""
@@ -158,8 +171,8 @@ def book_in_force() -> Book:
     Raises:
         LookupError: it has joined none; the message says why.
     """
-    store = compat.coordination_store()
     with _making:
+        store = compat.coordination_store()
         if not _books or _books[0].store is not store:
             _books[:] = [Book(store)]
         return _books[0]
@@ -314,7 +327,9 @@ def _overlay_digest(inv: Invocation[Any, Any]) -> str:
 
 def _read(call: str, text: str) -> Decision:
     try:
-        return from_plain(read_object(text.encode(), _SCHEMA, "a decision of this form"), Decision)
+        data = parse_json(text)
+        check_schema(data, _SCHEMA, "a decision")
+        return from_plain(data, Decision)
     except SerializationError as error:
         raise _unusable(call, "another process", f"cannot be read: {error}") from error
 

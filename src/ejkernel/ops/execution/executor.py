@@ -88,7 +88,10 @@ class Executor(Generic[Cfg, Out]):
         return self._call(kernel, args, kwargs, cfg)
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
-        """Return the configuration that a call with these arguments would run with."""
+        """Return the configuration that a call with these arguments would run with.
+
+        In a program that several processes run it is the one that this process would choose.
+        """
         return self.resolve(self._invocation(kernel, args, kwargs, cfg)).config
 
     @overload
