@@ -206,8 +206,8 @@ def agreed(inv: Invocation[Cfg, Out], ask: Callable[[], Resolution[Cfg]]) -> Res
     # What overlays say of the call only the chooser knows; without any, nobody need be asked once it is decided.
     found = None if current_scope().layers else book.find(call)
     if found is None:
-        found = book.decide(call, _decision(book.process, inv, ask()))
-    config = _decoded(call, found, inv)
+        found = book.decide(call, decision_of(book.process, inv, ask()))
+    config = decoded(call, found, inv)
     return _resolution(book.take(call, found), config, key)
 
 
@@ -222,8 +222,8 @@ def agreed_before(inv: Invocation[Cfg, Out], own: Resolution[Cfg] | None) -> Res
         return None
     call = call_name(inv)
     overlaid = own is not None and own.tier is OVERLAY
-    found = book.find(call, _decision(book.process, inv, own).state if overlaid and own is not None else _NO_OVERLAY)
-    return None if found is None else _resolution(found, _decoded(call, found, inv), key)
+    found = book.find(call, decision_of(book.process, inv, own).state if overlaid and own is not None else _NO_OVERLAY)
+    return None if found is None else _resolution(found, decoded(call, found, inv), key)
 
 
 def _resolution(decision: Decision, config: Any, key: ConfigKey) -> Resolution[Any]:
@@ -297,7 +297,12 @@ def _digest_of_any(config: object) -> str:
         return _hashed(type(config).__qualname__)
 
 
-def _decision(process: int, inv: Invocation[Any, Any], own: Resolution[Any]) -> Decision:
+def decision_of(process: int, inv: Invocation[Any, Any], own: Resolution[Any]) -> Decision:
+    """Return what a process offers the others: what it would run a call with.
+
+    Raises:
+        AgreementError: the configuration is not data.
+    """
     try:
         return Decision(
             schema=_SCHEMA,
@@ -334,8 +339,12 @@ def _read(call: str, text: str) -> Decision:
         raise _unusable(call, "another process", f"cannot be read: {error}") from error
 
 
-def _decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
-    """Return the configuration of a decision; whoever decided decodes it too, so that all have the same."""
+def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
+    """Return the configuration of a decision; whoever decided decodes it too, so that all have the same.
+
+    Raises:
+        AgreementError: this process knows no such configuration.
+    """
     who, kernel = f"process {decision.process}", inv.kernel
     try:
         cfg_type = None
