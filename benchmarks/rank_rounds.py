@@ -7,6 +7,7 @@ and in which order, when it forgets what was compiled. A process is forked for e
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -215,13 +216,21 @@ def run(told: dict[str, Any]) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{told['port']}", told["count"], told["index"], heartbeat_timeout_seconds=100)
     rank = Rank(told)
+    alive = open(_alive(rank, rank.index), "w")  # noqa: SIM115 - for as long as the process lives
+    fcntl.flock(alive, fcntl.LOCK_EX)
+    rank.meet("all alive", last=False)
     with open(rank.folder / f"{rank.index}.jsonl", "w", encoding="utf-8") as file:
         for entry in rounds_of(rank, told):
             print(json.dumps(entry), file=file, flush=True)
-    rank.service.key_value_set(f"done/{rank.index}", "")
-    if rank.index == 0:  # the service is here, and others may still ask it
-        for other in range(1, rank.count - told["someone_killed"]):
-            rank.service.blocking_key_value_get(f"done/{other}", 60_000)
+    if rank.index == 0:  # the service is here, and JAX ends who is without it
+        for other in range(1, rank.count):
+            with open(_alive(rank, other)) as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def _alive(rank: Rank, index: int) -> Path:
+    """Return the file that a process has locked until it ends."""
+    return rank.folder / f"{index}.alive"
 
 
 def main() -> None:

@@ -144,6 +144,7 @@ def test_explain_names_the_process_that_decided(ranks, kernel, x):
         why = ranks[0].executor.explain(ranks[0].program(kernel), x)[0]
     assert (why.config, why.source) == (1, "agreed with process 1")
     assert [tier.tier for tier in why.tiers] == ["override", "overlay", "agreed"]
+    assert "agreed     1 - process 1 had it from its heuristic tier" in str(why)
 
 
 def test_explain_decides_nothing(ranks, kernel, x):

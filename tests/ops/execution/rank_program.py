@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process of `test_ranks.py` does: `python rank_program.py PORT INDEX COUNT LOCK`.
+"""What one process of `test_ranks.py` does: `python rank_program.py PORT INDEX COUNT FOLDER`.
 
 It prints each question that it was asked with what it found, as a line of JSON.
 """
@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,10 @@ class Times(Kernel[int, jax.Array]):
 class Rank:
     """This process."""
 
-    def __init__(self, index, count, lock_path):
-        self.index, self.count, self.lock_path = index, count, lock_path
+    def __init__(self, index, count, folder):
+        self.index, self.count, self.folder = index, count, Path(folder)
+        self.alive = (self.folder / f"{index}.alive").open("w")
+        fcntl.flock(self.alive, fcntl.LOCK_EX)  # until this process ends
         self.chain = ConfigSelectorChain()
         self.executor = Executor(self.chain)
         mesh = Mesh(np.array(jax.devices()), ("a",))
@@ -52,6 +55,7 @@ class Rank:
         self.x = jax.make_array_from_callback(one.shape, spread, lambda part: one[part])
         self.mesh, self.weight = mesh, float(one.sum())
         self.service = compat.coordination_store().client
+        self.meet("all alive")
 
     def kernel(self, name, own=None):
         """Return an operation for which this process has a configuration of its own."""
@@ -79,6 +83,11 @@ class Rank:
 
     def lower(self, kernel):
         self.program(kernel).lower(self.x)
+
+    def outlive(self, other):
+        """Return when another process has ended."""
+        with (self.folder / f"{other}.alive").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
 
     def meet(self, name):
         self.service.wait_at_barrier(name, 60_000)
@@ -166,13 +175,10 @@ def digests(rank):
 
 def after_a_death(rank):
     """Lower new calls when the last process has ended without a word."""
-    with open(rank.lock_path, "w") as file:
-        if rank.index == rank.count - 1:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            rank.meet("death")
-            os.kill(os.getpid(), signal.SIGKILL)
-        rank.meet("death")
-        fcntl.flock(file, fcntl.LOCK_SH)  # once it is gone
+    last = rank.count - 1
+    if rank.index == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rank.outlive(last)
     for n in range(3):
         rank.lower(rank.kernel(f"after_{n}", rank.index))
     used = configuration_digest().keys
@@ -202,10 +208,9 @@ def main():
     rank = Rank(index, count, sys.argv[4])
     for question in QUESTIONS:
         print(json.dumps([question.__name__, question(rank)]), flush=True)
-    rank.service.key_value_set(f"said/{index}", "")
-    if index == 0:  # the service is here, and others may still ask it
-        for other in range(1, count - 1):
-            rank.service.blocking_key_value_get(f"said/{other}", 60_000)
+    if index == 0:  # the service is here, and JAX ends who is without it
+        for other in range(1, count):
+            rank.outlive(other)
     os._exit(0)  # without JAX's farewell, which would wait for the process that is gone
 
 

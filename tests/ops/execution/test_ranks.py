@@ -26,10 +26,10 @@ def free_port():
 
 def launched(count, folder):
     """Return what each process of one launch found, question by question."""
-    port, lock = free_port(), folder / "lock"
+    port = free_port()
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(port), str(index), str(count), str(lock)],
+            [sys.executable, str(PROGRAM), str(port), str(index), str(count), str(folder)],
             env={**os.environ, "PYTHONHASHSEED": str(index), "EJKERNEL_CACHE_DIR": str(folder / str(index))},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -21,7 +21,7 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
-from ejkernel.ops.config.selection import Resolution
+from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.config.tiers import AGREED, OVERLAY
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.declared import note_config_types
@@ -211,19 +211,26 @@ def agreed(inv: Invocation[Cfg, Out], ask: Callable[[], Resolution[Cfg]]) -> Res
     return _resolution(book.take(call, found), config, key)
 
 
-def agreed_before(inv: Invocation[Cfg, Out], own: Resolution[Cfg] | None) -> Resolution[Cfg] | None:
-    """Return what was decided for a call that this process would run with `own`; `None` if nothing was as yet."""
+def agreed_before(inv: Invocation[Cfg, Out], own: Resolution[Cfg] | None) -> Consulted | None:
+    """Return what was decided for a call that this process would run with `own`; nothing is decided here.
+
+    `None` stands for a call that is not agreed on.
+    """
     key = _key_of(inv)
     try:
         book = book_in_force()
     except LookupError:
         return None
-    if key is None or inv.override_cfg is not None:
+    if inv.span is None or key is None or inv.override_cfg is not None:
         return None
-    call = call_name(inv)
-    overlaid = own is not None and own.tier is OVERLAY
-    found = book.find(call, decision_of(book.process, inv, own).state if overlaid and own is not None else _NO_OVERLAY)
-    return None if found is None else _resolution(found, decoded(call, found, inv), key)
+    call, state = call_name(inv), _NO_OVERLAY
+    if own is not None and own.tier is OVERLAY:
+        state = decision_of(book.process, inv, own).state
+    found = book.find(call, state)
+    if found is None:
+        return Consulted(AGREED.name, None, "the first process that lowers the call decides")
+    note = f"process {found.process} had it from its {found.source} tier"
+    return Consulted(AGREED.name, _resolution(found, decoded(call, found, inv), key), note)
 
 
 def _resolution(decision: Decision, config: Any, key: ConfigKey) -> Resolution[Any]:

@@ -75,7 +75,7 @@ class Resolution(Generic[Cfg]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Consulted:
-    """What one tier said: an answer, or a note why it had none."""
+    """What one tier said: an answer, which a note may say more about, or a note why it had none."""
 
     tier: str
     resolution: Resolution[Any] | None

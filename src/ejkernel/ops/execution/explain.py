@@ -12,7 +12,7 @@ import jax
 from ejkernel.ops.config.agreement import agreed_before
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
-from ejkernel.ops.config.tiers import AGREED, OVERLAY, OVERRIDE, PERSISTENT
+from ejkernel.ops.config.tiers import OVERLAY, OVERRIDE, PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
@@ -59,11 +59,16 @@ class Explanation:
     def __str__(self) -> str:
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
         lines = [f"{self.op_id_v}  key {key}"]
-        lines += [f"  {t.tier:<10} {t.resolution.config if t.resolution else '- ' + t.note}" for t in self.tiers]
+        lines += [f"  {tier.tier:<10} {_said(tier)}" for tier in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
         lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
         return "\n".join(map(printable, lines))
+
+
+def _said(tier: Consulted) -> str:
+    note = f"- {tier.note}" if tier.note else ""
+    return f"{tier.resolution.config} {note}".rstrip() if tier.resolution else note
 
 
 class Explanations(tuple[Explanation, ...]):
@@ -99,15 +104,12 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
 
 
 def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tuple[Consulted, ...]:
-    """Put in what the processes that run the call's program have agreed on, which a caller's own overrides."""
-    said = tiers[-1].resolution if tiers else None
-    if inv.span is None or (said is not None and said.tier is OVERRIDE):
-        return tuple(tiers)
-    found = agreed_before(inv, said)
-    at = sum(tier.tier in (OVERRIDE.name, OVERLAY.name) for tier in tiers)
+    """Put in what the processes that run the call's program have agreed on, behind what their overlays say."""
+    found = agreed_before(inv, tiers[-1].resolution if tiers else None)
     if found is None:
-        return *tiers[:at], Consulted(AGREED.name, None, "the first process that lowers the call decides"), *tiers[at:]
-    return *tiers[:at], Consulted(AGREED.name, found)
+        return tuple(tiers)
+    at = sum(tier.tier in (OVERRIDE.name, OVERLAY.name) for tier in tiers)
+    return (*tiers[:at], found, *(tiers[at:] if found.resolution is None else ()))
 
 
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
