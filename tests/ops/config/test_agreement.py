@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +30,14 @@ from ejkernel.ops import (
     NoConfigError,
     PersistentCache,
     TuningWarning,
+    bucketed,
     configuration_digest,
     overlay_cache,
     policy_override,
     stable_json,
 )
 from ejkernel.ops.config import agreement
+from ejkernel.ops.config.decisions import Book
 
 
 class Client:
@@ -66,7 +69,7 @@ class Rank(contextlib.AbstractContextManager):
         self.executor = Executor(self.chain)
         self.store = CoordinationStore(Client(ranks.values))
         with self:
-            self.book = agreement.Book(self.store)
+            self.book = Book(self.store)
 
     def __enter__(self):
         self.before, self.ranks.now = self.ranks.now, self
@@ -94,7 +97,7 @@ class Ranks:
     """Two processes, and more if they are asked for."""
 
     def __init__(self):
-        self.values, self.now, self.made = {}, None, {}
+        self.values, self.now, self.made, self.timers = {}, None, {}, []
 
     def __getitem__(self, index):
         return self.made.get(index) or self.made.setdefault(index, Rank(self, index))
@@ -107,6 +110,11 @@ class Ranks:
 def ranks(monkeypatch):
     found = Ranks()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def start(timer):
+        found.timers.append(timer)
+
+    monkeypatch.setattr(threading.Timer, "start", start)
     monkeypatch.setattr(jax, "process_index", lambda: found.now.index)
     monkeypatch.setattr(compat, "coordination_store", lambda: found.now.store)
     monkeypatch.setattr(agreement, "book_in_force", lambda: found.now.book)
@@ -191,6 +199,25 @@ def test_gradients_are_agreed_on_apart_from_their_forward(ranks, x):
     ranks[1].run(kernel, x)
     assert [gradient(ranks[0]), gradient(ranks[1])] == [103, 103]
     assert ranks[0].run(kernel, x) == 4
+
+
+def test_calls_of_a_bucket_are_agreed_on_one_by_one(ranks, x):
+    class Bucketed(Times):
+        def heuristic_cfg(self, inv):
+            return inv.args[0].shape[0]
+
+        def bucket(self, inv):
+            return (bucketed(inv.abstract_args[0], 0, least=8),), {}
+
+    kernel, longer = Bucketed("bucketed"), jax.device_put(jnp.ones((4, 2)), x.sharding)
+    assert [ranks[0].run(kernel, x), ranks[1].run(kernel, longer), ranks[1].run(kernel, x)] == [2, 4, 2]
+
+
+def test_processes_with_other_devices_agree(ranks, kernel, x, monkeypatch):
+    ranks[0].run(kernel, x)
+    monkeypatch.setattr("ejkernel.ops.core.invocation.platform_fingerprint", lambda platform: "cpu:another_x3")
+    ranks[1].chain.cache.put(key_of(kernel, x)._replace(device="cpu:another_x3"), 7)
+    assert ranks[1].run(kernel, x) == 1
 
 
 def test_a_program_on_one_device_needs_no_agreement(ranks, kernel):
@@ -296,6 +323,23 @@ def test_two_overlays_that_differ_are_an_error_also_for_a_call_that_is_decided(r
         pytest.raises(AgreementError, match=r"with 3 \(from overlay .* with 4 \(from overlay"),
     ):
         ranks[1].run(kernel, x)
+
+
+def test_who_enters_an_overlay_first_hears_of_those_that_do_not_follow(ranks, kernel, x, caplog):
+    for rank in (ranks[0], ranks[1]):
+        rank.run(kernel, x)
+    with overlay_cache({key_of(kernel, x): 3}):
+        ranks[0].run(kernel, x)
+        (timer,) = ranks.timers
+        with ranks[0]:
+            timer.function(*timer.args)
+        assert "process 0 runs it with 3 (from overlay" in caplog.text
+        assert caplog.text.endswith("which these processes have not: 1\n")
+        caplog.clear()
+        ranks[1].run(kernel, x)
+    with ranks[0]:
+        timer.function(*timer.args)
+    assert caplog.text == ""
 
 
 def test_overlays_that_speak_of_other_calls_do_not_matter(ranks, kernel, x):
