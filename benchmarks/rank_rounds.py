@@ -7,6 +7,7 @@ and in which order, when it forgets what was compiled. A process is forked for e
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import json
 import os
@@ -159,9 +160,10 @@ class Rank:
             self.mixed.append(case.name)
 
     def lower_some(self, cases: list[Case]) -> None:
-        """Lower some of the programs, in this process's own order; what one alone lowers holds for all."""
-        for case in self.own.sample(cases, self.own.randrange(len(cases) + 1)):
-            case.program().lower(self.x)
+        """Lower some of the programs in an order of this process's own, some of them side by side."""
+        some = self.own.sample(cases, self.own.randrange(len(cases) + 1))
+        with concurrent.futures.ThreadPoolExecutor(self.own.choice((1, 2))) as pool:
+            list(pool.map(lambda case: case.program().lower(self.x), some))
 
     def odd_overlay(self, case: Case, name: str) -> None:
         """Enter an overlay in one process alone: who lowers after it, or it after who lowers, raises."""
