@@ -349,6 +349,12 @@ def test_overlays_that_speak_of_other_calls_do_not_matter(ranks, kernel, x):
     assert ranks[1].run(kernel, x) == 1
 
 
+def test_an_overlay_that_says_what_is_decided_anyway_is_no_error(ranks, kernel, x):
+    ranks[0].run(kernel, x)
+    with overlay_cache({key_of(kernel, x): 1}):
+        assert ranks[1].run(kernel, x) == 1
+
+
 def test_a_call_with_its_own_configuration_keeps_it(ranks, kernel, x):
     ranks[0].run(kernel, x)
     with ranks[1]:

@@ -52,6 +52,10 @@ class Decision:
         """What overlays say where the decision holds: a configuration's digest, or nothing."""
         return self.digest if self.overlay else NO_OVERLAY
 
+    def serves(self, state: str) -> bool:
+        """Return whether the decision is the one where overlays say `state`: also if they say what holds anyway."""
+        return state in (self.state, self.digest)
+
     def __str__(self) -> str:
         return f"{self.config!r} ({f'from overlay {self.overlay}' if self.overlay else 'from no overlay'})"
 
@@ -76,7 +80,7 @@ class Book:
 
     def find(self, call: str, state: str = NO_OVERLAY) -> Decision | None:
         """Return the decision for a call where overlays say `state`, or `None`."""
-        return next((decision for decision in self._all(call) if decision.state == state), None)
+        return next((decision for decision in self._all(call) if decision.serves(state)), None)
 
     def take(self, call: str, decision: Decision) -> Decision:
         """Note that this process runs the call so, where the others can read it."""
@@ -94,7 +98,7 @@ class Book:
         with self._lock:
             known, taken = self._decisions.setdefault(call, []), self._taken.setdefault(call, set())
             while True:
-                found = next((decision for decision in known if decision.state == mine.state), None)
+                found = next((decision for decision in known if decision.serves(mine.state)), None)
                 if found is not None:
                     return found
                 if known and len(known) - 1 not in taken:
