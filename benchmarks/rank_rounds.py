@@ -39,6 +39,7 @@ from ejkernel.ops import (
     configuration_digest,
     overlay_cache,
 )
+from ejkernel.ops.core.sharding.rule import ShardingRule
 
 _SPREAD = PartitionSpec("ranks")
 _ROWS, _COLUMNS = 8, 16
@@ -62,6 +63,14 @@ class Scaled(Kernel[int, jax.Array]):
         return self._heuristic
 
 
+class Split(Scaled):
+    """The same, of which each device computes a part without being told so."""
+
+    def sharding_rule(self, inv: Invocation[int, jax.Array]) -> ShardingRule:
+        """Say that rows are apart."""
+        return ShardingRule("m n -> m n", split="m")
+
+
 class Summed(Scaled):
     """A sum over all devices, in as many collectives as the configuration says: others hang."""
 
@@ -83,7 +92,7 @@ class Case:
             self.kernel = rms_norm
             self.keywords = {"eps": 1e-6 * (1 + rank.shared.randrange(1 << 20))}
         else:
-            cls = Summed if kind == "summed" else Scaled
+            cls = {"summed": Summed, "split": Split}.get(kind, Scaled)
             self.kernel, self.keywords = cls(name, rank.own.choice(cls.space)), {}
         local = jax.ShapeDtypeStruct((_ROWS, _COLUMNS), jnp.float32)
         shape = rank.x if kind == "scaled" else local
@@ -99,7 +108,7 @@ class Case:
     def program(self) -> Any:
         """Return the program, compiled by nobody yet."""
         function = self.rank.executor
-        if self.kind == "scaled":
+        if self.kind in ("scaled", "split"):
             return jax.jit(lambda x: self._sums(function(self.kernel, x)))
         return jax.jit(jax.shard_map(self._local(), mesh=self.rank.mesh, in_specs=_SPREAD, out_specs=PartitionSpec()))
 
@@ -180,7 +189,7 @@ def rounds_of(rank: Rank, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Go through the rounds, and yield what was used after each."""
     for number in range(told["rounds"]):
         last = number == told["rounds"] - 1
-        kinds = rank.shared.choices(("scaled", "mapped", "summed", "norm"), k=rank.shared.randrange(2, 5))
+        kinds = rank.shared.choices(("scaled", "split", "mapped", "summed", "norm"), k=rank.shared.randrange(2, 5))
         cases = [Case(rank, kind, f"{kind}_{number}_{at}") for at, kind in enumerate(kinds)]
         for case in cases:
             rank.remember(case)

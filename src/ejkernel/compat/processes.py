@@ -8,6 +8,7 @@ import contextvars
 import dataclasses
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeVar, cast
 
@@ -66,6 +67,15 @@ def spanning(span: Span | None) -> Iterator[None]:
         _span.reset(token)
 
 
+_placeholders: weakref.WeakSet[jax.sharding.Mesh] = weakref.WeakSet()
+
+
+def placeholder(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """Return a mesh that stands for any of so many devices."""
+    _placeholders.add(mesh)
+    return mesh
+
+
 def span_of_context(context: Any, partitioned: bool) -> Span | None:
     """Return what a program spans that is lowered in an axis context.
 
@@ -73,7 +83,7 @@ def span_of_context(context: Any, partitioned: bool) -> Span | None:
     of that number. So does what is lowered for the mesh in force (`jax.set_mesh`).
     """
     mesh = getattr(context, "mesh", None)
-    if isinstance(mesh, jax.sharding.Mesh) and mesh is not _mesh.get_concrete_mesh():
+    if isinstance(mesh, jax.sharding.Mesh) and mesh not in _placeholders and mesh is not _mesh.get_concrete_mesh():
         known = span_of(mesh.devices.flat)
         return None if known is None else dataclasses.replace(known, partitioned=partitioned)
     count = int(mesh.size if mesh is not None else getattr(context, "num_devices", None) or 1)

@@ -29,6 +29,7 @@ from ejkernel.ops import (
     configuration_digest,
     overlay_cache,
 )
+from ejkernel.ops.core.sharding.rule import ShardingRule
 
 
 class Times(Kernel[int, jax.Array]):
@@ -39,6 +40,13 @@ class Times(Kernel[int, jax.Array]):
 
     def heuristic_cfg(self, inv):
         return 1
+
+
+class Split(Times):
+    """The same, of which each device computes a part."""
+
+    def sharding_rule(self, inv):
+        return ShardingRule("n -> n", split="n")
 
 
 class Rank:
@@ -105,6 +113,13 @@ def differing_caches_under_shard_map(rank):
     part = jax.ShapeDtypeStruct((1,), rank.x.dtype)
     rank.chain.cache.put(Invocation(kernel=kernel, args=(part,)).key, 10 + rank.index)
     return rank.run(kernel, rank.local_program)
+
+
+def differing_caches_of_a_call_that_is_split(rank):
+    kernel = Split("split")
+    part = jax.ShapeDtypeStruct((1,), rank.x.dtype)
+    rank.chain.cache.put(Invocation(kernel=kernel, args=(part,)).key, 10 + rank.index)
+    return rank.run(kernel)
 
 
 def orders_of_lowering(rank):
@@ -188,6 +203,7 @@ def after_a_death(rank):
 QUESTIONS = (
     differing_caches,
     differing_caches_under_shard_map,
+    differing_caches_of_a_call_that_is_split,
     orders_of_lowering,
     lowered_by_one_alone,
     own_device,

@@ -58,7 +58,8 @@ def answers(ranks, question):
 
 
 def test_all_run_the_configuration_of_one_of_them_whatever_their_caches_hold(ranks):
-    for question in ("differing_caches", "differing_caches_under_shard_map"):
+    for where in ("", "_under_shard_map", "_of_a_call_that_is_split"):
+        question = f"differing_caches{where}"
         first, *others = answers(ranks, question)
         assert 10 <= first < 10 + len(ranks)
         assert others == [first] * len(others)
