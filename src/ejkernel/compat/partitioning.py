@@ -15,7 +15,7 @@ from jax._src.sharding_impls import ShardingContext
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.compat.processes import placeholder
+from ejkernel.compat.processes import Span, placeholder, span_of_number
 
 _core: Any = core
 _config: Any = config
@@ -193,12 +193,14 @@ class Kept(NamedTuple):
         mesh: The mesh that these are about.
         types: Types of the whole arguments.
         platforms: What the program is for.
+        span: The devices of the program, if several processes run it, or may.
     """
 
     splitting: Splitting
     mesh: Mesh
     types: Sequence[Any]
     platforms: tuple[str, ...]
+    span: Span | None
 
 
 def lower_to_be_split(
@@ -230,7 +232,8 @@ def lower_to_be_split(
 
     plain = [_core.ShapedArray(aval.shape, aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
     arguments = plain[: len(ctx.avals_in)]
-    setattr(partition, _KEPT, Kept(asked, meshes.auto, arguments, tuple(ctx.module_context.platforms)))
+    span = span_of_number((meshes.everything or meshes.auto).size)
+    setattr(partition, _KEPT, Kept(asked, meshes.auto, arguments, tuple(ctx.module_context.platforms), span))
     rule = SdyShardingRule(*[tuple(ArrayMapping(*names) for names in arrays) for arrays in axes])
     split: Any = custom_partitioning(lambda *arrays: tuple(whole(*arrays)))
     split.def_partition(partition, infer_sharding_from_operands=None, sharding_rule=rule)

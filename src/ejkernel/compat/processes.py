@@ -44,6 +44,11 @@ def span_of(devices: Iterable[Any]) -> Span | None:
     return Span(len(listed), processes) if len(processes) > 1 and jax.process_count() > 1 else None
 
 
+def span_of_number(devices: int) -> Span | None:
+    """Return what a program spans of which so many devices are known to be, and not which."""
+    return Span(devices) if devices > 1 and jax.process_count() > 1 else None
+
+
 def any_span() -> Span | None:
     """Return what a program spans of which no device is known; `None` if there is one process alone."""
     return Span(0) if jax.process_count() > 1 else None
@@ -87,7 +92,8 @@ def span_of_context(context: Any, partitioned: bool) -> Span | None:
         known = span_of(mesh.devices.flat)
         return None if known is None else dataclasses.replace(known, partitioned=partitioned)
     count = int(mesh.size if mesh is not None else getattr(context, "num_devices", None) or 1)
-    return Span(count, partitioned=partitioned) if count > 1 and jax.process_count() > 1 else None
+    found = span_of_number(count)
+    return None if found is None else dataclasses.replace(found, partitioned=partitioned)
 
 
 class CoordinationStore:
