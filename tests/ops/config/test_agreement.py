@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.ops.sample_kernels import ShowsConfig, Times
 
 from ejkernel import compat
-from ejkernel.compat import CoordinationStore
+from ejkernel.compat import CoordinationStore, processes
 from ejkernel.ops import (
     AgreementError,
     AgreementWarning,
@@ -520,6 +521,14 @@ def test_the_processes_of_known_devices_are_part_of_a_calls_name(kernel, x):
     some = dataclasses.replace(inv, span=compat.Span(2, (1, 5)))
     assert " of 2 processes (" in agreement.call_name(some)
     assert agreement.call_name(dataclasses.replace(inv, span=compat.Span(0))).endswith(", any devices")
+
+
+def test_a_mesh_that_stands_for_any_devices_tells_how_many_alone(ranks):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stands_for_others",))
+    context = types.SimpleNamespace(mesh=mesh)
+    assert processes.span_of_context(context, partitioned=False) is None
+    processes.placeholder(mesh)
+    assert processes.span_of_context(context, partitioned=False) == compat.Span(2)
 
 
 def test_devices_of_one_process_span_nothing():
