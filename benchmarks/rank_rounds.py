@@ -36,10 +36,10 @@ from ejkernel.ops import (
     Invocation,
     Kernel,
     PersistentCache,
+    ShardingRule,
     configuration_digest,
     overlay_cache,
 )
-from ejkernel.ops.core.sharding.rule import ShardingRule
 
 _SPREAD = PartitionSpec("ranks")
 _ROWS, _COLUMNS = 8, 16

@@ -68,6 +68,8 @@ DOCUMENTED = [
     "SearchFinished",
     "SearchStarted",
     "SerializationError",
+    "ShardingRule",
+    "ShardingWarning",
     "TuningError",
     "TuningWarning",
     "UnstableKeyError",

@@ -41,13 +41,13 @@ from ejkernel.compat.partitioning import logical_meshes as logical_meshes
 from ejkernel.compat.partitioning import lower_sums_over_manual_axes as lower_sums_over_manual_axes
 from ejkernel.compat.partitioning import lower_to_be_split as lower_to_be_split
 from ejkernel.compat.partitioning import missing_sums as missing_sums
+from ejkernel.compat.partitioning import on_one_device as on_one_device
 from ejkernel.compat.partitioning import over_explicit_axes as over_explicit_axes
 from ejkernel.compat.partitioning import spec_of as spec_of
 from ejkernel.compat.partitioning import summed as summed
 from ejkernel.compat.partitioning import uses_shardy as uses_shardy
 from ejkernel.compat.partitioning import whole as whole
 from ejkernel.compat.partitioning import with_spec as with_spec
-from ejkernel.compat.partitioning import without_mesh as without_mesh
 from ejkernel.compat.processes import CoordinationStore as CoordinationStore
 from ejkernel.compat.processes import Span as Span
 from ejkernel.compat.processes import any_span as any_span
@@ -79,6 +79,7 @@ from ejkernel.compat.propagation import split_operations as split_operations
 from ejkernel.compat.settings import Numerics as Numerics
 from ejkernel.compat.settings import chosen_device as chosen_device
 from ejkernel.compat.settings import forget_compilations as forget_compilations
+from ejkernel.compat.settings import have_cpu_devices as have_cpu_devices
 from ejkernel.compat.settings import jit_disabled as jit_disabled
 from ejkernel.compat.settings import leave_devices_alone as leave_devices_alone
 from ejkernel.compat.settings import matmul_precision as matmul_precision

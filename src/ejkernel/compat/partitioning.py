@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import config, core
+from jax._src import compiler, config, core
 from jax._src.sharding_impls import ShardingContext
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -19,6 +19,7 @@ from ejkernel.compat.processes import Span, placeholder, span_of_number
 
 _core: Any = core
 _config: Any = config
+_compiler: Any = compiler
 _NO_MESH = AbstractMesh((), ())
 
 
@@ -105,9 +106,14 @@ def in_mesh(mesh: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
-def without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Put no mesh in force: a part is computed on one device, whatever mesh its program has."""
-    return jax.sharding.use_abstract_mesh(_NO_MESH)
+@contextlib.contextmanager
+def on_one_device() -> Iterator[None]:
+    """Compute one device's part: with no mesh in force, whatever mesh its program has, and with errors that arrive.
+
+    XLA, which asks for the part, makes a text of an error; whoever compiles the program gets the error itself.
+    """
+    with jax.sharding.use_abstract_mesh(_NO_MESH), _keeping_errors():
+        yield
 
 
 def is_exporting(ctx: Any) -> bool:
@@ -224,7 +230,8 @@ def lower_to_be_split(
     from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 
     def partition(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
-        found = asked(dict(mesh.shape), [_spec_given(array) for array in (*arguments, *results)])
+        with _keeping_errors():
+            found = asked(dict(mesh.shape), [_spec_given(array) for array in (*arguments, *results)])
         placed = [
             tuple(NamedSharding(mesh, spec) for spec in specs) for specs in (found.result_specs, found.operand_specs)
         ]
@@ -247,6 +254,26 @@ def lower_to_be_split(
         avals_out=plain[len(ctx.avals_in) :],
     )
     return mlir.lower_fun(split, multiple_results=True)(inner, *values)
+
+
+_failed: list[Exception] = []  # what stopped the compilation of a program
+
+
+@contextlib.contextmanager
+def _keeping_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _failed[:] = [error]
+        raise
+
+
+def _own_error(raised: Any) -> Exception | None:
+    own = _failed.pop() if _failed else None
+    return own if own is not None and type(own).__name__ in str(raised) else None
+
+
+_compiler.register_xla_runtime_error_handler(_own_error)
 
 
 def asked_of(target: str, key: str) -> Kept | None:

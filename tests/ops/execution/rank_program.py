@@ -26,10 +26,10 @@ from ejkernel.ops import (
     Executor,
     Invocation,
     Kernel,
+    ShardingRule,
     configuration_digest,
     overlay_cache,
 )
-from ejkernel.ops.core.sharding.rule import ShardingRule
 
 
 class Times(Kernel[int, jax.Array]):

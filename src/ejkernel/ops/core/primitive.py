@@ -304,16 +304,21 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     if len(platforms) > 1:
         return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     with call.settings.entered(), compat.lowering(ctx):
+        if call.part is Part.LOCAL:
+            with compat.on_one_device():
+                return _lower_here(ctx, *values, call=call, platform=platforms[0])
         out = lower_split(ctx, values, SplitCall(call.node, call.part, functools.partial(_bind_part, call)))
-        if out is not None:
-            return out
-        # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
-        body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
-        if body.jaxpr is None:
-            return _lower_computed(ctx, body, call, *values)
-        out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
-        body.label(out, values)
-        return out
+        return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
+
+
+def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
+    # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
+    body = call.host.body_of(call, platform, ctx.avals_in, ctx.avals_out)
+    if body.jaxpr is None:
+        return _lower_computed(ctx, body, call, *values)
+    out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
+    body.label(out, values)
+    return out
 
 
 def _bind_part(call: Call, node: Node, part: Part, arrays: Sequence[Any]) -> Sequence[Any]:

@@ -174,7 +174,7 @@ def auto_split(
 
 def _alone(part: Callable[..., Any]) -> Callable[..., Any]:
     def computed(*arrays: Any) -> Any:
-        with compat.without_mesh():
+        with compat.on_one_device():
             return part(*arrays)
 
     return computed
