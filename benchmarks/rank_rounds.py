@@ -140,7 +140,7 @@ class Rank:
             shape, NamedSharding(self.mesh, _SPREAD), lambda part: np.ones(shape, np.float32)[part]
         )
         self.weight = np.ones(_COLUMNS, np.float32)
-        policy = AutotunePolicy(autotune=self.own.random() < 0.2)
+        policy = AutotunePolicy(autotune=self.own.random() < 0.2, agree=told["agree"])
         saved = PersistentCache(self.folder / f"cache{self.index}", shipped=False)
         self.chain = ConfigSelectorChain(ConfigCache(), saved if self.own.random() < 0.5 else None, policy=policy)
         self.executor = Executor(self.chain)

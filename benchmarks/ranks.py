@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether processes of one program ever run different configurations, or hang: many launches of four, at random.
 
-    python -m benchmarks.ranks [--runs 200] [--processes 4] [--rounds 3] [--seed 0] [--output FILE]
+    python -m benchmarks.ranks [--runs 200] [--processes 4] [--rounds 2] [--seed 0] [--control] [--output FILE]
 
 A run is a launch: so many new processes, each with a hash seed, caches, heuristics and policies of its own, join a
 coordination service and go through some rounds of `benchmarks.rank_rounds`; in every fifth run one of them is killed
 before the last round. Processes are forked from others that have imported JAX, and used nothing of it.
 
 Divergent is a call for which two processes used different configurations, or whose result says so; a run hangs if it
-is not over after two minutes.
+is not over after two minutes. With --control the processes agree on nothing, to see that this would be found.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ import numpy as np
 from benchmarks.report import environment
 from ejkernel.ops import ConfigurationDigest
 
-_LONGEST_S = 120.0
 _QUICK = "--xla_backend_optimization_level=0"  # most of the time is the compiler's
 _RUNS_OF_A_HOST = 20  # then others are started, with other hash seeds
 _KILLED_EVERY = 5
@@ -91,7 +90,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def launch(hosts: Sequence[Host], seed: int, rounds: int, killed: bool) -> dict[str, Any]:
+def launch(hosts: Sequence[Host], options: argparse.Namespace, seed: int, killed: bool) -> dict[str, Any]:
     """Return what became of one run."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -99,13 +98,14 @@ def launch(hosts: Sequence[Host], seed: int, rounds: int, killed: bool) -> dict[
             "port": free_port(),
             "count": len(hosts),
             "seed": seed,
-            "rounds": rounds,
+            "rounds": options.rounds,
+            "agree": not options.control,
             "folder": folder,
             "someone_killed": killed,
         }
         for index, host in enumerate(hosts):
             host.start(index=index, killed=killed and index == len(hosts) - 1, **told)
-        ended = [host.result(began + _LONGEST_S) for host in hosts]
+        ended = [host.result(began + options.longest) for host in hosts]
         written = [Path(folder, f"{index}.jsonl") for index in range(len(hosts))]
         found = [list(map(json.loads, file.read_text().splitlines())) if file.exists() else [] for file in written]
     return {
@@ -147,7 +147,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                 for host in hosts:
                     stack.callback(host.close)
             killed = number % _KILLED_EVERY == _KILLED_EVERY - 1
-            runs.append(launch(hosts, rng.randrange(2**32), options.rounds, killed))
+            runs.append(launch(hosts, options, rng.randrange(2**32), killed))
             if runs[-1]["hangs"] or runs[-1]["failed"] or runs[-1]["divergent"] or number % 10 == 9:
                 print(json.dumps({"run": number, **runs[-1]}), file=sys.stderr, flush=True)
     return runs
@@ -156,9 +156,11 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 def summary(runs: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures."""
     seconds = [run["seconds"] for run in runs]
+    bad = [run for run in runs if run["divergent"] or run["hangs"] or run["failed"]]
     return {
         "environment": environment(),
         "processes": options.processes,
+        "control": options.control,
         "rounds_of_a_run": options.rounds,
         "seed": options.seed,
         "runs": len(runs),
@@ -170,7 +172,8 @@ def summary(runs: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> d
         "failed_processes": dict(Counter(status for run in runs for status in run["failed"])),
         "errors_of_overlays_that_differ": sum(run["errors"] for run in runs),
         "seconds_of_a_run": {"median": round(float(np.median(seconds)), 2), "most": max(seconds)},
-        "bad": [run for run in runs if run["divergent"] or run["hangs"] or run["failed"]],
+        "bad_runs": len(bad),
+        "bad": bad,
     }
 
 
@@ -179,8 +182,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=float, default=120.0, help="seconds after which a run hangs")
+    parser.add_argument("--control", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     found = summary(run_all(options), options)
