@@ -15,6 +15,8 @@ from jax._src import compiler, config, core, sharding_impls
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ejkernel.compat.processes import Span, placeholder, span_of_number
+
 _core: Any = core
 _config: Any = config
 _compiler: Any = compiler
@@ -191,7 +193,7 @@ def _logical(parts: Sequence[tuple[str | None, int]]) -> LogicalMesh:
 def _mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
     sizes = [size for _, size in axes]
     devices = np.array(jax.devices()[: math.prod(sizes)])
-    return Mesh(devices.reshape(sizes), tuple(name for name, _ in axes))
+    return placeholder(Mesh(devices.reshape(sizes), tuple(name for name, _ in axes)))
 
 
 def primes(number: int) -> list[int]:
@@ -225,12 +227,14 @@ class Kept(NamedTuple):
         meshes: Those that these may be about.
         types: Types of the whole arguments.
         platforms: What the program is for.
+        span: The devices of the program, if several processes run it, or may.
     """
 
     splitting: Splitting
     meshes: Sequence[LogicalMesh]
     types: Sequence[Any]
     platforms: tuple[str, ...]
+    span: Span | None
 
 
 def lower_to_be_split(
@@ -265,7 +269,8 @@ def lower_to_be_split(
 
     plain = [_core.ShapedArray(aval.shape, aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
     arguments = plain[: len(ctx.avals_in)]
-    setattr(partition, _KEPT, Kept(asked, meshes, arguments, tuple(ctx.module_context.platforms)))
+    span = span_of_number((meshes[0].everything or meshes[0].auto).size)
+    setattr(partition, _KEPT, Kept(asked, meshes, arguments, tuple(ctx.module_context.platforms), span))
     rule = SdyShardingRule(*[tuple(ArrayMapping(*names) for names in arrays) for arrays in axes])
     split: Any = custom_partitioning(lambda *arrays: tuple(whole(*arrays)))
     split.def_partition(partition, infer_sharding_from_operands=None, decode_shardings=False, sharding_rule=rule)

@@ -12,6 +12,7 @@ from jax._src.lib.mlir import dialects
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.compat.partitioning import AskedToSplit, LogicalMesh, asked_of, primes
+from ejkernel.compat.processes import Span
 
 _mlir: Any = mlir
 _ir: Any = _mlir.ir
@@ -28,12 +29,14 @@ class SplitOperation(NamedTuple):
         types: The types of one device's arguments.
         mesh: The mesh that both are about.
         platform: What the program is for.
+        span: Its devices, if several processes run it, or may.
     """
 
     asked: AskedToSplit
     types: Sequence[jax.ShapeDtypeStruct]
     mesh: Mesh
     platform: str
+    span: Span | None
 
     def calls(self, primitive: Any) -> list[tuple[dict[str, Any], list[Any]]]:
         """Return the parameters of each call of a primitive in one device's part, and the types of its arguments."""
@@ -97,7 +100,7 @@ def _split(operation: Any, kept: Any, meshes: dict[str, list[tuple[str, int]]]) 
         jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(aval.shape), aval.dtype)
         for spec, aval in zip(asked.operand_specs, kept.types, strict=True)
     ]
-    return SplitOperation(asked, types, mesh, kept.platforms[0])
+    return SplitOperation(asked, types, mesh, kept.platforms[0], kept.span)
 
 
 def _mesh_of(
