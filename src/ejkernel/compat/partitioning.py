@@ -128,6 +128,14 @@ def uses_shardy() -> bool:
     return bool(_config.use_shardy_partitioner.value)
 
 
+def stores_split_programs() -> bool:
+    """Return whether JAX's persistent compilation cache takes programs that ask how to split their operations.
+
+    By default each such program is compiled anew, for its text holds an address.
+    """
+    return bool(_config.remove_custom_partitioning_ptr_from_cache_key.value)
+
+
 class LogicalMesh(NamedTuple):
     """A mesh of logical devices, with the prime factors of their numbers as axes: it can say every split.
 

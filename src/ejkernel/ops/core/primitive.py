@@ -65,6 +65,9 @@ class Host(Protocol):
     ) -> Body:
         """Resolve the call's configuration; what it computes is checked against the `expected` types."""
 
+    def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
+        """Return what stands for a call that splits itself, and for all that decides how its parts run."""
+
     def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
         """Return any configuration for a kernel that has no heuristic."""
 
@@ -307,7 +310,8 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
         if call.part is Part.LOCAL:
             with compat.on_one_device():
                 return _lower_here(ctx, *values, call=call, platform=platforms[0])
-        out = lower_split(ctx, values, SplitCall(call.node, call.part, functools.partial(_bind_part, call)))
+        digest = functools.partial(call.host.digest_of, call, platforms[0], ctx.avals_in)
+        out = lower_split(ctx, values, SplitCall(call.node, call.part, functools.partial(_bind_part, call), digest))
         return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
 
 

@@ -27,6 +27,7 @@ from ejkernel.ops.execution.body import ResolvedCall, resolved
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.eager import NotByEquality, Plans, Traced, is_static
 from ejkernel.ops.execution.explain import Explanation, Explanations, explain_call
+from ejkernel.ops.execution.stored_programs import digest_of
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import stable_json
@@ -163,6 +164,10 @@ class Executor(Generic[Cfg, Out]):
         """Resolve the call's configuration; what it computes is checked against the `expected` types."""
         agree, prefix = agrees(self.chooser), self.stamp_prefix
         return resolved(call, platform, avals, expected, resolve=self.resolve, agree=agree, stamp_prefix=prefix)
+
+    def digest_of(self, call: Call, platform: str, avals: Sequence[HasType]) -> str:
+        """Return what stands for a call that splits itself, and for all that decides how its parts run."""
+        return digest_of(call, avals, platform, self.chooser)
 
     def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
         """Return any configuration for a kernel that has no heuristic."""

@@ -38,11 +38,13 @@ class SplitCall(NamedTuple):
         node: What is computed.
         part: What its arrays are.
         bind: Makes the call of another node, on arrays that are such a part.
+        digest: Gives what stands for the call, and all that decides how its parts run.
     """
 
     node: Node
     part: Part
     bind: Callable[[Node, Part, Sequence[Any]], Sequence[Any]]
+    digest: Callable[[], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +157,8 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
         axes=_numbered(found, ctx.avals_in, ctx.avals_out),
     )
     kernel = call.node.spec.kernel
-    compat.label_value(out[0], values, SPLIT, f"{kernel.op_id}{call.node.suffix}@v{kernel.version}")
+    digest = f":{call.digest()}" if compat.stores_split_programs() else ""
+    compat.label_value(out[0], values, SPLIT, f"{kernel.op_id}{call.node.suffix}@v{kernel.version}{digest}")
     return compat.lower_sums_over_manual_axes(ctx, *out)
 
 
