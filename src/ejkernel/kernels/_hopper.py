@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels of ours for Hopper GPUs need, whatever they compute: the environment, the chip, a program of one device."""
+"""What kernels of ours for Hopper GPUs need, whatever they compute: the environment, the chip, one device's program."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, row_ends
 from .params import ProductParams, WgradParams
 from .plan import ALIGNED, padded, product_plan, wgrad_plan
 
+_one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
+
 
 def product(
     call: GroupedMatmulCall, arrays: tuple[Any, Any, Any], params: ProductParams, *, interpret: Any = None
@@ -28,7 +30,6 @@ def product(
         interpret: How to simulate the kernel on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
     """
 
-    @sequential_vmap
     def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         from .product import multiply  # what it imports is not there in every environment
 
@@ -38,7 +39,7 @@ def product(
             lhs, rhs = _pad(lhs, (plan.rows, ALIGNED)), _pad(rhs, (1, ALIGNED, ALIGNED))
             return multiply(plan, lhs, rhs, sizes, interpret=interpret)[: call.rows, : call.columns]
 
-    found: jax.Array = compute(*unify_varying(arrays))
+    found: jax.Array = _one_by_one(compute)(*unify_varying(arrays))
     return found
 
 
@@ -47,7 +48,6 @@ def weights_gradient(
 ) -> jax.Array:
     """Return the sums for each group; see `product`."""
 
-    @sequential_vmap
     def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
         from .wgrad import sum_products
 
@@ -57,7 +57,7 @@ def weights_gradient(
             lhs, rhs = (_pad(x, (plan.rows, ALIGNED)) for x in (lhs, rhs))
             return sum_products(plan, lhs, rhs, table, interpret=interpret)[:, : call.inner, : call.columns]
 
-    found: jax.Array = compute(*unify_varying(arrays))
+    found: jax.Array = _one_by_one(compute)(*unify_varying(arrays))
     return found
 
 

@@ -62,6 +62,11 @@ class Plan:
         return ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
 
     @property
+    def pieces(self) -> int:
+        """How many pieces a tile's columns are stored in; a multiple of the slots, so that these come in turn."""
+        return self.tile_columns // self.piece_columns
+
+    @property
     def column_tiles(self) -> int:
         """Tiles, of all blocks of a cluster together, that cover the columns."""
         return -(-self.columns // (self.tile_columns * self.cluster))

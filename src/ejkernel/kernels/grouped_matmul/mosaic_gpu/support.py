@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -54,6 +56,8 @@ def _fault(plan: Plan) -> str | None:
     needed, sums = plan.shared_bytes(), plan.sums_per_thread()
     if needed > hopper.SHARED_MEMORY:
         return f"it takes {needed} bytes of shared memory, and a block of threads has at most {hopper.SHARED_MEMORY}."
+    if plan.pieces % plan.out_slots:
+        return f"out_slots must divide {plan.pieces}, the pieces that a tile is stored in, and is {plan.out_slots}."
     if sums > _MOST_SUMS:
         return f"each thread would keep {sums} sums in registers, and there is room for {_MOST_SUMS}."
     return None
@@ -61,19 +65,27 @@ def _fault(plan: Plan) -> str | None:
 
 def product_heuristic(call: GroupedMatmulCall) -> ProductParams:
     """Return parameters that a product runs well with."""
-    block_n, wide = _block_n(call), call.out_dtype == "float32"
-    return ProductParams(block_n=block_n, stages=_STAGES[block_n], out_slots=2 if not wide else 2)
+    block_n = _block_n(call)
+    stages, out_slots = _room(call, block_n)
+    return ProductParams(block_n=block_n, stages=stages, out_slots=out_slots)
 
 
 def wgrad_heuristic(call: GroupedMatmulCall) -> WgradParams:
     """Return parameters that a weights' gradient runs well with; with many tiles, the largest groups come first."""
     block_n = _block_n(call)
     many = wgrad_plan(call, WgradParams(block_n=block_n)).tiles > _MANY_TILES
-    return WgradParams(block_n=block_n, stages=_STAGES[block_n], largest_first=many, snake=many)
+    stages, out_slots = _room(call, block_n)
+    return WgradParams(block_n=block_n, stages=stages, out_slots=out_slots, largest_first=many, snake=many)
 
 
-_STAGES = {64: 8, 128: 6, 192: 5, 256: 4}  # by columns: as many as there is room for
+_STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns: as many as there is room for
 _MANY_TILES = 16384
+
+
+def _room(call: GroupedMatmulCall, block_n: int) -> tuple[int, int]:
+    """Return how many stages and pieces of a result tiles of so many columns leave room for."""
+    pieces = product_plan(call, ProductParams(block_n=block_n)).pieces
+    return _STAGES[block_n], next(slots for slots in (2, 3, 1) if pieces % slots == 0)
 
 
 def _block_n(call: GroupedMatmulCall) -> int:
@@ -117,11 +129,11 @@ def _common_axes(call: GroupedMatmulCall) -> dict[str, tuple[int, ...]]:
         "stages": (3, 4, 5, 6, 8),
         "panel": (2, 4, 8, 16, 32),
         "cluster": (1, 2),
-        "out_slots": (1, 2, 4),
+        "out_slots": (1, 2, 3, 4),
     }
 
 
-def _covers(call: GroupedMatmulCall) -> object:
+def _covers(call: GroupedMatmulCall) -> Callable[[int, int], bool]:
     def two_blocks_have_columns(block_n: int, cluster: int) -> bool:
         return cluster == 1 or call.columns > block_n
 
