@@ -31,6 +31,7 @@ from ejkernel.compat.executables import loaded as loaded
 from ejkernel.compat.executables import serialized as serialized
 from ejkernel.compat.pallas import mosaic_gpu_reason as mosaic_gpu_reason
 from ejkernel.compat.pallas import simulated_races as simulated_races
+from ejkernel.compat.pallas import store_untiled as store_untiled
 from ejkernel.compat.profiling import cupti_seconds as cupti_seconds
 from ejkernel.compat.profiling import detach_cupti as detach_cupti
 from ejkernel.compat.profiling import profiled_planes as profiled_planes

@@ -34,8 +34,8 @@ def product(
         from .product import multiply  # what it imports is not there in every environment
 
         plan = product_plan(call, params)
+        sizes = jnp.clip(group_sizes, 0, call.rows).astype(jnp.int32)
         with jax.enable_x64(False):  # the kernels count in int32
-            sizes = jnp.clip(group_sizes, 0, call.rows).astype(jnp.int32)
             lhs, rhs = _pad(lhs, (plan.rows, ALIGNED)), _pad(rhs, (1, ALIGNED, ALIGNED))
             return multiply(plan, lhs, rhs, sizes, interpret=interpret)[: call.rows, : call.columns]
 
@@ -52,8 +52,8 @@ def weights_gradient(
         from .wgrad import sum_products
 
         plan = wgrad_plan(call, params)
+        table = _table(group_sizes, call.rows, largest_first=params.largest_first)
         with jax.enable_x64(False):
-            table = _table(group_sizes, call.rows, largest_first=params.largest_first)
             lhs, rhs = (_pad(x, (plan.rows, ALIGNED)) for x in (lhs, rhs))
             return sum_products(plan, lhs, rhs, table, interpret=interpret)[:, : call.inner, : call.columns]
 

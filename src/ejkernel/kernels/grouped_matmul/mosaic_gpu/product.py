@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel import compat
+
 from .plan import REGISTERS, STEP, WARPGROUPS, ProductPlan
 from .tiles import (
     Scratch,
@@ -253,7 +255,7 @@ class _Program:
         plain = self.out_views[2]
         for slot, values, columns in self._pieces(sums, column):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plain.at[warpgroup, slot][...] = values
+            compat.store_untiled(plain.at[warpgroup, slot], values)
             plgpu.commit_smem()
             done: Any = 0
             height = self.plan.part_rows // 2

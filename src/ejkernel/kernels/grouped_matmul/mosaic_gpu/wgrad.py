@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .plan import REGISTERS, STEP, WARPGROUPS, WgradPlan
+from .plan import ALIGNED, REGISTERS, STEP, WARPGROUPS, WgradPlan
 from .tiles import Scratch, accumulate, column_of, drain, launch, place, plgpu, ring, shared_copy, tiled, when_free
 
 
@@ -168,14 +168,21 @@ class _Program:
         plgpu.barrier_arrive(shared.free.at[lax.rem(step + tile.steps - 1, plan.stages)])
 
     def _clear(self, stage: Any, first: Any, end: Any, warpgroup: Any) -> None:
-        """Clear the rows of a stage that are not from `first` until `end`: half of them is this warpgroup's work."""
+        """Clear the rows of a stage that are not from `first` until `end`; the warpgroups share the work."""
         plan, shared = self.plan, self.shared
         half = plan.tile_columns // WARPGROUPS
+        width = half if half % ALIGNED == 0 else ALIGNED
 
         @pl.when((first > 0) | (end < STEP))
         def _some() -> None:
             _keep(shared.lhs.at[stage, warpgroup], (STEP, plan.part_rows), first, end)
-            _keep(shared.rhs.at[stage, :, pl.ds(warpgroup * half, half)], (STEP, half), first, end)
+            for begin in range(0, plan.tile_columns, WARPGROUPS * width):
+                column = begin + warpgroup * width
+                part = shared.rhs.at[stage, :, pl.ds(column, width)]
+                if begin + WARPGROUPS * width <= plan.tile_columns:
+                    _keep(part, (STEP, width), first, end)
+                else:
+                    pl.when(column < plan.tile_columns)(lambda part=part: _keep(part, (STEP, width), first, end))
             plgpu.commit_smem()
             plgpu.barrier_arrive(shared.cleared)
             plgpu.barrier_wait(shared.cleared)
