@@ -11,6 +11,7 @@ the sizes are: that is why none can wait for what does not come.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -182,7 +183,7 @@ class _Program:
                 if begin + WARPGROUPS * width <= plan.tile_columns:
                     _keep(part, (STEP, width), first, end)
                 else:
-                    pl.when(column < plan.tile_columns)(lambda part=part: _keep(part, (STEP, width), first, end))
+                    pl.when(column < plan.tile_columns)(functools.partial(_keep, part, (STEP, width), first, end))
             plgpu.commit_smem()
             plgpu.barrier_arrive(shared.cleared)
             plgpu.barrier_wait(shared.cleared)
