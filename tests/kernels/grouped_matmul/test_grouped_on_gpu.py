@@ -16,7 +16,12 @@ from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_ma
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ROWS, GROUPS, K, N = 3001, 12, 520, 712
-SHARED = ({}, {"cluster": 2, "panel": 3}, {"block_n": 128, "stages": 6}, {"block_n": 192, "out_slots": 3})
+SHARED = (
+    {},
+    {"panel": 3, "stages": 3, "out_slots": 4},
+    {"block_n": 128, "stages": 6},
+    {"block_n": 192, "out_slots": 3},
+)
 
 
 def sizes_of(rng):

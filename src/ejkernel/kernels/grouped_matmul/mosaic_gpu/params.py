@@ -23,7 +23,6 @@ class ProductParams:
         block_n: Columns of a tile: 64, 128, 192 or 256.
         stages: How many steps' operands, 64 of `k` each, are held at once.
         panel: Tiles are taken in panels of so many rows of tiles, inside which rows come before columns.
-        cluster: Blocks side by side that are given the same rows by one copy, 1 or 2.
         out_slots: How many pieces of a result are on their way to memory at once.
     """
 
@@ -31,7 +30,6 @@ class ProductParams:
     block_n: int = 256
     stages: int = 4
     panel: int = 16
-    cluster: int = 1
     out_slots: int = 2
 
     def __post_init__(self) -> None:
@@ -51,7 +49,6 @@ class WgradParams:
         block_n: Columns of a tile: 64, 128, 192 or 256.
         stages: How many steps' operands are held at once.
         panel: As in `ProductParams`.
-        cluster: Likewise.
         out_slots: Likewise.
         largest_first: Whether groups with more rows come first.
         snake: Whether every other round of tiles is dealt to the blocks backwards.
@@ -61,7 +58,6 @@ class WgradParams:
     block_n: int = 256
     stages: int = 4
     panel: int = 16
-    cluster: int = 1
     out_slots: int = 2
     largest_first: bool = False
     snake: bool = False
@@ -78,7 +74,6 @@ def _check_common(params: ProductParams | WgradParams) -> None:
     _check("block_n", params.block_n, _BLOCKS, "64, 128, 192 or 256")
     _check("stages", params.stages, range(2, 9), "from 2 to 8")
     _check("panel", params.panel, range(1, 257), "from 1 to 256")
-    _check("cluster", params.cluster, (1, 2), "1 or 2")
     _check("out_slots", params.out_slots, range(1, 5), "from 1 to 4")
 
 

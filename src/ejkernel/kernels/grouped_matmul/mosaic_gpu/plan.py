@@ -35,7 +35,7 @@ class Plan:
         out_dtype: Name of the result's.
         tile_rows: Rows of a tile of the result.
         tile_columns: Its columns.
-        stages, panel, cluster, out_slots: As in the parameters.
+        stages, panel, out_slots: As in the parameters.
     """
 
     rows: int
@@ -48,7 +48,6 @@ class Plan:
     tile_columns: int
     stages: int
     panel: int
-    cluster: int
     out_slots: int
 
     @property
@@ -68,13 +67,13 @@ class Plan:
 
     @property
     def column_tiles(self) -> int:
-        """Tiles, of all blocks of a cluster together, that cover the columns."""
-        return -(-self.columns // (self.tile_columns * self.cluster))
+        """Tiles that cover the columns."""
+        return -(-self.columns // self.tile_columns)
 
     @property
     def programs(self) -> int:
-        """Clusters of blocks of threads."""
-        return MULTIPROCESSORS // self.cluster
+        """Blocks of threads."""
+        return MULTIPROCESSORS
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
@@ -137,7 +136,6 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams) -> ProductPlan:
         tile_columns=params.block_n,
         stages=params.stages,
         panel=params.panel,
-        cluster=params.cluster,
         out_slots=params.out_slots,
         transpose_rhs=call.transpose_rhs,
     )
@@ -156,7 +154,6 @@ def wgrad_plan(call: GroupedMatmulCall, params: WgradParams) -> WgradPlan:
         tile_columns=params.block_n,
         stages=params.stages,
         panel=params.panel,
-        cluster=params.cluster,
         out_slots=params.out_slots,
         snake=params.snake,
     )

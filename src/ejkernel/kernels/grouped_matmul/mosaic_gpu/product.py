@@ -5,8 +5,8 @@ Tiles of rows begin where their group begins. The last one of a group is moved u
 rows are computed twice, to the same bits, and only groups smaller than a tile are stored in pieces of powers of two
 rows. Every thread walks over the sizes by itself while it takes its tiles, so that nothing runs before the kernel.
 
-All warpgroups of a block, and all blocks of a cluster, meet the same tiles and the same steps in one order, whatever
-the sizes are: that is why none can wait for what does not come.
+All warpgroups of a block meet the same tiles and the same steps in one order, whatever the sizes are: that is why none
+can wait for what does not come.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from .plan import REGISTERS, STEP, WARPGROUPS, ProductPlan
 from .tiles import (
     Scratch,
     accumulate,
-    column_of,
     drain,
     launch,
     operand_shape,
     place,
     plgpu,
     ring,
-    shared_copy,
     swizzled,
     tiled,
     when_free,
@@ -153,7 +151,7 @@ class _Program:
         offset = row_tile * self.plan.tile_rows
         offset = jnp.minimum(offset, jnp.maximum(walk.rows - self.plan.tile_rows, 0))
         rows = jnp.minimum(walk.rows - offset, self.plan.tile_rows)
-        return _Tile(walk.group, walk.first_row + offset, rows, column_of(column_tile, self.plan))
+        return _Tile(walk.group, walk.first_row + offset, rows, column_tile * self.plan.tile_columns)
 
     # What copies.
 
@@ -167,7 +165,7 @@ class _Program:
         full = self.shared.full.at[stage]
         for w in range(WARPGROUPS):
             rows = self.lhs.at[pl.ds(tile.row + plan.part_rows * w, plan.part_rows), along]
-            plgpu.copy_gmem_to_smem(rows, self.lhs_rows.at[stage, w], full, **shared_copy(plan))
+            plgpu.copy_gmem_to_smem(rows, self.lhs_rows.at[stage, w], full)
         columns = pl.ds(tile.column, plan.tile_columns)
         at = (tile.group, columns, along) if plan.transpose_rhs else (tile.group, along, columns)
         plgpu.copy_gmem_to_smem(self.rhs.at[at], self.shared.rhs.at[stage], full)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
@@ -103,7 +101,7 @@ def product_space(call: GroupedMatmulCall) -> ConfigSpace[ProductParams]:
 
     return ConfigSpace(
         {"block_m": (128, 256), **_common_axes(call)},
-        constraints=(fits, _covers(call)),
+        constraints=fits,
         build=ProductParams,
     )
 
@@ -118,7 +116,7 @@ def wgrad_space(call: GroupedMatmulCall) -> ConfigSpace[WgradParams]:
     either = (False, True)
     return ConfigSpace(
         {"block_k": (128, 256), **_common_axes(call), "largest_first": either, "snake": either},
-        constraints=(fits, _covers(call)),
+        constraints=fits,
         build=WgradParams,
     )
 
@@ -128,13 +126,5 @@ def _common_axes(call: GroupedMatmulCall) -> dict[str, tuple[int, ...]]:
         "block_n": tuple(size for size in (64, 128, 192, 256) if size < call.columns + 64),
         "stages": (3, 4, 5, 6, 8),
         "panel": (2, 4, 8, 16, 32),
-        "cluster": (1, 2),
         "out_slots": (1, 2, 3, 4),
     }
-
-
-def _covers(call: GroupedMatmulCall) -> Callable[[int, int], bool]:
-    def two_blocks_have_columns(block_n: int, cluster: int) -> bool:
-        return cluster == 1 or call.columns > block_n
-
-    return two_blocks_have_columns

@@ -56,10 +56,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 def ring(plan: Plan) -> tuple[Any, Any]:
     """Return the types of the barriers of the stages: full, and free."""
     full = plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=plan.stages)
-    if plan.cluster == 1:
-        return full, plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=plan.stages)
-    free = plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=plan.stages, num_arrivals=WARPGROUPS)
-    return full, free
+    return full, plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=plan.stages)
 
 
 def place(number: Any, row_tiles: Any, plan: Plan) -> tuple[Any, Any]:
@@ -70,12 +67,6 @@ def place(number: Any, row_tiles: Any, plan: Plan) -> tuple[Any, Any]:
     rows = jnp.minimum(plan.panel, row_tiles - panel * plan.panel)
     column = lax.div(rest, rows)
     return panel * plan.panel + (rest - column * rows), column
-
-
-def column_of(tile: Any, plan: Plan) -> Any:
-    """Return the first column of this block's part of a cluster's tile."""
-    block = lax.axis_index("cluster") if plan.cluster > 1 else 0
-    return (tile * plan.cluster + block) * plan.tile_columns
 
 
 def when_free(scratch: Scratch, step: Any, plan: Plan) -> Any:
@@ -90,16 +81,11 @@ def when_free(scratch: Scratch, step: Any, plan: Plan) -> Any:
 
 
 def drain(scratch: Scratch, steps: Any, plan: Plan) -> None:
-    """Wait until all stages are free: a cluster's other block arrives here, too, and must find somebody."""
+    """Wait until all stages are free, so that no barrier is left with an arrival that nobody saw."""
 
     @pl.loop(jnp.maximum(steps - plan.stages, 0), steps)
     def _wait(step: Any) -> None:
         plgpu.barrier_wait(scratch.free.at[lax.rem(step, plan.stages)])
-
-
-def shared_copy(plan: Plan) -> dict[str, Any]:
-    """Return what a copy is told that all blocks of a cluster get a part of."""
-    return {"collective_axes": ("cluster",)} if plan.cluster > 1 else {}
 
 
 def accumulate(plan: Plan, body: Callable[[Any], None]) -> jax.Array:
@@ -126,7 +112,6 @@ def launch(
 
     The semantics are those of lanes: those of warpgroups take no rows that are known only as the program runs.
     """
-    cluster = {"cluster": (plan.cluster,), "cluster_names": ("cluster",)} if plan.cluster > 1 else {}
 
     def kernel_body(*refs: Any) -> None:
         body(*refs)
@@ -143,7 +128,6 @@ def launch(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-        **cluster,
     )
     found: jax.Array = kernel(*arrays)
     return found

@@ -5,8 +5,8 @@ A tile is of one group's result, and its steps go through the group's rows. Copi
 that a group's first step may hold rows of the one before, and its last step rows of the next: they are cleared in
 shared memory, in both operands, so that nothing of theirs is summed, NaN and infinity included.
 
-All warpgroups of a block, and all blocks of a cluster, meet the same tiles and the same steps in one order, whatever
-the sizes are: that is why none can wait for what does not come.
+All warpgroups of a block meet the same tiles and the same steps in one order, whatever the sizes are: that is why none
+can wait for what does not come.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .plan import ALIGNED, REGISTERS, STEP, WARPGROUPS, WgradPlan
-from .tiles import Scratch, accumulate, column_of, drain, launch, place, plgpu, ring, shared_copy, tiled, when_free
+from .tiles import Scratch, accumulate, drain, launch, place, plgpu, ring, tiled, when_free
 
 
 class _Tile(NamedTuple):
@@ -119,7 +119,7 @@ class _Program:
         start = lax.div(first_row, 8) * 8
         end = first_row - start + rows
         steps = jnp.where(rows > 0, lax.div(end + (STEP - 1), STEP), 0)
-        place_of = (row_tile * plan.tile_rows, column_of(column_tile, plan))
+        place_of = (row_tile * plan.tile_rows, column_tile * plan.tile_columns)
         return _Tile(self.table[entry, 0], start, first_row - start, end, steps, *place_of)
 
     # What copies.
@@ -134,7 +134,7 @@ class _Program:
         full = self.shared.full.at[stage]
         for w in range(WARPGROUPS):
             columns = pl.ds(tile.row + plan.part_rows * w, plan.part_rows)
-            plgpu.copy_gmem_to_smem(self.lhs.at[rows, columns], self.shared.lhs.at[stage, w], full, **shared_copy(plan))
+            plgpu.copy_gmem_to_smem(self.lhs.at[rows, columns], self.shared.lhs.at[stage, w], full)
         columns = pl.ds(tile.column, plan.tile_columns)
         plgpu.copy_gmem_to_smem(self.rhs.at[rows, columns], self.shared.rhs.at[stage], full)
         return step + 1
