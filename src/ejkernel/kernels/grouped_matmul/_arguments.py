@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array, is_known
 
 
 def check_operand(name: str, array: Any, axes: str) -> None:
@@ -38,6 +38,10 @@ def check_sizes(group_sizes: Any, groups: int | None = None) -> None:
     if len(group_sizes.shape) != 1 or groups not in (None, group_sizes.shape[0]):
         wanted = "[groups]" if groups is None else f"[{groups}], one for each matrix of rhs"
         raise ArgumentError(f"group_sizes must be {wanted}; got shape {tuple(group_sizes.shape)}.")
+    if not is_known(group_sizes.shape[0]):
+        raise ArgumentError(
+            f"group_sizes must have a length that is a number, got {group_sizes.shape[0]}; export for one of each."
+        )
 
 
 def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
