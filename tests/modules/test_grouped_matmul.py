@@ -166,6 +166,14 @@ def test_64_bits_are_kept():
         np.testing.assert_allclose(out, plainly(lhs, rhs), rtol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_sizes_may_be_integers_of_any_width(dtype):
+    lhs = by_numpy.normal(by_numpy.ROWS, K, dtype="float32")
+    sizes = (120, 0, 100, 50)
+    found = grouped_matmul(lhs, RHS, jnp.asarray(sizes, dtype))
+    by_numpy.assert_near(by_numpy.product(lhs, RHS, sizes), found, error=1e-5)
+
+
 def test_whole_rows_by_xla_are_right_too():
     """What runs on TPUs; without a NaN it is right everywhere."""
     out = grouped_matmul(LHS, RHS, SIZES, cfg=GroupedMatmulConfig(implementation="xla", fwd=XlaParams()))

@@ -34,8 +34,10 @@ def grouped_matmul(
     nothing of one group, be it NaN or infinite, reaches the rows of another.
 
     Its gradient is made of two calls that are configured for themselves: a product with `rhs` transposed, and
-    `grouped_matmul_wgrad`. Under `jax.vmap` one example is computed after the other where an implementation has no
-    other way; batches of rows are better joined into one call.
+    `grouped_matmul_wgrad`; the result's gradient is rounded to the operands' dtype before.
+
+    Under `jax.vmap` one example is computed after the other where an implementation has no other way; batches of rows
+    are better joined into one call.
 
     Args:
         lhs: Rows, group after group.

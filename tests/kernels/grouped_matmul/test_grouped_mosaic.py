@@ -149,6 +149,16 @@ def test_any_sizes_end_and_are_right(mosaic):
     check()
 
 
+@pytest.mark.usefixtures("few_multiprocessors")
+def test_operands_smaller_than_a_tile_are_padded(mosaic):
+    lhs, rhs, dout = by_numpy.normal(5, 3), by_numpy.normal(4, 3, 7, seed=1), by_numpy.normal(5, 7, seed=2)
+    sizes, params = (2, 0, 1, 1), {"block_n": 64, "out_slots": 1, "stages": 2}
+    run = simulated(mosaic, grouped_matmul, (lhs, rhs), ProductParams(**params))
+    by_numpy.assert_near(by_numpy.product(lhs, rhs, sizes), run(sizes))
+    sums = simulated(mosaic, grouped_matmul_wgrad, (lhs, dout), WgradParams(**params))
+    by_numpy.assert_near(by_numpy.weights_gradient(lhs, dout, sizes), sums(sizes))
+
+
 # Lowering.
 
 

@@ -41,10 +41,16 @@ class GroupedMatmulCall(OperationCall):
         return frozenset({"precision"} if self.precision is not None else ())
 
 
+def clipped_sizes(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """Return sizes in int32, at least zero and at most `rows` each."""
+    if group_sizes.dtype.itemsize < 4:  # which could not hold `rows`
+        group_sizes = group_sizes.astype(jnp.int32)
+    return jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
+
+
 def row_ends(group_sizes: jax.Array, rows: int) -> jax.Array:
     """Return where the rows of each group end, in int32: negative sizes count as zero, and rows there are not as none.
 
     Sizes are clipped first, so that their sum does not overflow.
     """
-    sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
-    return jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows)
+    return jnp.minimum(jnp.cumsum(clipped_sizes(group_sizes, rows), dtype=jnp.int32), rows)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, row_ends
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, clipped_sizes, row_ends
 
 from .params import ProductParams, WgradParams
 from .plan import ALIGNED, padded, product_plan, wgrad_plan
@@ -34,7 +34,7 @@ def product(
         from .product import multiply  # what it imports is not there in every environment
 
         plan = product_plan(call, params)
-        sizes = jnp.clip(group_sizes, 0, call.rows).astype(jnp.int32)
+        sizes = clipped_sizes(group_sizes, call.rows)
         with jax.enable_x64(False):  # the kernels count in int32
             lhs, rhs = _pad(lhs, (plan.rows, ALIGNED)), _pad(rhs, (1, ALIGNED, ALIGNED))
             return multiply(plan, lhs, rhs, sizes, interpret=interpret)[: call.rows, : call.columns]
