@@ -54,6 +54,7 @@ SUBJECT = Subject(
     briefly=("uneven",),
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
+        "jax_mgpu": Backend(dtypes=("bfloat16",)),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=7),) * 2),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},

@@ -70,7 +70,7 @@ def assert_equal(expected, actual):
         ({"preferred_element_type": "int8"}, "preferred_element_type must be a floating-point dtype, got int8"),
         ({"preferred_element_type": "number"}, "preferred_element_type must be a dtype or None, got 'number'"),
         ({"precision": "exact"}, "precision must be one of default, high, highest"),
-        ({"implementation": "cudnn"}, "implementation must be one of mosaic_gpu, xla, or None; got 'cudnn'"),
+        ({"implementation": "cudnn"}, "implementation must be one of mosaic_gpu, jax_mgpu, xla, or None; got 'cudnn'"),
     ],
 )
 def test_a_wrong_argument_is_named(changes, words):
@@ -212,6 +212,11 @@ def test_a_gradient_is_calls_with_keys_of_their_own():
     assert named == ["grouped_matmul", "grouped_matmul", "grouped_matmul.bwd", "grouped_matmul_wgrad"]
     transposed = jax.jit(lambda dout: grouped_matmul(dout, RHS, SIZES, transpose_rhs=True)).lower(DOUT)
     assert set(find_labels_in_lowered(transposed)) < set(labels)
+
+
+def test_who_is_asked_for_by_name_is_asked_for_the_gradients_calls_if_they_have_it():
+    grad = jax.grad(loss_of(functools.partial(grouped_matmul, implementation=("jax_mgpu", "xla"))), (0, 1))
+    assert_equal(jax.grad(loss_of(plainly), (0, 1))(LHS, RHS), grad(LHS, RHS))
 
 
 def test_options_that_say_nothing_are_not_in_the_key():

@@ -47,8 +47,8 @@ def grouped_matmul(
         transpose_rhs: Whether the matrices are transposed, `[groups, n, k]`.
         preferred_element_type: Dtype of the result; that of `lhs` by default.
         precision: Of the products, as for `jax.lax.dot`; asked for, it leaves `xla` alone.
-        implementation: Run this one (`mosaic_gpu`, `xla`), or one of these, the one to prefer first, or raise; `None`
-            leaves the choice to the configuration. It is for the gradient, too.
+        implementation: Run this one (`mosaic_gpu`, `jax_mgpu`, `xla`), or one of these, the one to prefer first, or
+            raise; `None` leaves the choice to the configuration. It is for the gradient's products, too.
         cfg: The configuration to run with, for this call alone; `None` resolves one.
 
     Returns:
@@ -89,7 +89,7 @@ def grouped_matmul_wgrad(
         group_sizes: As for `grouped_matmul`.
         preferred_element_type: Dtype of the result; that of `lhs` by default.
         precision: As for `grouped_matmul`.
-        implementation: Likewise.
+        implementation: Likewise, of `mosaic_gpu` and `xla`.
         cfg: The configuration to run with, for this call alone; `None` resolves one.
 
     Returns:

@@ -109,6 +109,7 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
     implementations = Implementations(
         {
             "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)),
+            "jax_mgpu": LazyImplementation(f"{__package__}.jax_mgpu:JaxMgpu", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
         }
     )
@@ -180,11 +181,12 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by a product and by sums of products that are calls of their own."""
         lhs, rhs, group_sizes = primals
-        dout, shared = cotangents[0].astype(lhs.dtype), _shared(kwargs)
+        dout = cotangents[0].astype(lhs.dtype)
         transposed = kwargs.get("transpose_rhs", False)
-        dlhs = self(dout, rhs, group_sizes, transpose_rhs=not transposed, **shared)
+        dlhs = self(dout, rhs, group_sizes, transpose_rhs=not transposed, **_shared(kwargs, self))
         operands = (dout, lhs) if transposed else (lhs, dout)
-        return dlhs, grouped_matmul_wgrad(*operands, group_sizes, **shared), None
+        drhs = grouped_matmul_wgrad(*operands, group_sizes, **_shared(kwargs, grouped_matmul_wgrad))
+        return dlhs, drhs, None
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -267,7 +269,7 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by products that are calls of their own."""
         lhs, rhs, group_sizes = primals
-        dout, shared = cotangents[0].astype(lhs.dtype), _shared(kwargs)
+        dout, shared = cotangents[0].astype(lhs.dtype), _shared(kwargs, grouped_matmul)
         dlhs = grouped_matmul(rhs, dout, group_sizes, transpose_rhs=True, **shared)
         return dlhs, grouped_matmul(lhs, dout, group_sizes, **shared), None
 
@@ -300,6 +302,12 @@ def _said(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value}
 
 
-def _shared(options: dict[str, Any]) -> dict[str, Any]:
-    """Return those options of a call that its gradient's calls have, too."""
-    return {name: options[name] for name in ("precision", "implementation") if name in options}
+def _shared(options: dict[str, Any], operation: Operation[Any, Any, Any]) -> dict[str, Any]:
+    """Return those options of a call that a call of its gradient has, too.
+
+    Of the implementations that were asked for, it is asked for those that it has; if it has none, for none by name.
+    """
+    shared = {name: options[name] for name in ("precision", "implementation") if name in options}
+    asked = shared.get("implementation")
+    names = (asked,) if isinstance(asked, str) else asked or ()
+    return shared | {"implementation": tuple(name for name in names if name in operation.implementations) or None}
