@@ -52,8 +52,8 @@ def mosaic():
 
 @pytest.fixture
 def few_multiprocessors(monkeypatch):
-    """A launch has four blocks of threads, each of which takes several tiles."""
-    monkeypatch.setattr(plan, "MULTIPROCESSORS", 4)
+    """A launch has two blocks of threads, each of which takes several tiles."""
+    monkeypatch.setattr(plan, "MULTIPROCESSORS", 2)
 
 
 def simulated(mosaic, operation, arrays, params, *, races=False, **options):
@@ -71,7 +71,7 @@ def test_a_product_is_right_for_hostile_sizes_whatever_lies_behind_them(mosaic, 
     lhs = by_numpy.normal(by_numpy.ROWS, K)
     rhs = by_numpy.normal(4, *((N, K) if transpose_rhs else (K, N)), seed=1)
     run = simulated(mosaic, grouped_matmul, (lhs, rhs), ProductParams(**SMALL), transpose_rhs=transpose_rhs)
-    for sizes in by_numpy.HOSTILE.values():
+    for sizes in list(by_numpy.HOSTILE.values())[:: 4 if transpose_rhs else 1]:
         expected = by_numpy.product(lhs, rhs, sizes, transpose_rhs=transpose_rhs)
         by_numpy.assert_near(expected, run(sizes, by_numpy.with_nan_behind(lhs, sizes), rhs))
 
@@ -107,12 +107,11 @@ def test_nothing_of_one_group_reaches_another(mosaic):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"block_n": 64, "out_slots": 1, "stages": 3},
+        {"block_n": 64, "out_slots": 1, "stages": 3, "preferred_element_type": "float32"},
         {"block_n": 192, "out_slots": 3},
         {"rows": 256},
-        {"preferred_element_type": "float32"},
     ],
-    ids=["narrow", "three pieces", "tall", "float32"],
+    ids=["narrow, to float32", "three pieces", "tall"],
 )
 @pytest.mark.usefixtures("few_multiprocessors")
 def test_other_layouts_compute_the_same_without_races(mosaic, changes):
@@ -141,7 +140,7 @@ def test_any_sizes_end_and_are_right(mosaic):
     sums = simulated(mosaic, grouped_matmul_wgrad, (lhs, dout), WgradParams(**params))
 
     @given(st.lists(st.integers(0, 150), min_size=4, max_size=4))
-    @settings(max_examples=6)
+    @settings(max_examples=4)
     def check(sizes):
         by_numpy.assert_near(by_numpy.product(lhs, rhs, sizes), run(sizes))
         by_numpy.assert_near(by_numpy.weights_gradient(lhs, dout, sizes), sums(sizes))
