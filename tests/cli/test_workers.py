@@ -37,6 +37,15 @@ def with_a_local_kernel():
     return lambda x: wave(local(x)), (jax.ShapeDtypeStruct((64, 64), jnp.float32),)
 
 
+def on_a_mesh():
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    from ejkernel.modules import rms_norm
+
+    mesh = jax.make_mesh((4, 4), ("data", "model"))
+    rows = NamedSharding(mesh, P("data", "model"))
+    return rms_norm, (jax.ShapeDtypeStruct((8, 16, 64), jnp.float32, sharding=rows),)
+
+
 def program():
     return wave, (jax.ShapeDtypeStruct((64, 64), jnp.float32),)
 """
@@ -97,3 +106,18 @@ def test_a_kernel_that_cannot_be_sent_to_a_worker_costs_itself_alone(tune):
     assert "local: not tuned, because its kernel cannot be sent to a worker process" in err
     assert "define it at the top of a module, or tune with --in-process" in err
     assert "wave" in out
+
+
+def test_program_for_a_mesh_that_is_not_here_is_tuned_for_its_parts(tune):
+    status, out, _ = tune("waves:on_a_mesh", "--mesh-devices", "16", "--dry-run")
+    assert status == 0
+    assert re.search(r"rms_norm@v0 +f32\[2,4,64\]", out)
+    status, _, messages = tune("waves:on_a_mesh", "--dry-run")
+    assert status != 0
+    assert "Number of devices" in messages
+
+
+def test_mesh_is_for_a_program_that_is_lowered(tune):
+    status, _, messages = tune("--missed", "--mesh-devices", "16")
+    assert status == 2
+    assert "--mesh-devices is for MODULE:FUNCTION" in messages

@@ -65,6 +65,8 @@ DOCUMENTED = [
     "SearchFinished",
     "SearchStarted",
     "SerializationError",
+    "ShardingRule",
+    "ShardingWarning",
     "TuningError",
     "TuningWarning",
     "UnstableKeyError",

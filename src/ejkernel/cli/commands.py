@@ -37,6 +37,12 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
     metavar="COUNT",
     help="Compile in so many processes, or in threads (0); for GPUs that are described, one a core by default.",
 )
+@click.option(
+    "--mesh-devices",
+    type=click.IntRange(min=1),
+    metavar="COUNT",
+    help="The program is for a mesh of so many devices, which need not be here.",
+)
 @click.option("--in-process", is_flag=True, help="Measure in this process: a crash ends the command.")
 @click.option("--compile-only", is_flag=True, help="Compile for --target, measure nothing, and write --output.")
 @click.option("--target", "device", default="here", metavar="DEVICE", help="What to compile for: here, or nvidia_h200.")
@@ -57,6 +63,9 @@ def tune(**options: Any) -> int:
     registered, by the modules that --import names; ejkernel's own are there. --from runs the machine code of a bundle:
     measure your own.
 
+    Of a program for several devices each call's part is tuned, on one device. With --mesh-devices they are found in a
+    process that has so many devices of the CPU; make the mesh in FUNCTION, not where the module is imported.
+
     Candidates run in a worker process, which one that crashes or never returns takes with it; the command goes on.
     With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from.
     """
@@ -70,6 +79,8 @@ def tune(**options: Any) -> int:
     options["devices"] = options["devices"] or 1
     if options["devices"] > 1 and options["in_process"]:
         raise click.UsageError("--devices does not go with --in-process: each device has a process of its own.")
+    if options["mesh_devices"] and (options["in_process"] or ":" not in options["target"]):
+        raise click.UsageError("--mesh-devices is for MODULE:FUNCTION, and its calls are found in another process.")
     if not options["in_process"]:
         _leave_devices_alone()
     from ejkernel.cli.tune import TuneOptions, run_tune
@@ -81,7 +92,7 @@ def tune(**options: Any) -> int:
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     if output is None or not options["target"]:
         raise click.UsageError("--compile-only needs MODULE:FUNCTION and --output.")
-    for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices"):
+    for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices"):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")
             raise click.UsageError(f"--{option} does not go with --compile-only, which measures and saves nothing.")

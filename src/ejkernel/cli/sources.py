@@ -8,6 +8,7 @@ import importlib
 import warnings
 from pathlib import Path
 
+from ejkernel import compat
 from ejkernel.cli import files
 from ejkernel.cli.files import Found
 from ejkernel.cli.programs import (
@@ -126,3 +127,12 @@ def find_sendable(source: Source) -> Found:
     return dataclasses.replace(
         found, calls=tuple(calls), empty=found.empty if len(calls) == len(found.calls) else empty
     )
+
+
+def find_for_mesh(source: Source, count: int) -> Found:
+    """Return what `find_sendable` returns where a program has so many devices; they are the CPU's.
+
+    For a process of its own, which has no devices yet.
+    """
+    compat.have_cpu_devices(count)
+    return find_sendable(source)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.sources import Source, find, find_sendable
+from ejkernel.cli.sources import Source, find, find_for_mesh, find_sendable
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
@@ -33,7 +33,11 @@ from ejkernel.ops.core.declared import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.tables import counted
+
+if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.process.worker import WorkerStatus
 
 _MORE = 2.0  # times what a search took before it ran out of time, from which on another one is worth it
 
@@ -54,6 +58,7 @@ class TuneOptions:
     bundle: Path | None = None
     in_process: bool = False
     devices: int = 1
+    mesh_devices: int | None = None
     compile_processes: int | None = None
 
 
@@ -149,13 +154,30 @@ def _find(options: TuneOptions, store: PersistentCache) -> Found:
         return find(source)
     from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
 
+    # a program may take any time to lower, and Ctrl-C ends that
+    finding = WorkerStatus(what="finding the calls", allowed=math.inf)
+    if options.mesh_devices is not None:
+        return _find_of_mesh(source, options.mesh_devices, finding)
     # The device is the worker's: what this process held, it could not give back when the worker has broken it.
     with shared_worker() as worker:
-        # a program may take any time to lower, and Ctrl-C ends that
-        found: Found = worker.call(
-            find_sendable, source, doing=WorkerStatus(what="finding the calls", allowed=math.inf)
-        )
+        found: Found = worker.call(find_sendable, source, doing=finding)
     return found
+
+
+def _find_of_mesh(source: Source, count: int, finding: WorkerStatus) -> Found:
+    """Return the calls of a program for a mesh of `count` devices, as those of the device that is here."""
+    from ejkernel.ops.autotuner.process.worker import Worker, shared_worker
+
+    with shared_worker() as worker:
+        device: str = worker.call(device_fingerprint)
+    elsewhere = dataclasses.replace(source, platform=device.partition(":")[0])
+    many = Worker()
+    try:
+        found: Found = many.call(find_for_mesh, elsewhere, count, doing=finding)
+    finally:
+        many.close()
+    calls = tuple(dataclasses.replace(inv, device=device) for inv in found.calls)
+    return dataclasses.replace(found, calls=calls, device=device)
 
 
 def _processes(options: TuneOptions, device: str) -> int:

@@ -78,6 +78,12 @@ def chosen_device() -> Any:
     return _config.jax_default_device
 
 
+def have_cpu_devices(count: int) -> None:
+    """Let this process have so many devices, of the CPU alone; before it has any."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
 def leave_devices_alone() -> None:
     """Let JAX use nothing but the CPU in this process, whatever there is; to be called before its first use."""
     jax.config.update("jax_platforms", "cpu")

@@ -16,6 +16,7 @@ from ejkernel.ops.core.bucketing import bucketed as bucketed
 from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.invocation import default_key_builder_with_sharding as default_key_builder_with_sharding
 from ejkernel.ops.core.kernel import Kernel as Kernel
+from ejkernel.ops.core.sharding.rule import ShardingRule as ShardingRule
 from ejkernel.ops.core.types import Cfg as Cfg
 from ejkernel.ops.core.types import ConfigKey as ConfigKey
 from ejkernel.ops.core.types import Cost as Cost
@@ -36,6 +37,7 @@ from ejkernel.ops.errors import KernelWarning as KernelWarning
 from ejkernel.ops.errors import NoConfigError as NoConfigError
 from ejkernel.ops.errors import OfflineWarning as OfflineWarning
 from ejkernel.ops.errors import SerializationError as SerializationError
+from ejkernel.ops.errors import ShardingWarning as ShardingWarning
 from ejkernel.ops.errors import TuningError as TuningError
 from ejkernel.ops.errors import TuningWarning as TuningWarning
 from ejkernel.ops.errors import UnstableKeyError as UnstableKeyError

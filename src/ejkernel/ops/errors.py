@@ -102,6 +102,10 @@ class KernelWarning(EjkernelWarning):
     """Two kernels cannot be told apart, or one breaks its contract in a way that does not end the program."""
 
 
+class ShardingWarning(EjkernelWarning):
+    """A call that could be split over the devices of its program is not; each device computes all of it."""
+
+
 class OfflineWarning(EjkernelWarning):
     """A program's calls could not be tuned, because nothing is known about them but their labels."""
 

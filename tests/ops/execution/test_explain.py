@@ -39,6 +39,7 @@ def test_an_explanation_reads_like_this(executor):
         "  autotune   - the policy does not allow it (autotune=False)",
         "  forward    - the call is a forward",
         "  heuristic  1",
+        "  devices    - no sharding_rule: of several devices every one computes all of it",
         f"  label      ejkernel_ops#Times@v0:{inv.call_key}",
         "  => 1 from heuristic",
     ]

@@ -12,6 +12,7 @@ import numpy as np
 
 from ejkernel.ops.core.bucketing import bucketed
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
@@ -19,6 +20,7 @@ from ejkernel.ops.operation import Operation
 from . import _arguments as arguments
 from .common import AttentionCall, Rules, describe, operands_of, returned_lse, visible_pairs
 from .reference import attention
+from .sharding import attention_rule
 
 _Invocation = Invocation["FlashAttentionConfig", jax.Array]
 
@@ -132,6 +134,10 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             pairs = zip(lengths, (query.shape[1], key.shape[1]), strict=True)
             lengths = tuple(x if x is None else _random_lengths(x.shape, most, rng) for x, most in pairs)
         return (query, key, value, bias, mask, segments, lengths, *others)[: len(args)], kwargs
+
+    def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
+        """Return that examples and heads may be split."""
+        return attention_rule(operands_of(inv.args), return_lse=inv.kwargs.get("return_lse", False))
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the forward's work: two products for every pair that the static rules let see each other.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import accumulator, is_number
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationCall, OperationConfig
@@ -92,6 +93,10 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, jax.Array]):
         normal = centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + options["eps"])
         weight, bias = (y.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + y.shape) for y in (weight, bias))
         return (normal * weight + bias).astype(x.dtype)
+
+    def sharding_rule(self, inv: _Invocation) -> ShardingRule:
+        """Return that rows may be split."""
+        return ShardingRule("... dim, dim, dim -> ... dim", split="...", residuals="..., ...")
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the forward's work: seven operations an element; the arrays are read, the output is written."""

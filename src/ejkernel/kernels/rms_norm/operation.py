@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import is_number
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, OperationCall, OperationConfig
@@ -111,6 +112,11 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, jax.Array]):
         """Return the output, as the formula says."""
         x, weight = args
         return normalize(x, weight, options["eps"], options.get("weight_offset", 0.0)).astype(x.dtype)
+
+    def sharding_rule(self, inv: _Invocation) -> ShardingRule:
+        """Return that rows may be split."""
+        weight = "" if inv.args[1] is None else ", dim"
+        return ShardingRule(f"... dim{weight} -> ... dim", split="...", residuals="...")
 
     def cost(self, inv: _Invocation) -> Cost | None:
         """Return the forward's work: four operations an element; `x` and the weight are read, the output is written."""

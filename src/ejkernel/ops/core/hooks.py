@@ -26,6 +26,7 @@ from ejkernel.ops.utils.telling import value_text
 
 if typing.TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.core.sharding.rule import ShardingRule
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 # The forms of a hook that may serve a platform, the first that a kernel has wins.
@@ -198,6 +199,17 @@ class Kernel(Noted, Generic[Cfg, Out]):
         By default floating-point arrays are standard normal, integers are zeros and ones, and booleans fair coins.
         """
         return random_inputs(inv.args, rng), random_inputs(inv.kwargs, rng)
+
+    def sharding_rule(self, inv: Invocation[Cfg, Out]) -> ShardingRule | None:
+        """Return how the call may be split over the devices of a mesh; `None`, the default, if it may not.
+
+        With a rule the call splits itself wherever its arrays are sharded, in automatic and in explicit mode, and
+        each device runs, and is tuned for, its part. Without one it sees arrays as if one device had all of them.
+
+        Args:
+            inv: The call, with the shapes of the whole arrays; under `vmap` those of one example.
+        """
+        return None
 
     def refusals(self, inv: Invocation[Cfg, Out]) -> Mapping[str, str]:
         """Return why implementations that there are do not run a call, by their names; for people to read."""

@@ -19,6 +19,8 @@ from ejkernel import compat
 from ejkernel.ops.core.context import Settings, settings_in_force
 from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.lowering import Part, SplitCall, explicit_split, lower_split
+from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
@@ -85,6 +87,7 @@ class Call:
         linear: How many of the last arguments the call is linear in.
         override: The configuration that the caller insists on, for the call and its gradients.
         settings: What was in force where the call was made; its gradients are computed under the same.
+        part: What its arrays are, in a program for several devices.
     """
 
     held: Held
@@ -92,13 +95,14 @@ class Call:
     linear: int = 0
     override: Override | None = None
     settings: Settings = dataclasses.field(default_factory=settings_in_force)
+    part: Part = Part.WHOLE
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.held, self.node, self.linear, self.override, self.settings))
+        return hash((self.held, self.node, self.linear, self.override, self.settings, self.part))
 
     @property
     def host(self) -> Host:
@@ -134,17 +138,14 @@ class Types:
         jaxpr: The computation that its types were taken from.
         effects: Its effects.
         platform: The platform whose hooks it is of.
+        avals: Types of the results.
     """
 
     jaxpr: Any
     effects: Any
     platform: str
+    avals: Sequence[HasType]
     found: _Found
-
-    @property
-    def avals(self) -> Sequence[HasType]:
-        """Types of the results."""
-        return cast("Sequence[HasType]", self.jaxpr.out_avals)
 
     @property
     def trees(self) -> tuple[Any, ...]:
@@ -172,6 +173,7 @@ class _Traces:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
+        self._may_split = call.part is Part.WHOLE and has_rule(call.node.spec.kernel)
         self.found: dict[Hashable, _Found] = {}
         self.known: Bounded[Types] = Bounded()
 
@@ -181,12 +183,31 @@ class _Traces:
         return self.known.keep(key, self._traced(avals)) if known is None else known
 
     def _traced(self, avals: Sequence[HasType]) -> Types:
+        mesh = compat.explicit_mesh(avals) if self._may_split else None
+        if mesh is None:
+            return self._traced_as_it_is(avals)
+        with compat.in_mesh(mesh):
+            types = self._traced_as_it_is([compat.whole(aval) for aval in avals])
+        split = explicit_split(self.call.node, avals, types.avals)
+        return (
+            self._traced_as_it_is(avals)
+            if split is None
+            else dataclasses.replace(types, avals=split.typed(types.avals))
+        )
+
+    def _traced_as_it_is(self, avals: Sequence[HasType]) -> Types:
         jaxpr = compat.traced(self._typed, avals)
         foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
         if foreign:
             raise _closed_over(self.call, foreign)
         found = self.found.get(_shapes(avals), _Found())
-        return Types(jaxpr=jaxpr, effects=compat.outer_effects(jaxpr), found=found, platform=self.platform)
+        return Types(
+            jaxpr=jaxpr,
+            effects=compat.outer_effects(jaxpr),
+            platform=self.platform,
+            avals=jaxpr.out_avals,
+            found=found,
+        )
 
     def _typed(self, *arrays: jax.Array) -> tuple[Any, ...]:
         found = self.found[_shapes(arrays)] = _Found()
@@ -283,13 +304,25 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
     if len(platforms) > 1:
         return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     with call.settings.entered(), compat.lowering(ctx):
-        # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
-        body = call.host.body_of(call, platforms[0], ctx.avals_in, ctx.avals_out)
-        if body.jaxpr is None:
-            return _lower_computed(ctx, body, call, *values)
-        out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
-        body.label(out, values)
-        return out
+        if call.part is Part.LOCAL:
+            with compat.on_one_device():
+                return _lower_here(ctx, *values, call=call, platform=platforms[0])
+        out = lower_split(ctx, values, SplitCall(call.node, call.part, functools.partial(_bind_part, call)))
+        return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
+
+
+def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
+    # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
+    body = call.host.body_of(call, platform, ctx.avals_in, ctx.avals_out)
+    if body.jaxpr is None:
+        return _lower_computed(ctx, body, call, *values)
+    out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
+    body.label(out, values)
+    return out
+
+
+def _bind_part(call: Call, node: Node, part: Part, arrays: Sequence[Any]) -> Sequence[Any]:
+    return cast("Sequence[Any]", call_p.bind(*arrays, call=dataclasses.replace(call, node=node, part=part)))
 
 
 def _lower_computed(ctx: Any, body: Body, call: Call, *values: object) -> Any:

@@ -10,10 +10,11 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.config.policy import looking_only
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.invocation import Invocation, invocation_of
+from ejkernel.ops.core.primitive import Call, call_p
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.registry import recording
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.values.signature import HasType, is_array
 
 
 def discover(fn: Callable[..., Any], *args: object, **kwargs: object) -> list[Invocation[Any, Any]]:
@@ -38,8 +39,30 @@ def discover_for(
     jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else _of_arrays(fn, args, kwargs)
     with recording() as seen, looking_only():
         traced = jitted.trace(*values, **named)
-        traced.lower() if platform is None else traced.lower(lowering_platforms=compat.lowering_names(platform))
-    return list({inv.key: inv for inv in seen}.values())
+        platforms = None if platform is None else compat.lowering_names(platform)
+        lowered = traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
+    return list({inv.key: inv for inv in (*seen, *local_calls(lowered))}.values())
+
+
+def local_calls(lowered: object) -> list[Invocation[Any, Any]]:
+    """Return the calls that each device will make for its part, where a lowered program's calls split themselves.
+
+    Such a program says nothing of them: XLA asks for them when it compiles, and knows the shardings then. Here its
+    partitioner's first stage runs alone, on a copy.
+    """
+    if not hasattr(lowered, "compiler_ir"):
+        return []
+    return [
+        _invocation(params["call"], avals, operation.platform)
+        for operation in compat.split_operations(lowered)
+        for params, avals in operation.calls(call_p)
+    ]
+
+
+def _invocation(call: Call, avals: Sequence[HasType], platform: str) -> Invocation[Any, Any]:
+    override = None if call.override is None else call.override.config
+    with call.settings.entered():
+        return invocation_of(call.node, avals, platform=platform, override=override).abstract()
 
 
 def _of_arrays(

@@ -13,6 +13,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
 from ejkernel.ops.config.tiers import PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
@@ -34,6 +35,8 @@ class Explanation:
         tiers: Every tier that was asked, and what it said.
         resolution: The answer; `None` if there was none.
         refusals: Why implementations that there are do not run the call, by their names.
+        split: Along which axes the call may be split over devices.
+        split_note: Why it is not.
     """
 
     op_id_v: str
@@ -44,6 +47,8 @@ class Explanation:
     tiers: tuple[Consulted, ...]
     resolution: Resolution[Any] | None
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    split: tuple[str, ...] = ()
+    split_note: str = ""
 
     @property
     def config(self) -> Any:
@@ -60,6 +65,8 @@ class Explanation:
         lines = [f"{self.op_id_v}  key {key}"]
         lines += [f"  {t.tier:<10} {t.resolution.config if t.resolution else '- ' + t.note}" for t in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
+        if self.split or self.split_note:
+            lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
         lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
         return "\n".join(map(printable, lines))
@@ -85,6 +92,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
     text, note = _label_of(inv, key, resolution, prefix)
+    split, split_note = _split_of(inv)
     return Explanation(
         op_id_v=inv.op_id_v,
         key=key,
@@ -94,7 +102,21 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         tiers=tiers,
         resolution=resolution,
         refusals={} if kernel is None else kernel.refusals(inv),
+        split=split,
+        split_note=split_note,
     )
+
+
+def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:
+    """Return the axes along which the call may be split, or, where there are several devices, why there are none."""
+    kernel = inv.node.spec.kernel
+    if not has_rule(kernel):
+        several = jax.device_count() > 1
+        return (), "no sharding_rule: of several devices every one computes all of it" if several else ""
+    rule = kernel.sharding_rule(inv.forward or inv)
+    if rule is None or not rule.splittable:
+        return (), "sharding_rule splits no such call: of several devices every one computes all of it"
+    return rule.splittable, ""
 
 
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:

@@ -25,12 +25,13 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides, prepared, unbound
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
-from ejkernel.ops.execution.discovery import discover
+from ejkernel.ops.execution.discovery import discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.texts import calls_in_text
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.checks import check_argument, is_count
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.telling import value_text
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
     The program's labels name its calls, and what was recorded when it was lowered says what they are; lower it with
     `EJKERNEL_OPS_RECORD=1` or inside `with recording():`. Of a program that was lowered with
     `EJKERNEL_OPS_STAMP=json` the text is enough, in a process that has made the same kernels.
+
+    Of a program whose calls split themselves over devices the parts are tuned, on one device. Its text does not have
+    them: pass the lowered program itself.
 
     The configurations are put into the chain's memory and persistent cache; `with result:` applies them to functions
     that are already compiled.
@@ -69,7 +73,14 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
         warnings.warn(text, OfflineWarning, stacklevel=2)
     for reason in program.why_refused():
         warnings.warn(f"not tuned, because it cannot be rebuilt: {reason}", OfflineWarning, stacklevel=2)
-    return tune_invocations(_chain(selector), program.calls)
+    local = local_calls(lowered)
+    if isinstance(lowered, str) and SPLIT in lowered:
+        text = (
+            f"{lowered.count(SPLIT)} calls of the program split themselves over devices, and a text does not say how; "
+            "pass the lowered program itself to have each device's part tuned."
+        )
+        warnings.warn(text, OfflineWarning, stacklevel=2)
+    return tune_invocations(_chain(selector), {inv.key: inv for inv in (*program.calls, *local)}.values())
 
 
 def autotune_recorded(

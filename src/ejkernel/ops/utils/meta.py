@@ -28,6 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFAULT_PREFIX = "ejkernel_ops"
+SPLIT = f"{DEFAULT_PREFIX}.split"  # the attribute of a call that splits itself; the labels are those of its parts
 
 _PREFIX = r"[A-Za-z_][\w.\-]*"
 _BODY = r"#(?P<op>[A-Za-z_][\w.\-]*@v(?P<version>\w[\w.]*)):(?P<key>[0-9a-f]{16})(?![0-9A-Za-z])"

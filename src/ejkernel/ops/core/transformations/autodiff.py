@@ -55,7 +55,7 @@ class Discharged(Around):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Linear(MadeOf):
+class Linear(MadeOf):
     """What the linear nodes share.
 
     Attributes:
@@ -102,7 +102,7 @@ class _Linear(MadeOf):
 
 
 @dataclasses.dataclass(frozen=True)
-class Jvp(_Linear):
+class Jvp(Linear):
     """`(primals, tangents) -> tangents` of the results; what forward mode runs."""
 
     @property
@@ -138,7 +138,7 @@ class Jvp(_Linear):
 
 
 @dataclasses.dataclass(frozen=True)
-class Vjp(_Linear):
+class Vjp(Linear):
     """`(primals, cotangents) -> gradients`; what reverse mode runs."""
 
     @property
@@ -175,7 +175,7 @@ class Vjp(_Linear):
 
 
 @dataclasses.dataclass(frozen=True)
-class _ThroughResiduals(_Linear):
+class ThroughResiduals(Linear):
     """A linear call of a kernel with residuals: `(outputs and residuals, primals, linear)`."""
 
     trees: tuple[Any, Any]
@@ -199,7 +199,7 @@ class _ThroughResiduals(_Linear):
 
 
 @dataclasses.dataclass(frozen=True)
-class ResidualJvp(_ThroughResiduals):
+class ResidualJvp(ThroughResiduals):
     """The tangents; forward mode has no use for residuals and differentiates `run`."""
 
     suffix = ".jvp"
@@ -230,7 +230,7 @@ class ResidualJvp(_ThroughResiduals):
 
 
 @dataclasses.dataclass(frozen=True)
-class ResidualVjp(_ThroughResiduals):
+class ResidualVjp(ThroughResiduals):
     """The gradients, by the kernel's `vjp` hook."""
 
     suffix = ".bwd"
@@ -315,10 +315,10 @@ def wiring(node: object) -> list[dict[str, Any]]:
     """
     if isinstance(node, Discharged):
         return [*wiring(node.of), {}]
-    if isinstance(node, _Linear):
+    if isinstance(node, Linear):
         root = innermost(node.of)
         through = {"residuals": True} if isinstance(root, Forward) and root.residuals else {}
-        return [*([] if isinstance(node, _ThroughResiduals) else wiring(node.of)), through]
+        return [*([] if isinstance(node, ThroughResiduals) else wiring(node.of)), through]
     if not isinstance(node, Vmapped):
         return []
     name = None if node.level.axis_name is None else node.level.axis_name.name

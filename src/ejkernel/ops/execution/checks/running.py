@@ -25,6 +25,7 @@ from ejkernel.ops.execution.checks.forms import (
 )
 from ejkernel.ops.execution.checks.numbers import Numbers
 from ejkernel.ops.execution.checks.report import CheckReport, CheckRow, CheckStatus
+from ejkernel.ops.execution.checks.splitting import split_rows
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.tables import arguments
 from ejkernel.ops.utils.telling import error_text
@@ -73,7 +74,7 @@ def _rows(subject: Subject, configs: Sequence[object], without: frozenset[str]) 
         numbers = Numbers(subject, configs[0], tuple(without))
     except UnsupportedError as error:  # it is for another platform than this process has
         yield CheckRow(check="outputs", config=None, status=CheckStatus.SKIPPED, reason=str(error))
-        without |= {"dtypes", "export", "pickle"}
+        without |= {"dtypes", "export", "pickle", "split"}
     except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
         yield CheckRow(
             check="outputs", config=configs[0], status=CheckStatus.FAILED, reason=f"{type(error).__name__}: {error}"
@@ -101,6 +102,8 @@ def _form_rows(subject: Subject, config: object, without: frozenset[str]) -> Ite
         yield export_row(subject, config)
     if "pickle" not in without:
         yield pickle_row(subject, config)
+    if "split" not in without:
+        yield from split_rows(subject, config)
 
 
 def _dtype_row(subject: Subject, name: str) -> CheckRow:

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes of programs that are being traced or lowered, and XLA's partitioner, which asks how to split an operation."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import compiler, config, core
+from jax._src.sharding_impls import ShardingContext
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+_core: Any = core
+_config: Any = config
+_compiler: Any = compiler
+_NO_MESH = AbstractMesh((), ())
+
+
+def explicit_mesh(avals: Sequence[Any]) -> Any:
+    """Return the mesh whose explicit axes are in the types of arrays; `None` if there is none."""
+    for aval in avals:
+        mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+        if mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types:
+            return mesh
+    return None
+
+
+def explicit_sizes(mesh: Any) -> dict[str, int]:
+    """Return the sizes of a mesh's explicit axes."""
+    named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, kind in named if kind == AxisType.Explicit}
+
+
+def spec_of(aval: Any) -> PartitionSpec:
+    """Return how an array of this type is sharded over explicit axes."""
+    spec: PartitionSpec = aval.sharding.spec
+    return spec
+
+
+def with_spec(aval: Any, mesh: Any, spec: Iterable[Any]) -> Any:
+    """Return the type of an array that is sharded so."""
+    return aval.update(sharding=NamedSharding(mesh, _full(spec, aval)))
+
+
+def whole(aval: Any) -> Any:
+    """Return the type of the same array, not sharded over its mesh."""
+    return with_spec(aval, aval.sharding.mesh, ())
+
+
+def over_explicit_axes(
+    part: Callable[..., Any],
+    mesh: Any,
+    *,
+    given: Sequence[Any],
+    split: Sequence[Any],
+    sums: Sequence[tuple[str, ...]],
+    wanted: Sequence[Any],
+) -> Callable[..., list[Any]]:
+    """Return `part` over the explicit axes of a mesh.
+
+    Args:
+        part: What is to be computed of each device's arrays.
+        mesh: The mesh.
+        given: How each argument is sharded for it.
+        split: How each result of it is sharded.
+        sums: See `missing_sums`.
+        wanted: How each result is to be sharded at last.
+    """
+
+    def resharded(arrays: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
+        return [
+            jax.sharding.reshard(array, NamedSharding(mesh, _full(spec, array)))
+            for array, spec in zip(arrays, specs, strict=True)
+        ]
+
+    def mapped(*arrays: Any) -> list[Any]:
+        arguments = resharded(arrays, given)
+        with jax.sharding.use_abstract_mesh(mesh):
+            parts = jax.shard_map(
+                part,
+                mesh=mesh,
+                in_specs=tuple(given),
+                out_specs=tuple(split),
+                axis_names=set(explicit_sizes(mesh)),
+                check_vma=False,
+            )
+            return resharded(summed(parts(*arguments), sums), wanted)
+
+    return mapped
+
+
+def _full(spec: Iterable[Any], array: Any) -> PartitionSpec:
+    entries = tuple(spec)
+    return PartitionSpec(*entries, *[None] * (array.ndim - len(entries)))
+
+
+def in_mesh(mesh: Any) -> contextlib.AbstractContextManager[Any]:
+    """Put a mesh in force, or leave what is."""
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
+
+
+@contextlib.contextmanager
+def on_one_device() -> Iterator[None]:
+    """Compute one device's part: with no mesh in force, whatever mesh its program has, and with errors that arrive.
+
+    XLA, which asks for the part, makes a text of an error; whoever compiles the program gets the error itself.
+    """
+    with jax.sharding.use_abstract_mesh(_NO_MESH), _keeping_errors():
+        yield
+
+
+def is_exporting(ctx: Any) -> bool:
+    """Return whether a program is lowered to be kept as a text, which no callback can be in."""
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
+def uses_shardy() -> bool:
+    """Return whether Shardy partitions programs, and not GSPMD before it."""
+    return bool(_config.use_shardy_partitioner.value)
+
+
+class LogicalMeshes(NamedTuple):
+    """Meshes of logical devices, with the prime factors of their numbers as axes: they can say every split.
+
+    Which devices are in them is of no matter: only their numbers are written into the program.
+
+    Attributes:
+        auto: The devices among which XLA divides the work.
+        everything: All devices of the program, where some axes are manual; their names are as they were.
+    """
+
+    auto: Mesh
+    everything: Mesh | None
+
+
+def logical_meshes(ctx: Any) -> LogicalMeshes | None:
+    """Return the meshes for the program that is being lowered; `None` if this process has not so many devices."""
+    parts: list[tuple[str | None, int]] = []
+    for name, size in _axes_by_manual_name(ctx.module_context.axis_context):
+        parts += [(None, prime) for prime in primes(size)] if name is None else [(name, size)]
+    everything = [(name or f"part{index}", size) for index, (name, size) in enumerate(parts)]
+    auto = [pair for pair, (name, _) in zip(everything, parts, strict=True) if name is None]
+    if len(jax.devices()) < math.prod(size for _, size in everything):
+        return None
+    return LogicalMeshes(_logical(auto), _logical(everything) if len(auto) < len(everything) else None)
+
+
+def _axes_by_manual_name(context: Any) -> list[tuple[str | None, int]]:
+    """Return the sizes of the axes of a program's mesh, with the names of those that are manual."""
+    mesh = getattr(context, "mesh", None) or getattr(context, "abstract_mesh", None)
+    if mesh is None or mesh.size != getattr(context, "num_devices", mesh.size):
+        return [(None, context.num_devices)]
+    manual = getattr(context, "manual_axes", ())
+    named = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+    return [(name if name in manual else None, size) for name, size in named]
+
+
+def _logical(axes: Sequence[tuple[str, int]]) -> Mesh:
+    sizes = [size for _, size in axes]
+    devices = np.array(jax.devices()[: math.prod(sizes)])
+    return Mesh(devices.reshape(sizes), tuple(name for name, _ in axes))
+
+
+def primes(number: int) -> list[int]:
+    """Return the prime factors of a number, the smallest first."""
+    found, prime = [], 2
+    while number > 1:
+        while number % prime == 0:
+            found.append(prime)
+            number //= prime
+        prime += 1
+    return found
+
+
+class AskedToSplit(NamedTuple):
+    """What XLA's partitioner is told: how it is to split the arguments, and what each device computes of its parts."""
+
+    operand_specs: Sequence[PartitionSpec]
+    result_specs: Sequence[PartitionSpec]
+    part: Callable[..., Any]
+
+
+Splitting = Callable[[Mapping[str, int], list[PartitionSpec]], AskedToSplit]
+_KEPT = "ejkernel_kept"
+
+
+class Kept(NamedTuple):
+    """What is kept of an operation that splits itself.
+
+    Attributes:
+        splitting: From shardings to the split.
+        mesh: The mesh that these are about.
+        types: Types of the whole arguments.
+        platforms: What the program is for.
+    """
+
+    splitting: Splitting
+    mesh: Mesh
+    types: Sequence[Any]
+    platforms: tuple[str, ...]
+
+
+def lower_to_be_split(
+    ctx: Any,
+    whole: Callable[..., Any],
+    *values: Any,
+    meshes: LogicalMeshes,
+    asked: Splitting,
+    axes: tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]],
+) -> Any:
+    """Lower a primitive to an operation that XLA's partitioner splits as `asked` tells it.
+
+    Args:
+        ctx: The context of the primitive's lowering rule.
+        whole: The computation, for its types.
+        values: Its arguments.
+        meshes: Of this program.
+        asked: From the mesh's sizes, and the shardings of arguments and results, to the split.
+        axes: A name for each axis of each argument, and of each result: axes of one name are split alike.
+    """
+    from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+
+    def partition(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
+        with _keeping_errors():
+            found = asked(dict(mesh.shape), [_spec_given(array) for array in (*arguments, *results)])
+        placed = [
+            tuple(NamedSharding(mesh, spec) for spec in specs) for specs in (found.result_specs, found.operand_specs)
+        ]
+        return meshes.everything or mesh, found.part, *placed
+
+    plain = [_core.ShapedArray(aval.shape, aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
+    arguments = plain[: len(ctx.avals_in)]
+    setattr(partition, _KEPT, Kept(asked, meshes.auto, arguments, tuple(ctx.module_context.platforms)))
+    rule = SdyShardingRule(*[tuple(ArrayMapping(*names) for names in arrays) for arrays in axes])
+    split: Any = custom_partitioning(lambda *arrays: tuple(whole(*arrays)))
+    split.def_partition(partition, infer_sharding_from_operands=None, sharding_rule=rule)
+    # The rule of `custom_partitioning` takes devices and names from the context, and knows no manual axes.
+    mesh = meshes.auto
+    inner = ctx.replace(
+        module_context=ctx.module_context.replace(
+            axis_context=ShardingContext(mesh.size, tuple(mesh.devices.flat), mesh.abstract_mesh)
+        ),
+        avals_in=arguments,
+        avals_out=plain[len(ctx.avals_in) :],
+    )
+    return mlir.lower_fun(split, multiple_results=True)(inner, *values)
+
+
+_failed: list[Exception] = []  # what stopped the compilation of a program
+
+
+@contextlib.contextmanager
+def _keeping_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _failed[:] = [error]
+        raise
+
+
+def _own_error(raised: Any) -> Exception | None:
+    own = _failed.pop() if _failed else None
+    return own if own is not None and type(own).__name__ in str(raised) else None
+
+
+_compiler.register_xla_runtime_error_handler(_own_error)
+
+
+def asked_of(target: str, key: str) -> Kept | None:
+    """Return what was kept of an operation that splits itself; `None` if it is another.
+
+    Args:
+        target: What the operation calls.
+        key: What it hands over.
+    """
+    from jax._src import custom_partitioning
+
+    module: Any = custom_partitioning
+    if target != module._CUSTOM_PARTITIONING_CALL_NAME:
+        return None
+    info = module._sharding_callbacks.get(key.encode())
+    return None if info is None else getattr(info.partition, _KEPT, None)
+
+
+def _spec_given(array: Any) -> PartitionSpec:
+    spec: PartitionSpec = getattr(array.sharding, "spec", PartitionSpec())
+    return spec
+
+
+def lower_sums_over_manual_axes(ctx: Any, *values: Any) -> Any:
+    """Add up what a part's computation could not know to be different: over manual axes around it.
+
+    A result that varies over fewer axes than the arguments do, such as the gradient of a weight, is a sum over the
+    others; among parts that XLA divides, types tell nothing of them.
+    """
+    missing = missing_sums(ctx)
+    if not any(missing):
+        return values
+    flat = [value[0] if isinstance(value, list | tuple) else value for value in values]
+    after = ctx.replace(avals_in=ctx.avals_out)
+    return mlir.lower_fun(lambda *arrays: summed(arrays, missing), multiple_results=True)(after, *flat)
+
+
+def missing_sums(ctx: Any) -> list[tuple[str, ...]]:
+    """Return the manual axes over which each result of a primitive is still to be added up."""
+    have: frozenset[str] = frozenset().union(*map(_varying, ctx.avals_in))
+    return [tuple(sorted(have - _varying(aval))) for aval in ctx.avals_out]
+
+
+def summed(arrays: Sequence[Any], missing: Sequence[tuple[str, ...]]) -> list[Any]:
+    """Return each array added up over manual axes."""
+    return [
+        jax.lax.psum(jax.lax.pcast(array, axes, to="varying"), axes) if axes else array
+        for array, axes in zip(arrays, missing, strict=True)
+    ]
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    return frozenset(aval.manual_axis_type.varying)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What XLA's partitioner will be told about the operations of a lowered program, found without compiling it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax._src.lib import mlir
+from jax._src.lib.mlir import dialects
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ejkernel.compat.partitioning import AskedToSplit, asked_of, primes
+
+_mlir: Any = mlir
+_ir: Any = _mlir.ir
+_dialects: Any = dialects
+_sdy: Any = _dialects.sdy
+_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
+
+
+class SplitOperation(NamedTuple):
+    """An operation of `lower_to_be_split`, as the partitioner will find it.
+
+    Attributes:
+        asked: What it will be told.
+        types: The types of one device's arguments.
+        mesh: The mesh that both are about.
+        platform: What the program is for.
+    """
+
+    asked: AskedToSplit
+    types: Sequence[jax.ShapeDtypeStruct]
+    mesh: Mesh
+    platform: str
+
+    def calls(self, primitive: Any) -> list[tuple[dict[str, Any], list[Any]]]:
+        """Return the parameters of each call of a primitive in one device's part, and the types of its arguments."""
+        jaxpr = jax.make_jaxpr(self.asked.part, axis_env=list(self.mesh.shape.items()))(*self.types)
+        found = [equation for equation in jaxpr.eqns if equation.primitive is primitive]
+        return [(equation.params, [var.aval for var in equation.invars]) for equation in found]
+
+
+def split_operations(lowered: Any) -> Iterator[SplitOperation]:
+    """Yield the operations of a lowered program that split themselves.
+
+    Shardy's own propagation finds their shardings, on a copy of the program.
+    """
+    module = lowered.compiler_ir()
+    if module is None:
+        return
+    with module.context:
+        copied = module.operation.clone()
+        if not any(True for _ in _operations(copied.operation)):
+            return
+        _mlir.passmanager.PassManager.parse(_PIPELINE).run(copied.operation)
+        meshes = _meshes(copied.operation)
+        for operation, asked in _operations(copied.operation):
+            yield _split(operation, asked, meshes)
+
+
+def _operations(module: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each operation that splits itself, and what was kept of it when it was lowered."""
+    for operation in _walked(module):
+        if operation.name == "stablehlo.custom_call":
+            key = str(operation.attributes["backend_config"]) if "backend_config" in operation.attributes else ""
+            asked = asked_of(str(operation.attributes["call_target_name"]).strip('"'), key.strip('"'))
+            if asked is not None:
+                yield operation, asked
+
+
+def _walked(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from _walked(inner.operation)
+
+
+def _meshes(module: Any) -> dict[str, list[tuple[str, int]]]:
+    """Return the axes of each mesh of a program, by the mesh's name."""
+    return {
+        _ir.StringAttr(operation.attributes["sym_name"]).value: _axes(operation.attributes["mesh"])
+        for operation in _walked(module)
+        if operation.name == "sdy.mesh"
+    }
+
+
+def _split(operation: Any, kept: Any, meshes: dict[str, list[tuple[str, int]]]) -> SplitOperation:
+    manual = _manual_axes(operation)
+    shardings = [*map(_sharding_of_value, operation.operands), *map(_sharding_of_value, operation.results)]
+    specs = [_spec(sharding, kept.mesh, meshes, manual) for sharding in shardings]
+    asked = kept.splitting(dict(kept.mesh.shape), specs)
+    types = [
+        jax.ShapeDtypeStruct(NamedSharding(kept.mesh, spec).shard_shape(aval.shape), aval.dtype)
+        for spec, aval in zip(asked.operand_specs, kept.types, strict=True)
+    ]
+    return SplitOperation(asked, types, kept.mesh, kept.platforms[0])
+
+
+def _manual_axes(operation: Any) -> set[str]:
+    found: set[str] = set()
+    parent = operation.parent
+    while parent is not None:
+        if parent.name == "sdy.manual_computation":
+            found |= set(_sdy.ManualAxesAttr(parent.attributes["manual_axes"]))
+        parent = parent.parent
+    return found
+
+
+def _sharding_of_value(value: Any) -> Any:
+    """Return what propagation found for a value; `None` if it is whole on every device."""
+    owner = value.owner
+    if hasattr(owner, "owner"):  # it is an argument of a block
+        parent, index = owner.owner.operation, value.arg_number
+        if parent.name == "func.func":
+            return _of_argument(parent, index)
+        name = "in_shardings" if parent.name == "sdy.manual_computation" else "sdy.sharding"
+        return _one(parent, name, index)
+    sharding = _one(owner, "sdy.sharding", getattr(value, "result_number", 0))
+    return sharding if sharding is not None else _one(owner, "sharding", 0)  # of a constraint
+
+
+def _of_argument(function: Any, index: int) -> Any:
+    if "arg_attrs" not in function.attributes:
+        return None
+    attributes = _ir.DictAttr(_ir.ArrayAttr(function.attributes["arg_attrs"])[index])
+    return _sdy.TensorShardingAttr(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else None
+
+
+def _one(operation: Any, name: str, index: int) -> Any:
+    if name not in operation.attributes:
+        return None
+    found = operation.attributes[name]
+    if not _sdy.TensorShardingPerValueAttr.isinstance(found):
+        return _sdy.TensorShardingAttr(found)
+    return _sdy.TensorShardingAttr(_sdy.TensorShardingPerValueAttr(found).shardings[index])
+
+
+def _spec(sharding: Any, mesh: Mesh, meshes: dict[str, list[tuple[str, int]]], manual: set[str]) -> PartitionSpec:
+    """Return a sharding over the axes of the logical mesh, each a prime factor of one of the program's."""
+    if sharding is None:
+        return PartitionSpec()
+    axes = _axes_of(sharding.mesh_or_ref, meshes)
+    parts = [(name, prime) for name, size in axes if name not in manual for prime in primes(size)]
+    names = list(mesh.axis_names)
+    if [prime for _, prime in parts] != list(mesh.shape.values()):
+        raise ValueError(f"the program's mesh {axes} cannot be told in the terms of {dict(mesh.shape)}")
+    by_axis: dict[str, list[tuple[str, int]]] = {}
+    for logical, (name, prime) in zip(names, parts, strict=True):
+        by_axis.setdefault(name, []).append((logical, prime))
+    return PartitionSpec(
+        *[
+            tuple(logical for axis in axes for logical in _logical_axes(axis, by_axis)) or None
+            for axes in (_sdy.DimensionShardingAttr(dimension).axes for dimension in sharding.dimension_shardings)
+        ]
+    )
+
+
+def _axes_of(mesh: Any, meshes: dict[str, list[tuple[str, int]]]) -> list[tuple[str, int]]:
+    name = str(mesh)
+    return meshes[name.removeprefix("@")] if name.startswith("@") else _axes(mesh)
+
+
+def _axes(mesh: Any) -> list[tuple[str, int]]:
+    return [(axis.name, axis.size) for axis in map(_sdy.MeshAxisAttr, _sdy.MeshAttr(mesh).axes)]
+
+
+def _logical_axes(axis: Any, by_axis: dict[str, list[tuple[str, int]]]) -> list[str]:
+    """Return the parts of an axis that a sharding names: all of it, or a factor of its size."""
+    axis = _sdy.AxisRefAttr(axis)
+    parts = by_axis.get(axis.name, [])  # none for an axis that is manual there
+    if axis.sub_axis_info is None:
+        return [name for name, _ in parts]
+    part = _sdy.SubAxisInfoAttr(axis.sub_axis_info)
+    first, last = part.pre_size, part.pre_size * part.size
+    found, before = [], 1
+    for name, prime in parts:
+        if first <= before < last:
+            found.append(name)
+        before *= prime
+    return found

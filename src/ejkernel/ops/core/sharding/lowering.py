@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a call is split where its arrays are: by their types over explicit axes, by XLA's partitioner over the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from ejkernel import compat
+from ejkernel.ops.core.sharding.nodes import factors, has_rule, local, primals_of_gradients
+from ejkernel.ops.core.sharding.rule import Factors
+from ejkernel.ops.core.sharding.split import Shapes, Split, mesh_axes, part_of, split
+from ejkernel.ops.core.transformations.nodes import Node
+from ejkernel.ops.errors import ArgumentError, KernelError, ShardingWarning
+from ejkernel.ops.utils.meta import SPLIT
+from ejkernel.ops.utils.values.signature import HasType
+
+
+class Part(enum.Enum):
+    """What a call's arrays are in a program for several devices."""
+
+    WHOLE = "whole"
+    OF_EXPLICIT_AXES = "one device's along all explicit axes"
+    LOCAL = "one device's"
+
+
+class SplitCall(NamedTuple):
+    """A call that is to be split.
+
+    Attributes:
+        node: What is computed.
+        part: What its arrays are.
+        bind: Makes the call of another node, on arrays that are such a part.
+    """
+
+    node: Node
+    part: Part
+    bind: Callable[[Node, Part, Sequence[Any]], Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExplicitSplit:
+    """How a call is split over explicit axes.
+
+    Attributes:
+        mesh: Their mesh.
+        split: The split.
+        wanted: How each result is sharded for the program.
+    """
+
+    mesh: Any
+    split: Split
+    wanted: Sequence[PartitionSpec]
+
+    def typed(self, avals: Sequence[Any]) -> list[Any]:
+        """Return the types of the results with their shardings."""
+        return [compat.with_spec(aval, self.mesh, spec) for aval, spec in zip(avals, self.wanted, strict=True)]
+
+
+def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) -> ExplicitSplit | None:
+    """Return how a call is split by the types of its arguments; `None` if they, or its kernel, say nothing of it.
+
+    Raises:
+        ArgumentError: an axis is sharded that cannot be split.
+    """
+    mesh = compat.explicit_mesh(avals) if has_rule(node.spec.kernel) else None
+    found = None if mesh is None else factors(node, avals)
+    if found is None:
+        return None
+    specs = [compat.spec_of(aval) for aval in avals]
+    shapes = _shapes(node, found, avals, outs, compat.explicit_sizes(mesh))
+    chosen = split(found, shapes, specs, move=False)
+    _check_nothing_is_left(node, specs, chosen)
+    primals = primals_of_gradients(node, avals)  # the type of a gradient is its primal's
+    wanted = chosen.result_specs if primals is None else [compat.spec_of(primal) for primal in primals]
+    return ExplicitSplit(mesh=mesh, split=chosen, wanted=wanted)
+
+
+def _check_nothing_is_left(node: Node, specs: Sequence[PartitionSpec], chosen: Split) -> None:
+    for index, (given, names, taken) in enumerate(
+        zip(specs, chosen.factors.operands, chosen.operand_specs, strict=True)
+    ):
+        for axis, (entry, name, own) in enumerate(zip(given, names, taken, strict=False)):
+            left = [a for a in mesh_axes(entry) if chosen.shapes.mesh[a] > 1 and a not in mesh_axes(own)]
+            if not left:
+                continue
+            over = ", ".join(map(repr, left))
+            why = (
+                f"which is split over {mesh_axes(own) or 'nothing'} there as the arguments before it ask"
+                if name in chosen.factors.splittable
+                else "which every device needs whole"
+            )
+            raise ArgumentError(
+                f"{node.spec.kernel.op_id}: axis {axis} of array {index} is sharded over {over}, {why}; use "
+                f"jax.sharding.reshard to shard it as {taken} first."
+            )
+
+
+def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
+    """Lower a call as one that splits itself; `None` if it is one device's already, or does not split."""
+    if call.part is Part.LOCAL or not has_rule(call.node.spec.kernel):
+        return None
+    explicit = explicit_split(call.node, ctx.avals_in, ctx.avals_out) if call.part is Part.WHOLE else None
+    if explicit is not None:
+        return _lower_explicit(ctx, values, call, explicit)
+    return _lower_auto(ctx, values, call) if compat.is_partitioned() else None
+
+
+def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: ExplicitSplit) -> Any:
+    part = part_of(found.split, functools.partial(_bound, call, Part.OF_EXPLICIT_AXES))
+    over_axes = compat.over_explicit_axes(
+        part,
+        found.mesh,
+        given=found.split.operand_specs,
+        split=found.split.result_specs,
+        sums=compat.missing_sums(ctx),
+        wanted=found.wanted,
+    )
+    return compat.lower_function(ctx, over_axes, *values)
+
+
+def _bound(call: SplitCall, part: Part, *arrays: Any) -> Sequence[Any]:
+    return call.bind(local(call.node, arrays), part, arrays)
+
+
+def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
+    found = factors(call.node, ctx.avals_in)
+    if found is None:
+        return None
+    meshes = compat.logical_meshes(ctx)
+    reason = _standing_back(ctx, meshes)
+    if reason or meshes is None:
+        _say_once(call.node.spec.kernel.op_id, reason)
+        return None
+    _shapes(call.node, found, ctx.avals_in, ctx.avals_out, {})
+
+    def asked(mesh: Mapping[str, int], specs: list[PartitionSpec]) -> compat.AskedToSplit:
+        chosen = auto_split(call.node, found, ctx.avals_in, ctx.avals_out, mesh=mesh, specs=specs)
+        part = part_of(chosen, functools.partial(_bound, call, Part.LOCAL))
+        return compat.AskedToSplit(chosen.operand_specs, chosen.result_specs, _alone(part))
+
+    out = compat.lower_to_be_split(
+        ctx,
+        lambda *arrays: call.bind(call.node, Part.LOCAL, arrays),
+        *values,
+        meshes=meshes,
+        asked=asked,
+        axes=_numbered(found, ctx.avals_in, ctx.avals_out),
+    )
+    kernel = call.node.spec.kernel
+    compat.label_value(out[0], values, SPLIT, f"{kernel.op_id}{call.node.suffix}@v{kernel.version}")
+    return compat.lower_sums_over_manual_axes(ctx, *out)
+
+
+def auto_split(
+    node: Node,
+    found: Factors,
+    arrays: Sequence[HasType],
+    results: Sequence[HasType],
+    *,
+    mesh: Mapping[str, int],
+    specs: Sequence[PartitionSpec],
+) -> Split:
+    """Return how XLA's partitioner is to split a call whose arguments and results it shards as `specs` say."""
+    return split(found, _shapes(node, found, arrays, results, mesh), specs, move=True)
+
+
+def _alone(part: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(*arrays: Any) -> Any:
+        with compat.on_one_device():
+            return part(*arrays)
+
+    return computed
+
+
+def _shapes(
+    node: Node, found: Factors, avals: Sequence[HasType], outs: Sequence[HasType], mesh: Mapping[str, int]
+) -> Shapes:
+    if list(map(len, found.results)) != [len(out.shape) for out in outs]:
+        named = ", ".join(" ".join(name or "_" for name in names) for names in found.results)
+        raise KernelError(
+            f"{node.spec.kernel.op_id}: sharding_rule names the axes of results {named!r}, and their shapes are "
+            f"{', '.join(str(list(out.shape)) for out in outs)}."
+        )
+    shapes = [tuple(tuple(array.shape) for array in arrays) for arrays in (avals, outs)]
+    return Shapes(operands=shapes[0], results=shapes[1], mesh=mesh)
+
+
+def _standing_back(ctx: Any, meshes: compat.LogicalMeshes | None) -> str:
+    """Return why a call of this program cannot be split; `""` if it can."""
+    if compat.is_exporting(ctx):
+        return "a program that is exported cannot ask how to split it"
+    if not compat.uses_shardy():
+        return "GSPMD partitions this program, and Shardy alone knows the rule (jax_use_shardy_partitioner=True)"
+    return "this process has fewer devices than the program's mesh" if meshes is None else ""
+
+
+@functools.cache
+def _say_once(op_id: str, reason: str) -> None:
+    warnings.warn(
+        f"{op_id}: the call is not split over the devices of its program, each computes all of it: {reason}; inside "
+        "jax.shard_map it is one device's.",
+        ShardingWarning,
+        stacklevel=2,
+    )
+
+
+def _numbered(
+    found: Factors, arrays: Sequence[HasType], results: Sequence[HasType]
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Return names of axes as the partitioner takes them: one for axes that are split alike, others for all others."""
+    named = zip((*found.operands, *found.results), (*arrays, *results), strict=True)
+    lengths = {name: length for names, array in named for name, length in zip(names, array.shape, strict=True) if name}
+    same = {one: leader for one, leader in found.follows if lengths.get(one) == lengths.get(leader)}
+    numbers = itertools.count()
+    known: dict[str, str] = {}
+
+    def numbered(names: Sequence[str | None]) -> list[str]:
+        own = [f"axis{next(numbers)}" for _ in names]
+        return [
+            fresh if name is None else known.setdefault(same.get(name, name), fresh)
+            for name, fresh in zip(names, own, strict=True)
+        ]
+
+    return list(map(numbered, found.operands)), list(map(numbered, found.results))

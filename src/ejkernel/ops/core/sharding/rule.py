@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ShardingRule`: how a kernel says along which axes its calls may be split over devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
+
+from ejkernel.ops.errors import KernelError
+from ejkernel.ops.utils.values.signature import HasType
+
+Factor = str | None  # the name of an axis; `None` for one that is never split
+_UNNAMED: Final = "_"
+_ELLIPSIS: Final = "..."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardingRule:
+    """The axes along which a call may be split, so that each device computes its part by itself.
+
+    A sum of products would say `ShardingRule("m k, k n -> m n", split="m n k")`. Every array among the arguments is
+    there with the names of its axes, then every array of the result. `_` is an axis without a name; `...`, once in an
+    array, is as many axes as are left, and stands for the same ones wherever it is.
+
+    An argument that lacks an axis which is split goes whole to every device. A result that lacks one is the *sum* of
+    the devices' results: name among `split` no axis for which that is wrong, such as one that is normalised over.
+    Gradients follow from the same rule.
+
+    Args:
+        axes: The axes, as above.
+        split: Which of them may be split; all others are whole on every device. `...` means all that it stands for.
+        residuals: The axes of what `fwd_with_residuals` leaves for the backward, in the form of `axes`. A kernel with
+            residuals that does not say them is split in its forward alone.
+        follows: `{"g": "h"}`: axis `g` is shorter than `h`, each of its entries belongs to a run of `h`'s, as a key
+            head belongs to a group of query heads. It is split as `h` is, or goes whole to devices that use a part.
+
+    Raises:
+        KernelError: the text is not of that form.
+    """
+
+    axes: str
+    split: str | Collection[str]
+    residuals: str | None = None
+    follows: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.axes.count("->") != 1:
+            raise KernelError(f"axes must look like 'm k, k n -> m n', got {self.axes!r}.")
+        known = {name for text in (self.axes.replace("->", ","), self.residuals or "") for name in _words(text)}
+        for name in (*self.splittable, *self.follows, *self.follows.values()):
+            if name not in known or name == _UNNAMED:
+                raise KernelError(f"split and follows must name axes of {self.axes!r}, got {name!r}.")
+        for text in (*self.operands, *self.results, *(self.kept or ())):
+            if text.count(_ELLIPSIS) > 1:
+                raise KernelError(f"an array must have '...' once at most, got {' '.join(text)!r}.")
+
+    @property
+    def splittable(self) -> tuple[str, ...]:
+        """The axes that may be split."""
+        return tuple(self.split.split() if isinstance(self.split, str) else self.split)
+
+    @property
+    def operands(self) -> list[list[str]]:
+        """The axes of each argument."""
+        return _arrays(self.axes.split("->")[0])
+
+    @property
+    def results(self) -> list[list[str]]:
+        """The axes of each result."""
+        return _arrays(self.axes.split("->")[1])
+
+    @property
+    def kept(self) -> list[list[str]] | None:
+        """The axes of each residual; `None` if they are not known."""
+        return None if self.residuals is None else _arrays(self.residuals)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """A rule for arrays of known ranks.
+
+    Attributes:
+        operands: The name of each axis of each argument.
+        results: The same of each result.
+        splittable: Which may be split.
+        follows: See `ShardingRule`.
+    """
+
+    operands: tuple[tuple[Factor, ...], ...]
+    results: tuple[tuple[Factor, ...], ...]
+    splittable: frozenset[str]
+    follows: tuple[tuple[str, str], ...]
+
+
+def factors_of(rule: ShardingRule, op_id: str, arrays: Sequence[HasType], *, residuals: bool) -> Factors | None:
+    """Return the rule for a forward call on such arrays; `None` if it does not say what is asked.
+
+    Raises:
+        KernelError: the rule does not fit the arrays.
+    """
+    if residuals and rule.kept is None:
+        return None
+    texts = rule.operands
+    if len(texts) != len(arrays):
+        raise KernelError(
+            f"{op_id}: sharding_rule {rule.axes!r} is one for {len(texts)} arrays, the call has {len(arrays)}."
+        )
+    more = {_more(op_id, rule, text, array) for text, array in zip(texts, arrays, strict=True) if _ELLIPSIS in text}
+    if len(more) > 1:
+        raise KernelError(f"{op_id}: '...' in sharding_rule {rule.axes!r} stands for {sorted(more)} axes.")
+    unfolded = _Unfolding(next(iter(more), 0))
+    outs = [*rule.results, *((rule.kept or []) if residuals else [])]
+    found = Factors(
+        operands=tuple(map(unfolded.names, texts)),
+        results=tuple(map(unfolded.names, outs)),
+        splittable=frozenset(name for name in unfolded.names(rule.splittable) if name is not None),
+        follows=tuple(sorted(rule.follows.items())),
+    )
+    _check_lengths(op_id, rule, found.operands, arrays)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unfolding:
+    """What `...` stands for."""
+
+    count: int
+
+    def names(self, text: Iterable[str]) -> tuple[Factor, ...]:
+        found: list[Factor] = []
+        for name in text:
+            found += [f"...{index}" for index in range(self.count)] if name == _ELLIPSIS else [name]
+        return tuple(None if name == _UNNAMED else name for name in found)
+
+
+def _more(op_id: str, rule: ShardingRule, text: Sequence[str], array: HasType) -> int:
+    more = len(array.shape) - len(text) + 1
+    if more < 0:
+        raise KernelError(f"{op_id}: {' '.join(text)!r} of sharding_rule {rule.axes!r} is given {list(array.shape)}.")
+    return more
+
+
+def _check_lengths(
+    op_id: str, rule: ShardingRule, operands: Sequence[Sequence[Factor]], arrays: Sequence[HasType]
+) -> None:
+    lengths: dict[str, int] = {}
+    for names, array in zip(operands, arrays, strict=True):
+        if len(names) != len(array.shape):
+            raise KernelError(
+                f"{op_id}: sharding_rule {rule.axes!r} gives {len(names)} axes to an array of shape "
+                f"{list(array.shape)}."
+            )
+        for name, length in zip(names, array.shape, strict=True):
+            if name is not None and lengths.setdefault(name, length) != length:
+                raise KernelError(
+                    f"{op_id}: axis {name!r} of sharding_rule {rule.axes!r} has lengths {lengths[name]} and {length}."
+                )
+
+
+def _arrays(text: str) -> list[list[str]]:
+    return [array.split() for array in text.split(",")] if text.strip() else []
+
+
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ready operations in programs for several devices: they split themselves, and compute what plain JAX computes."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.modules import flash_attention, layer_norm, rms_norm
+from ejkernel.ops import recording
+from ejkernel.ops.execution.discovery import discover
+
+MODES = {
+    "auto": (AxisType.Auto, AxisType.Auto),
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "mixed": (AxisType.Explicit, AxisType.Auto),
+}
+
+
+def mesh_of(mode, shape=(2, 4)):
+    return jax.make_mesh(shape, ("data", "model"), axis_types=MODES[mode])
+
+
+def random(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def plain_attention(query, key, value):
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
+    visible = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(visible, logits, -jnp.inf)), value)
+
+
+def plain_rms_norm(x, weight):
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+
+
+def plain_layer_norm(x, weight, bias):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weight + bias
+
+
+attention = functools.partial(flash_attention, causal=True)
+ATTENTION = (
+    attention,
+    plain_attention,
+    (random(8, 16, 8, 8), random(8, 16, 4, 8, seed=1), random(8, 16, 4, 8, seed=2)),
+)
+RMS_NORM = (rms_norm, plain_rms_norm, (random(8, 4, 16), random(16, seed=1)))
+LAYER_NORM = (layer_norm, plain_layer_norm, (random(8, 4, 16), random(16, seed=1), random(16, seed=2)))
+SPLITS = {
+    "batch": (*ATTENTION, [P("data")] * 3),
+    "heads": (*ATTENTION, [P(None, None, "model")] * 3),
+    "both": (*ATTENTION, [P("data", None, "model")] * 3),
+    "rows of rms_norm": (*RMS_NORM, [P("data", "model"), P()]),
+    "rows of layer_norm": (*LAYER_NORM, [P("data", "model"), P(), P()]),
+}
+
+
+def loss(function):
+    return lambda *arrays: (function(*arrays) ** 2).mean()
+
+
+def gradient(function):
+    return lambda *arrays: jax.grad(loss(function), argnums=range(len(arrays)))(*arrays)
+
+
+def scanned(function):
+    def step(rest, carry, _):
+        return function(carry, *rest) * 0.5, None
+
+    return lambda first, *rest: jax.lax.scan(functools.partial(step, rest), first, None, length=2)[0]
+
+
+def one_example(function):
+    """Return `function` of one example of those that `vmap` is over."""
+    return lambda first, *rest: function(first[None], *[x[None] if x.ndim > 1 else x for x in rest])[0]
+
+
+def vmapped(function):
+    return lambda *arrays: jax.vmap(one_example(function), [0 if x.ndim > 1 else None for x in arrays])(*arrays)
+
+
+TRANSFORMATIONS = {
+    "forward": lambda function: function,
+    "gradient": gradient,
+    "scan": lambda function: gradient(scanned(function)),
+    "remat": lambda function: gradient(jax.checkpoint(function)),
+    "vmap": lambda function: gradient(vmapped(function)),
+}
+
+
+def placed(arrays, specs, mesh):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+
+
+def compiled(function, arrays, specs, mesh):
+    with jax.set_mesh(mesh):
+        given = placed(arrays, specs, mesh)
+        program = jax.jit(function).lower(*given).compile()
+        return program, program(*given)
+
+
+_COLLECTIVE = re.compile(
+    r"= (\S+|\([^)]*\)) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+_ARRAY = re.compile(r"([a-z]+\d+)\[([\d,]*)\]")
+
+
+def bytes_in_collectives(program):
+    """Return how many bytes the results of a compiled program's collectives have."""
+    arrays = [array for result in _COLLECTIVE.findall(program.as_text()) for array in _ARRAY.findall(result)]
+    return sum(np.prod([int(n) for n in shape.split(",") if n] or [1]) * int(kind[1:]) // 8 for kind, shape in arrays)
+
+
+def close(left, right):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), left, right)
+
+
+CASES = [
+    (split, name)
+    for split in SPLITS
+    for name in TRANSFORMATIONS
+    if "norm" not in split or name not in ("scan", "remat")
+]
+
+
+@pytest.mark.parametrize(("split", "transformation"), CASES)
+@pytest.mark.parametrize("mode", MODES)
+def test_split_call_is_plain_jax_with_no_more_bytes_between_devices(mode, split, transformation):
+    ours, plain, arrays, specs = SPLITS[split]
+    ours, plain = (TRANSFORMATIONS[transformation](function) for function in (ours, plain))
+    program, found = compiled(ours, arrays, specs, mesh_of(mode))
+    plain_program, _ = compiled(plain, arrays, specs, mesh_of("auto"))
+    close(found, jax.jit(plain)(*arrays))
+    assert bytes_in_collectives(program) <= bytes_in_collectives(plain_program)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
+    mesh, spec = mesh_of(mode), P("data", None, "model")
+    function, arrays = gradient(attention), ATTENTION[2]
+    whole = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3)
+    with jax.set_mesh(mesh):
+        given = placed(arrays, [spec] * 3, mesh)
+        with recording() as compiled_calls:
+            jax.jit(function).lower(*given).compile()
+        found, inside = discover(function, *given), discover(whole, *given)
+    assert {inv.key for inv in compiled_calls} == {inv.key for inv in found} == {inv.key for inv in inside}
+    assert {inv.op_id for inv in found} == {"flash_attention", "flash_attention.bwd"}
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_key_heads_that_are_fewer_than_devices_go_whole_to_each(mode, groups):
+    query, key, value = ATTENTION[2]
+    arrays = (query, key[:, :, :groups], value[:, :, :groups])
+    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=MODES[mode])
+    _, found = compiled(gradient(attention), arrays, [P(None, None, "model"), P(), P()], mesh)
+    close(found, jax.jit(gradient(plain_attention))(*arrays))
+
+
+@pytest.mark.parametrize("batch", [8, 1])
+def test_sequence_that_is_split_is_moved_to_examples_or_heads(batch):
+    arrays = [x[:batch] for x in ATTENTION[2]]
+    mesh = mesh_of("auto")
+    given = placed(arrays, [P(None, "model")] * 3, mesh)
+    shapes = [inv.array_types[0].shape for inv in discover(attention, *given)]
+    assert shapes == [(2, 16, 8, 8) if batch == 8 else (1, 16, 2, 8)]
+    close(jax.jit(attention)(*given), plain_attention(*arrays))
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"), [(P(None, "model"), "axis 1 of array 0"), (P("data", None, None, "model"), "axis 3")]
+)
+def test_explicit_axis_that_cannot_be_split_is_an_error_that_says_what_to_do(spec, says):
+    mesh = mesh_of("explicit")
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=rf"flash_attention: {says}.*jax\.sharding\.reshard"):
+        jax.jit(attention)(*placed(ATTENTION[2], [spec, P(), P()], mesh))
+
+
+def test_arrays_that_ask_for_different_explicit_axes_are_an_error():
+    mesh = mesh_of("explicit")
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"array 1 is sharded over 'model'.*'data'"):
+        jax.jit(attention)(*placed(ATTENTION[2], [P("data"), P("model"), P("data")], mesh))
+
+
+def options():
+    mask = jax.random.bernoulli(jax.random.key(3), 0.8, (8, 1, 1, 16)).at[..., 0].set(True)
+    ids = jnp.sort(jax.random.randint(jax.random.key(4), (8, 16), 0, 3), axis=-1)
+    return {
+        "bias of all examples": {"bias": random(1, 8, 16, 16, seed=5)},
+        "bias of all heads": {"bias": random(8, 1, 16, 16, seed=5)},
+        "mask": {"attention_mask": mask},
+        "segments": {"segment_ids": ids},
+        "lengths": {"key_lengths": jnp.arange(8) + 5},
+        "sinks": {"sinks": random(8, seed=6)},
+        "window and cap": {"sliding_window": 4, "logits_soft_cap": 5.0},
+    }
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("option", options())
+def test_every_argument_of_attention_is_split_with_the_query(option, mode):
+    given = options()[option]
+    arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
+    static = {name: x for name, x in given.items() if name not in arrays}
+
+    def function(query, key, value, *more):
+        return attention(query, key, value, **dict(zip(arrays, more, strict=True)), **static)
+
+    inexact = [index for index, x in enumerate((*ATTENTION[2], *arrays.values())) if x.dtype == jnp.float32]
+    whole = jax.grad(loss(function), argnums=inexact)
+    specs = [P("data", None, "model")] * 3 + [P()] * len(arrays)
+    operands = (*ATTENTION[2], *arrays.values())
+    _, found = compiled(whole, operands, specs, mesh_of(mode))
+    close(found, jax.jit(whole)(*operands))
+    with jax.set_mesh(mesh_of(mode)):
+        calls = discover(whole, *placed(operands, specs, mesh_of(mode)))
+    assert {inv.array_types[0].shape for inv in calls} == {(4, 16, 2, 8)}
+
+
+def test_dropout_is_not_split_and_drops_the_same_weights():
+    def function(*arrays):
+        return flash_attention(*arrays, dropout_rate=0.3, dropout_key=jax.random.key(1))
+
+    _, found = compiled(function, ATTENTION[2], [P("data")] * 3, mesh_of("auto"))
+    close(found, function(*ATTENTION[2]))
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_gradient_of_a_weight_is_summed_over_manual_axes_around_it_too(mode):
+    mesh, (x, weight) = mesh_of(mode), RMS_NORM[2]
+    inside = jax.shard_map(
+        gradient(rms_norm), mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P()), axis_names={"data"}
+    )
+    expected = gradient(lambda *arrays: plain_rms_norm(*arrays) * 2**0.5)(x, weight)  # a mean of half the rows
+    _, found = compiled(inside, (x, weight), [P("data", "model"), P()], mesh)
+    close(found, expected)
+
+
+def test_one_explicit_device_keeps_the_sharding_of_its_arrays():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    function = scanned(attention)
+    _, found = compiled(gradient(function), ATTENTION[2], [P("data")] * 3, mesh)
+    close(found, jax.jit(gradient(scanned(plain_attention)))(*ATTENTION[2]))
+    assert all(x.sharding.spec[0] == "data" for x in found)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharding rules: what they say, how calls are divided by them, and what is wrong with those that are wrong."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.ops import ShardingRule
+from ejkernel.ops.core.sharding.rule import factors_of
+from ejkernel.ops.core.sharding.split import Shapes, split
+from ejkernel.ops.errors import KernelError
+
+MATMUL = ShardingRule("m k, k n -> m n", split="m n k")
+HEADS = ShardingRule("b q h d, b k g d -> b q h d", split="b h", follows={"g": "h"})
+
+
+def arrays(*shapes):
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def divided(rule, operands, results, specs, mesh, move=True):
+    factors = factors_of(rule, "op", arrays(*operands), residuals=False)
+    shapes = Shapes(operands=operands, results=results, mesh=mesh)
+    return split(factors, shapes, [P(*spec) for spec in specs], move=move)
+
+
+def test_ellipsis_stands_for_the_axes_that_are_left_and_for_the_same_everywhere():
+    rule = ShardingRule("... d, d -> ... d", split="...")
+    factors = factors_of(rule, "op", arrays((2, 3, 4), (4,)), residuals=False)
+    assert factors.operands == (("...0", "...1", "d"), ("d",))
+    assert factors.results == (("...0", "...1", "d"),)
+    assert factors.splittable == {"...0", "...1"}
+
+
+def test_residuals_follow_the_results_and_a_rule_without_them_says_nothing_of_a_forward_that_keeps_some():
+    rule = ShardingRule("... d -> ... d", split="...", residuals="...")
+    assert factors_of(rule, "op", arrays((2, 4)), residuals=True).results == (("...0", "d"), ("...0",))
+    assert factors_of(MATMUL, "op", arrays((2, 4), (4, 2)), residuals=True) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: ShardingRule("m k", split="m"), "axes must look like"),
+        (lambda: ShardingRule("m -> m", split="n"), "must name axes of 'm -> m', got 'n'"),
+        (lambda: ShardingRule("m -> m", split="m", follows={"m": "h"}), "got 'h'"),
+        (lambda: ShardingRule("... m ... -> m", split="m"), r"'\.\.\.' once at most"),
+        (lambda: ShardingRule("_ -> _", split="_"), "got '_'"),
+        (lambda: factors_of(MATMUL, "op", arrays((2, 2)), residuals=False), "op: .* for 2 arrays, the call has 1"),
+        (lambda: factors_of(MATMUL, "op", arrays((2,), (2, 2)), residuals=False), r"2 axes to an array of shape \[2\]"),
+        (lambda: factors_of(MATMUL, "op", arrays((2, 3), (2, 2)), residuals=False), "'k' .* has lengths 3 and 2"),
+    ],
+)
+def test_rule_that_is_wrong_is_an_error_that_says_why(make, says):
+    with pytest.raises(KernelError, match=says):
+        make()
+
+
+def test_result_without_a_split_axis_is_a_sum_over_the_devices_that_split_it():
+    found = divided(MATMUL, ((8, 8), (8, 8)), ((8, 8),), [(None, "x"), ("x", None)], {"x": 4})
+    assert found.operand_specs == (P(None, "x"), P("x", None))
+    assert found.result_specs == (P(None, None),)
+    assert found.sums(found.factors.results[0]) == ("x",)
+
+
+def test_first_array_decides_and_what_does_not_divide_stays_whole():
+    found = divided(MATMUL, ((8, 8), (8, 6)), ((8, 6),), [("x", None), (None, "y")], {"x": 2, "y": 4}, move=False)
+    assert found.operand_specs == (P("x", None), P(None, None))
+    found = divided(MATMUL, ((8, 8), (8, 8)), ((8, 8),), [("x", None), (None, "x")], {"x": 2}, move=False)
+    assert found.operand_specs == (P("x", None), P(None, None))
+
+
+@pytest.mark.parametrize(
+    ("groups", "mesh", "key", "whole"),
+    [
+        (8, {"x": 4}, "x", False),
+        (4, {"x": 4}, "x", False),
+        (2, {"x": 4}, None, True),  # each device uses one of the two
+        (2, {"x": 2, "y": 2}, "x", False),  # split as far as it goes
+        (1, {"x": 4}, None, False),  # there is nothing to choose
+    ],
+)
+def test_axis_follows_another_as_far_as_it_is_long_enough(groups, mesh, key, whole):
+    spec = (None, None, tuple(mesh), None)
+    found = divided(HEADS, ((1, 4, 8, 2), (1, 4, groups, 2)), ((1, 4, 8, 2),), [spec], mesh)
+    assert found.operand_specs[1] == P(None, None, key, None)
+    assert bool(found.whole) is whole
+
+
+def test_heads_stay_together_where_a_device_would_have_parts_of_two_groups():
+    found = divided(HEADS, ((1, 4, 12, 2), (1, 4, 6, 2)), ((1, 4, 12, 2),), [(None, None, "x", None)], {"x": 4})
+    assert set(found.operand_specs) == {P(None, None, None, None)}
+
+
+def test_devices_that_share_what_cannot_be_split_divide_something_else_if_they_may():
+    shapes = ((8, 4, 4, 2), (8, 4, 4, 2)), ((8, 4, 4, 2),)
+    spec = [(None, "x", None, None)]
+    assert divided(HEADS, *shapes, spec, {"x": 4}).operand_specs[0] == P("x", None, None, None)
+    assert divided(HEADS, *shapes, spec, {"x": 4}, move=False).operand_specs[0] == P(None, None, None, None)
+
+
+@st.composite
+def splits(draw):
+    mesh = {"x": draw(st.sampled_from([1, 2, 3, 4])), "y": draw(st.sampled_from([1, 2, 4]))}
+    heads, ratio = draw(st.sampled_from([1, 2, 4, 6, 8])), draw(st.sampled_from([1, 2, 3, 4]))
+    sizes = {"b": draw(st.integers(1, 8)), "q": 4, "k": 4, "h": heads * ratio, "g": heads, "d": 2}
+    shapes = [tuple(sizes[name] for name in text) for text in ("bqhd", "bkgd", "bqhd")]
+    entry = st.sampled_from([None, "x", "y", ("x", "y"), ("y", "x")])
+    specs = [tuple(draw(entry) for _ in range(4)) for _ in range(2)]
+    return shapes, specs, mesh, draw(st.booleans())
+
+
+@given(splits())
+def test_every_part_is_a_whole_number_and_no_axis_of_the_mesh_is_used_twice_in_an_array(case):
+    shapes, specs, mesh, move = case
+    found = divided(HEADS, tuple(shapes[:2]), tuple(shapes[2:]), specs, mesh, move=move)
+    for shape, spec in zip(shapes, (*found.operand_specs, *found.result_specs), strict=True):
+        used = [axis for entry in spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]
+        assert len(used) == len(set(used))
+        for length, entry in zip(shape, spec, strict=True):
+            axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+            assert length % found.shapes.size(axes) == 0
+    local_heads = shapes[0][2] // found.shapes.size(found.axes.get("h", ()))
+    local_groups = 1 if "g" in found.whole else shapes[1][2] // found.shapes.size(found.axes.get("g", ()))
+    assert local_heads % local_groups == 0

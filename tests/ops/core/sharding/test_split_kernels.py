@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Users' kernels with a sharding rule: their calls are divided, tuned and explained where several devices run them."""
+
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.ops import (
+    Kernel,
+    OfflineWarning,
+    ShardingRule,
+    ShardingWarning,
+    autotune,
+    autotune_lowered,
+    check_kernel,
+    default_executor,
+    overlay_cache,
+)
+
+
+class Product(Kernel[int, jax.Array]):
+    """A product of matrices, in so many pieces; the shapes that were run are noted."""
+
+    rule: ShardingRule | None = ShardingRule("m k, k n -> m n", split="m n k")
+
+    def __init__(self, **fields):
+        super().__init__(name="product")
+        self.seen = []
+        self.__dict__.update(fields)
+
+    def sharding_rule(self, inv):
+        return self.rule
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return [1, 2]
+
+    def run(self, x, y, *, cfg, scale=1.0):
+        self.seen.append((x.shape, y.shape, cfg))
+        return scale * (x @ y)
+
+
+def random(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+X, Y = random(8, 16), random(16, 8, seed=1)
+
+
+def mesh_of(kind=AxisType.Auto):
+    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind))
+
+
+def placed(*pairs, mesh=None):
+    return [jax.device_put(x, NamedSharding(mesh or mesh_of(), spec)) for x, spec in pairs]
+
+
+def close(left, right):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), left, right)
+
+
+def gradient(kernel):
+    return jax.grad(lambda x, y: (kernel(x, y) ** 2).sum(), argnums=(0, 1))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("left", "right", "part"),
+    [
+        (P("a"), P(), ((4, 16), (16, 8))),
+        (P(None, "b"), P("b"), ((8, 4), (4, 8))),
+        (P("a", "b"), P("b"), ((4, 4), (4, 8))),
+        (P("a"), P(None, "b"), ((4, 16), (16, 2))),
+    ],
+)
+def test_every_device_computes_its_part_forward_and_backward(left, right, part, kind):
+    kernel, mesh = Product(), mesh_of(kind)
+    with jax.set_mesh(mesh):
+        found = jax.jit(kernel)(*placed((X, left), (Y, right), mesh=mesh))
+        gradients = jax.jit(gradient(kernel))(*placed((X, left), (Y, right), mesh=mesh))
+    close(found, X @ Y)
+    close(gradients, gradient(lambda x, y: x @ y)(X, Y))
+    assert part in [seen[:2] for seen in kernel.seen]
+
+
+def test_eager_call_on_sharded_arrays_is_split_too():
+    kernel = Product()
+    close(kernel(*placed((X, P("a")), (Y, P()))), X @ Y)
+    assert ((4, 16), (16, 8), 1) in kernel.seen
+
+
+def test_kernel_without_a_rule_sees_the_whole_arrays():
+    kernel = Product(rule=None)
+    close(jax.jit(kernel)(*placed((X, P("a")), (Y, P()))), X @ Y)
+    assert {seen[0] for seen in kernel.seen} == {(8, 16)}
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 1), (0, 0)])
+def test_examples_of_vmap_are_divided(axes):
+    kernel = Product()
+    x, y = random(8, 4, 16), Y
+    if axes == (0, 0):
+        y = random(8, 16, 8, seed=3)
+    x = x if axes[0] == 0 else x[0]
+    y = random(16, 8, 8, seed=4) if axes[1] == 1 else y
+    mapped = jax.vmap(kernel, in_axes=axes)
+    specs = [P(*[None] * axis, ("a", "b")) if axis is not None else P() for axis in axes]
+    found = jax.jit(jax.grad(lambda *arrays: (mapped(*arrays) ** 2).sum(), (0, 1)))(
+        *placed((x, specs[0]), (y, specs[1]))
+    )
+    plain = jax.vmap(jnp.matmul, in_axes=axes)
+    close(found, jax.grad(lambda *arrays: (plain(*arrays) ** 2).sum(), (0, 1))(x, y))
+
+
+def test_examples_that_have_a_name_stay_together():
+    class Centred(Kernel[int, jax.Array]):
+        def heuristic_cfg(self, inv):
+            return 1
+
+        def run(self, x, *, cfg):
+            return x - jax.lax.pmean(x, "examples")
+
+        def sharding_rule(self, inv):
+            return ShardingRule("d -> d", split="d")
+
+    mapped = jax.vmap(Centred(), axis_name="examples")
+    close(jax.jit(mapped)(*placed((X, P("a", "b")))), X - X.mean(0))
+
+
+def test_configuration_that_a_caller_insists_on_runs_on_every_device():
+    kernel = Product()
+    close(jax.jit(lambda x, y: kernel(x, y, cfg=2))(*placed((X, P("a")), (Y, P()))), X @ Y)
+    assert ((4, 16), (16, 8), 2) in kernel.seen
+
+
+def test_tuned_part_is_what_each_device_runs_then():
+    kernel = Product()
+    arrays = placed((X, P("a")), (Y, P()))
+    result = autotune(kernel, jax.ShapeDtypeStruct((4, 16), X.dtype), jax.ShapeDtypeStruct((16, 8), X.dtype))
+    assert result in (1, 2)
+    kernel.seen.clear()
+    jax.jit(kernel).lower(*arrays).compile()
+    assert {seen[2] for seen in kernel.seen if seen[0] == (4, 16)} == {result}
+
+
+def test_function_is_tuned_for_the_parts_of_its_calls():
+    kernel = Product()
+    result = autotune(gradient(kernel), *placed((X, P("a")), (Y, P())))
+    assert {entry.op_id_v for entry in result.entries} == {"product@v0", "product.bwd@v0"}
+    assert {data.config for data in result.searches} <= {1, 2}
+    assert ((4, 16), (16, 8)) in [seen[:2] for seen in kernel.seen]
+
+
+def test_lowered_program_is_tuned_for_its_parts_and_a_text_says_that_it_has_none():
+    kernel = Product()
+    lowered = jax.jit(kernel).lower(*placed((X, P("a")), (Y, P())))
+    chain = default_executor().chooser
+    assert [entry.op_id_v for entry in autotune_lowered(chain, lowered).entries] == ["product@v0"]
+    with pytest.warns(OfflineWarning, match="1 calls of the program split themselves"):
+        assert autotune_lowered(chain, lowered.as_text()).entries == ()
+
+
+def test_explanation_is_that_of_the_part():
+    kernel = Product()
+    explained = default_executor().explain(jax.jit(kernel), *placed((X, P("a")), (Y, P())))
+    part = default_executor().explain(kernel, X[:4], Y)
+    assert [each.key for each in explained] == [part.key]
+    assert "devices    split m, n, k" in str(part)
+    assert "every one computes all of it" in str(default_executor().explain(Product(rule=None), X, Y))
+
+
+def test_overlay_that_was_in_force_when_a_program_was_lowered_holds_where_it_is_compiled():
+    kernel = Product()
+    arrays = placed((X, P("a")), (Y, P()))
+    key = default_executor().explain(kernel, X[:4], Y).key
+    with overlay_cache({key: 2}):
+        lowered = jax.jit(kernel).lower(*arrays)
+    thread = threading.Thread(target=lowered.compile)
+    thread.start()
+    thread.join()
+    assert ((4, 16), (16, 8), 2) in kernel.seen
+
+
+def test_error_of_a_part_reaches_whoever_compiles():
+    class Small(Product):
+        def run(self, x, y, *, cfg):
+            if x.shape[0] < 8:
+                raise ValueError("there are not enough rows")
+            return x @ y
+
+    with pytest.raises(ValueError, match="there are not enough rows"):
+        jax.jit(Small())(*placed((X, P("a")), (Y, P())))
+    close(jax.jit(Product())(*placed((X, P("a")), (Y, P()))), X @ Y)
+
+
+def test_rule_that_does_not_fit_its_arrays_is_an_error_of_the_kernel():
+    with pytest.raises(TypeError, match="product: sharding_rule 'm -> m' is one for 1 arrays, the call has 2"):
+        jax.jit(Product(rule=ShardingRule("m -> m", split="m")))(*placed((X, P("a")), (Y, P())))
+    with pytest.raises(TypeError, match="product: sharding_rule must return a ShardingRule or None, got 'm'"):
+        jax.jit(Product(rule="m"))(*placed((X, P("a")), (Y, P())))
+
+
+def test_exported_program_keeps_the_whole_call_and_says_so_once():
+    kernel, mesh = Product(), mesh_of()
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("a"))) for x in (X, Y)]
+    with pytest.warns(ShardingWarning, match="product: .* exported"):
+        exported = jax.export.export(jax.jit(kernel))(*shapes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.export.export(jax.jit(kernel))(*shapes)
+    close(exported.call(*placed((X, P("a")), (Y, P("a")))), X @ Y)
+
+
+def test_check_of_a_kernel_holds_its_rule_against_the_whole_call():
+    def rows(kernel):
+        report = check_kernel(kernel, X, Y, without=["dtypes", "platforms", "vmap", "pickle", "export"], strict=False)
+        return {row.check: row for row in report.rows if row.check.startswith("split")}
+
+    assert {name: row.status for name, row in rows(Product()).items()} == {
+        "split along k": "ok",
+        "split along m": "ok",
+        "split along n": "ok",
+    }
+    wrong = rows(Product(rule=ShardingRule("m k, l n -> m n", split="l")))
+    assert wrong["split along l"].status == "failed"
+    assert rows(Product(rule=None))["split"].status == "skipped"
