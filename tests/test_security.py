@@ -51,6 +51,7 @@ import ejkernel
 from ejkernel.cli.files import calls_in_bundle, calls_in_file, missed_calls
 from ejkernel.cli.sources import Source
 from ejkernel.ops import (
+    AgreementError,
     AutotuningResult,
     CacheWarning,
     ConfigError,
@@ -59,8 +60,10 @@ from ejkernel.ops import (
     DescriptionError,
     Entry,
     Invocation,
+    Kernel,
     OfflineWarning,
     PersistentCache,
+    Resolution,
     nameable,
 )
 from ejkernel.ops.autotuner.compile import bundles
@@ -71,7 +74,7 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
 from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.config import persistent
+from ejkernel.ops.config import agreement, persistent
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.declared import names_of
 from ejkernel.ops.core.description import rebuild
@@ -391,6 +394,21 @@ def test_a_result_of_a_type_that_was_not_registered_is_an_error(monkeypatch):
     text = AutotuningResult("cpu", (Entry(KEY.op, KEY.call, Config(2)),)).dumps()
     with pytest.raises(ConfigError, match="files may name here"):
         AutotuningResult.loads(text)
+
+
+def test_a_decision_is_of_a_type_that_was_registered(monkeypatch):
+    class Untyped(Kernel):
+        def run(self, x, *, cfg):
+            return x
+
+        def heuristic_cfg(self, inv):
+            return Config(1)
+
+    monkeypatch.setattr(agreement, "type_name", lambda config: f"{HERE}.Fires")
+    inv = Invocation(kernel=Untyped(), args=(X,))
+    decision = agreement.decision_of(1, inv, Resolution(Config(2), "memory", inv.key))
+    with pytest.raises(AgreementError, match=r"process 1 decided for all cannot be used here: .*files may name here"):
+        agreement.decoded("untyped", decision, inv)
 
 
 def test_a_log_of_a_type_that_was_not_registered_has_nothing_to_tell(tmp_path, monkeypatch):

@@ -251,3 +251,13 @@ def test_one_explicit_device_keeps_the_sharding_of_its_arrays():
     _, found = compiled(gradient(function), ATTENTION[2], [P("data")] * 3, mesh)
     close(found, jax.jit(gradient(scanned(plain_attention)))(*ATTENTION[2]))
     assert all(x.sharding.spec[0] == "data" for x in found)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3)])
+def test_mesh_whose_axes_have_different_factors_is_split_in_its_own_order(shape):
+    arrays = [random(6, 8, 6, 8, seed=seed) for seed in range(3)]
+    mesh = jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[:6], axis_types=MODES["auto"])
+    given = placed(arrays, [P("data", None, "model")] * 3, mesh)
+    calls = discover(attention, *given)
+    assert [inv.array_types[0].shape for inv in calls] == [(6 // shape[0], 8, 6 // shape[1], 8)]
+    close(jax.jit(attention)(*given), plain_attention(*arrays))

@@ -13,6 +13,8 @@ import pytest
 from ejkernel import ops
 
 DOCUMENTED = [
+    "AgreementError",
+    "AgreementWarning",
     "ArgumentError",
     "AutotuneData",
     "AutotunePolicy",
@@ -31,6 +33,7 @@ DOCUMENTED = [
     "ConfigKey",
     "ConfigSelectorChain",
     "ConfigSpace",
+    "ConfigurationDigest",
     "Cost",
     "DescriptionError",
     "DeviceLostError",
@@ -79,6 +82,7 @@ DOCUMENTED = [
     "benchmark",
     "bucketed",
     "check_kernel",
+    "configuration_digest",
     "default_executor",
     "default_key_builder_with_sharding",
     "device_fingerprint",

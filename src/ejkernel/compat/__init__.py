@@ -34,7 +34,7 @@ from ejkernel.compat.pallas import ragged_dot_mgpu as ragged_dot_mgpu
 from ejkernel.compat.pallas import simulated_races as simulated_races
 from ejkernel.compat.pallas import store_untiled as store_untiled
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
-from ejkernel.compat.partitioning import LogicalMeshes as LogicalMeshes
+from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
 from ejkernel.compat.partitioning import explicit_mesh as explicit_mesh
 from ejkernel.compat.partitioning import explicit_sizes as explicit_sizes
 from ejkernel.compat.partitioning import in_mesh as in_mesh
@@ -50,6 +50,13 @@ from ejkernel.compat.partitioning import summed as summed
 from ejkernel.compat.partitioning import uses_shardy as uses_shardy
 from ejkernel.compat.partitioning import whole as whole
 from ejkernel.compat.partitioning import with_spec as with_spec
+from ejkernel.compat.processes import CoordinationStore as CoordinationStore
+from ejkernel.compat.processes import Span as Span
+from ejkernel.compat.processes import any_span as any_span
+from ejkernel.compat.processes import coordination_store as coordination_store
+from ejkernel.compat.processes import program_span as program_span
+from ejkernel.compat.processes import span_of as span_of
+from ejkernel.compat.processes import spanning as spanning
 from ejkernel.compat.profiling import cupti_seconds as cupti_seconds
 from ejkernel.compat.profiling import detach_cupti as detach_cupti
 from ejkernel.compat.profiling import profiled_planes as profiled_planes

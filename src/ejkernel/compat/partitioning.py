@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import compiler, config, core
-from jax._src.sharding_impls import ShardingContext
+from jax._src import compiler, config, core, sharding_impls
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ejkernel.compat.processes import Span, placeholder, span_of_number
 
 _core: Any = core
 _config: Any = config
 _compiler: Any = compiler
+_sharding_impls: Any = sharding_impls
+_MOST_ORDERS = 64
 _NO_MESH = AbstractMesh((), ())
 
 
@@ -124,10 +128,10 @@ def uses_shardy() -> bool:
     return bool(_config.use_shardy_partitioner.value)
 
 
-class LogicalMeshes(NamedTuple):
-    """Meshes of logical devices, with the prime factors of their numbers as axes: they can say every split.
+class LogicalMesh(NamedTuple):
+    """A mesh of logical devices, with the prime factors of their numbers as axes: it can say every split.
 
-    Which devices are in them is of no matter: only their numbers are written into the program.
+    Which devices are in it is of no matter: only their numbers are written into the program.
 
     Attributes:
         auto: The devices among which XLA divides the work.
@@ -138,32 +142,58 @@ class LogicalMeshes(NamedTuple):
     everything: Mesh | None
 
 
-def logical_meshes(ctx: Any) -> LogicalMeshes | None:
-    """Return the meshes for the program that is being lowered; `None` if this process has not so many devices."""
+def logical_meshes(ctx: Any) -> list[LogicalMesh]:
+    """Return the meshes that the program which is being lowered may be for; none if this process is too small.
+
+    Where only the number of its devices is known there is one for each order of the prime factors: devices that are
+    divided by three and then by two are not those that are divided by two and then by three.
+    """
+    known, count = _axes_by_manual_name(ctx.module_context.axis_context)
+    if len(jax.devices()) < count:
+        return []
+    if known is None:
+        orders = itertools.islice(_orders(primes(count)), _MOST_ORDERS)
+        return [_logical([(None, prime) for prime in order]) for order in orders]
     parts: list[tuple[str | None, int]] = []
-    for name, size in _axes_by_manual_name(ctx.module_context.axis_context):
+    for name, size in known:
         parts += [(None, prime) for prime in primes(size)] if name is None else [(name, size)]
-    everything = [(name or f"part{index}", size) for index, (name, size) in enumerate(parts)]
-    auto = [pair for pair, (name, _) in zip(everything, parts, strict=True) if name is None]
-    if len(jax.devices()) < math.prod(size for _, size in everything):
-        return None
-    return LogicalMeshes(_logical(auto), _logical(everything) if len(auto) < len(everything) else None)
+    return [_logical(parts)]
 
 
-def _axes_by_manual_name(context: Any) -> list[tuple[str | None, int]]:
-    """Return the sizes of the axes of a program's mesh, with the names of those that are manual."""
+def _axes_by_manual_name(context: Any) -> tuple[list[tuple[str | None, int]] | None, int]:
+    """Return the sizes of the axes of a program's mesh, with the names of those that are manual, if they are known.
+
+    And the number of its devices.
+    """
     mesh = getattr(context, "mesh", None) or getattr(context, "abstract_mesh", None)
-    if mesh is None or mesh.size != getattr(context, "num_devices", mesh.size):
-        return [(None, context.num_devices)]
+    count = getattr(context, "num_devices", None)
+    if mesh is None or count not in (None, mesh.size):
+        return None, int(count or 1)
     manual = getattr(context, "manual_axes", ())
     named = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
-    return [(name if name in manual else None, size) for name, size in named]
+    return [(name if name in manual else None, size) for name, size in named], mesh.size
 
 
-def _logical(axes: Sequence[tuple[str, int]]) -> Mesh:
+def _orders(factors: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield each order of some numbers once."""
+    if not factors:
+        yield ()
+    for first in sorted(set(factors)):
+        rest = list(factors)
+        rest.remove(first)
+        yield from ((first, *others) for others in _orders(rest))
+
+
+def _logical(parts: Sequence[tuple[str | None, int]]) -> LogicalMesh:
+    everything = [(name or f"part{index}", size) for index, (name, size) in enumerate(parts)]
+    auto = [pair for pair, (name, _) in zip(everything, parts, strict=True) if name is None]
+    return LogicalMesh(_mesh(auto), _mesh(everything) if len(auto) < len(everything) else None)
+
+
+def _mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
     sizes = [size for _, size in axes]
     devices = np.array(jax.devices()[: math.prod(sizes)])
-    return Mesh(devices.reshape(sizes), tuple(name for name, _ in axes))
+    return placeholder(Mesh(devices.reshape(sizes), tuple(name for name, _ in axes)))
 
 
 def primes(number: int) -> list[int]:
@@ -194,22 +224,24 @@ class Kept(NamedTuple):
 
     Attributes:
         splitting: From shardings to the split.
-        mesh: The mesh that these are about.
+        meshes: Those that these may be about.
         types: Types of the whole arguments.
         platforms: What the program is for.
+        span: The devices of the program, if several processes run it, or may.
     """
 
     splitting: Splitting
-    mesh: Mesh
+    meshes: Sequence[LogicalMesh]
     types: Sequence[Any]
     platforms: tuple[str, ...]
+    span: Span | None
 
 
 def lower_to_be_split(
     ctx: Any,
     whole: Callable[..., Any],
     *values: Any,
-    meshes: LogicalMeshes,
+    meshes: Sequence[LogicalMesh],
     asked: Splitting,
     axes: tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]],
 ) -> Any:
@@ -219,31 +251,34 @@ def lower_to_be_split(
         ctx: The context of the primitive's lowering rule.
         whole: The computation, for its types.
         values: Its arguments.
-        meshes: Of this program.
+        meshes: Those that the program may be for.
         asked: From the mesh's sizes, and the shardings of arguments and results, to the split.
         axes: A name for each axis of each argument, and of each result: axes of one name are split alike.
     """
     from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 
-    def partition(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
+    def partition(_: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
         with _keeping_errors():
-            found = asked(dict(mesh.shape), [_spec_given(array) for array in (*arguments, *results)])
+            mesh, specs = _read([array.sharding for array in (*arguments, *results)], meshes)
+            found = asked(dict(mesh.auto.shape), specs)
         placed = [
-            tuple(NamedSharding(mesh, spec) for spec in specs) for specs in (found.result_specs, found.operand_specs)
+            tuple(NamedSharding(mesh.auto, spec) for spec in specs)
+            for specs in (found.result_specs, found.operand_specs)
         ]
-        return meshes.everything or mesh, found.part, *placed
+        return mesh.everything or mesh.auto, found.part, *placed
 
     plain = [_core.ShapedArray(aval.shape, aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
     arguments = plain[: len(ctx.avals_in)]
-    setattr(partition, _KEPT, Kept(asked, meshes.auto, arguments, tuple(ctx.module_context.platforms)))
+    span = span_of_number((meshes[0].everything or meshes[0].auto).size)
+    setattr(partition, _KEPT, Kept(asked, meshes, arguments, tuple(ctx.module_context.platforms), span))
     rule = SdyShardingRule(*[tuple(ArrayMapping(*names) for names in arrays) for arrays in axes])
     split: Any = custom_partitioning(lambda *arrays: tuple(whole(*arrays)))
-    split.def_partition(partition, infer_sharding_from_operands=None, sharding_rule=rule)
+    split.def_partition(partition, infer_sharding_from_operands=None, decode_shardings=False, sharding_rule=rule)
     # The rule of `custom_partitioning` takes devices and names from the context, and knows no manual axes.
-    mesh = meshes.auto
+    mesh = meshes[0].auto
     inner = ctx.replace(
         module_context=ctx.module_context.replace(
-            axis_context=ShardingContext(mesh.size, tuple(mesh.devices.flat), mesh.abstract_mesh)
+            axis_context=_sharding_impls.ShardingContext(mesh.size, tuple(mesh.devices.flat), mesh.abstract_mesh)
         ),
         avals_in=arguments,
         avals_out=plain[len(ctx.avals_in) :],
@@ -287,8 +322,20 @@ def asked_of(target: str, key: str) -> Kept | None:
     return None if info is None else getattr(info.partition, _KEPT, None)
 
 
-def _spec_given(array: Any) -> PartitionSpec:
-    spec: PartitionSpec = getattr(array.sharding, "spec", PartitionSpec())
+def _read(shardings: Sequence[Any], meshes: Sequence[LogicalMesh]) -> tuple[LogicalMesh, list[PartitionSpec]]:
+    """Return the first mesh in whose axes all shardings can be said, and them in these."""
+    for mesh in meshes:
+        try:
+            return mesh, [_spec(sharding, mesh.auto) for sharding in shardings]
+        except (ValueError, AssertionError, NotImplementedError) as error:
+            reason = error  # another order of its factors may say it
+    raise ValueError(f"no mesh of {meshes[0].auto.size} devices has axes for {shardings}") from reason
+
+
+def _spec(sharding: Any, mesh: Mesh) -> PartitionSpec:
+    if sharding is None:
+        return PartitionSpec()
+    spec: PartitionSpec = _sharding_impls.parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0]
     return spec
 
 

@@ -13,6 +13,7 @@ from jax._src.interpreters import mlir as private_mlir
 from jax.experimental.xla_metadata import set_xla_metadata as set_xla_metadata
 from jax.interpreters import mlir
 
+from ejkernel.compat.processes import span_of_context, spanning
 from ejkernel.compat.tracing import evaluate, opened
 
 _mlir: Any = private_mlir
@@ -43,7 +44,8 @@ def lowering(ctx: Any) -> Iterator[None]:
     """Let the functions below tell what the program that is being lowered is for."""
     token, platforms = _axis_context.set(ctx.module_context.axis_context), _platforms.set(lowering_platforms(ctx))
     try:
-        yield
+        with spanning(span_of_context(ctx.module_context.axis_context, is_partitioned())):
+            yield
     finally:
         _axis_context.reset(token)
         _platforms.reset(platforms)

@@ -11,7 +11,8 @@ from jax._src.lib import mlir
 from jax._src.lib.mlir import dialects
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.compat.partitioning import AskedToSplit, asked_of, primes
+from ejkernel.compat.partitioning import AskedToSplit, LogicalMesh, asked_of, primes
+from ejkernel.compat.processes import Span
 
 _mlir: Any = mlir
 _ir: Any = _mlir.ir
@@ -28,12 +29,14 @@ class SplitOperation(NamedTuple):
         types: The types of one device's arguments.
         mesh: The mesh that both are about.
         platform: What the program is for.
+        span: Its devices, if several processes run it, or may.
     """
 
     asked: AskedToSplit
     types: Sequence[jax.ShapeDtypeStruct]
     mesh: Mesh
     platform: str
+    span: Span | None
 
     def calls(self, primitive: Any) -> list[tuple[dict[str, Any], list[Any]]]:
         """Return the parameters of each call of a primitive in one device's part, and the types of its arguments."""
@@ -90,13 +93,33 @@ def _meshes(module: Any) -> dict[str, list[tuple[str, int]]]:
 def _split(operation: Any, kept: Any, meshes: dict[str, list[tuple[str, int]]]) -> SplitOperation:
     manual = _manual_axes(operation)
     shardings = [*map(_sharding_of_value, operation.operands), *map(_sharding_of_value, operation.results)]
-    specs = [_spec(sharding, kept.mesh, meshes, manual) for sharding in shardings]
-    asked = kept.splitting(dict(kept.mesh.shape), specs)
+    mesh = _mesh_of(shardings, kept.meshes, meshes, manual)
+    specs = [_spec(sharding, mesh, meshes, manual) for sharding in shardings]
+    asked = kept.splitting(dict(mesh.shape), specs)
     types = [
-        jax.ShapeDtypeStruct(NamedSharding(kept.mesh, spec).shard_shape(aval.shape), aval.dtype)
+        jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(aval.shape), aval.dtype)
         for spec, aval in zip(asked.operand_specs, kept.types, strict=True)
     ]
-    return SplitOperation(asked, types, kept.mesh, kept.platforms[0])
+    return SplitOperation(asked, types, mesh, kept.platforms[0], kept.span)
+
+
+def _mesh_of(
+    shardings: Sequence[Any], known: Sequence[LogicalMesh], meshes: dict[str, list[tuple[str, int]]], manual: set[str]
+) -> Mesh:
+    """Return the logical mesh that is the program's."""
+    for sharding in shardings:
+        if sharding is not None:
+            sizes = [prime for _, prime in _parts(_axes_of(sharding.mesh_or_ref, meshes), manual)]
+            found = next((mesh.auto for mesh in known if list(mesh.auto.shape.values()) == sizes), None)
+            if found is None:
+                raise ValueError(f"the program's mesh, {sizes}, is none of {[dict(mesh.auto.shape) for mesh in known]}")
+            return found
+    return known[0].auto
+
+
+def _parts(axes: Sequence[tuple[str, int]], manual: set[str]) -> list[tuple[str, int]]:
+    """Return the prime factors of the axes that are not manual, with the names of these."""
+    return [(name, prime) for name, size in axes if name not in manual for prime in primes(size)]
 
 
 def _manual_axes(operation: Any) -> set[str]:
@@ -142,13 +165,9 @@ def _spec(sharding: Any, mesh: Mesh, meshes: dict[str, list[tuple[str, int]]], m
     """Return a sharding over the axes of the logical mesh, each a prime factor of one of the program's."""
     if sharding is None:
         return PartitionSpec()
-    axes = _axes_of(sharding.mesh_or_ref, meshes)
-    parts = [(name, prime) for name, size in axes if name not in manual for prime in primes(size)]
-    names = list(mesh.axis_names)
-    if [prime for _, prime in parts] != list(mesh.shape.values()):
-        raise ValueError(f"the program's mesh {axes} cannot be told in the terms of {dict(mesh.shape)}")
+    parts = _parts(_axes_of(sharding.mesh_or_ref, meshes), manual)
     by_axis: dict[str, list[tuple[str, int]]] = {}
-    for logical, (name, prime) in zip(names, parts, strict=True):
+    for logical, (name, prime) in zip(mesh.axis_names, parts, strict=True):
         by_axis.setdefault(name, []).append((logical, prime))
     return PartitionSpec(
         *[

@@ -21,6 +21,8 @@ from ejkernel.ops.core.types import Cfg as Cfg
 from ejkernel.ops.core.types import ConfigKey as ConfigKey
 from ejkernel.ops.core.types import Cost as Cost
 from ejkernel.ops.core.types import Out as Out
+from ejkernel.ops.errors import AgreementError as AgreementError
+from ejkernel.ops.errors import AgreementWarning as AgreementWarning
 from ejkernel.ops.errors import ArgumentError as ArgumentError
 from ejkernel.ops.errors import CacheWarning as CacheWarning
 from ejkernel.ops.errors import CandidateError as CandidateError
@@ -91,6 +93,8 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.trials.result import AutotuningResult as AutotuningResult
     from ejkernel.ops.autotuner.trials.result import Entry as Entry
     from ejkernel.ops.autotuner.tuner import Autotuner as Autotuner
+    from ejkernel.ops.config.digest import ConfigurationDigest as ConfigurationDigest
+    from ejkernel.ops.config.digest import configuration_digest as configuration_digest
     from ejkernel.ops.execution.checks.check_kernel import check_kernel as check_kernel
     from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
     from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
@@ -98,7 +102,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
     from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
 
-# What tunes and checks is loaded when somebody asks for it: a program that only runs does not.
+# What tunes, checks and compares is loaded when somebody asks for it: a program that only runs does not.
 _LAZY = {
     "Measurement": "ejkernel.ops.autotuner.measure.measurement",
     "benchmark": "ejkernel.ops.autotuner.measure.measurement",
@@ -113,6 +117,8 @@ _LAZY = {
     "AutotuningResult": "ejkernel.ops.autotuner.trials.result",
     "Entry": "ejkernel.ops.autotuner.trials.result",
     "Autotuner": "ejkernel.ops.autotuner.tuner",
+    "ConfigurationDigest": "ejkernel.ops.config.digest",
+    "configuration_digest": "ejkernel.ops.config.digest",
     "check_kernel": "ejkernel.ops.execution.checks.check_kernel",
     "CheckReport": "ejkernel.ops.execution.checks.report",
     "CheckRow": "ejkernel.ops.execution.checks.report",

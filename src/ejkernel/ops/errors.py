@@ -45,6 +45,10 @@ class DescriptionError(EjkernelError, ValueError):
     """A description of a call, in a program's text or a file, cannot be turned back into the call."""
 
 
+class AgreementError(EjkernelError, RuntimeError):
+    """The processes of one program do not run a call with one configuration."""
+
+
 class CandidateError(EjkernelError, RuntimeError):
     """One candidate could not be compiled, run or accepted."""
 
@@ -92,6 +96,10 @@ class EjkernelWarning(UserWarning):
 
 class CacheWarning(EjkernelWarning):
     """An entry of a persistent cache was ignored, or the cache cannot be written."""
+
+
+class AgreementWarning(EjkernelWarning):
+    """The processes of one program have no means to agree on configurations."""
 
 
 class UnstableKeyWarning(EjkernelWarning):

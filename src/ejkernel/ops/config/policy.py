@@ -31,6 +31,8 @@ class AutotunePolicy:
         max_candidates: How many candidates of a `ConfigSpace` a search measures; a list is measured whole.
         note_misses: Note each call that nothing was measured for in a file beside the persistent cache, so that
             `ejkernel tune --missed` can tune it.
+        agree: In a program that several processes run, or may run, have them agree on each call's configuration; the
+            first that lowers a call decides, and nothing is tuned there. Off only for a program of one process.
     """
 
     autotune: bool = False
@@ -43,9 +45,10 @@ class AutotunePolicy:
     compile_processes: int = 0
     max_candidates: int = 100
     note_misses: bool = False
+    agree: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("autotune", "heuristic", "validate", "cold_cache", "isolate", "note_misses"):
+        for name in ("autotune", "heuristic", "validate", "cold_cache", "isolate", "note_misses", "agree"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         is_number = isinstance(self.budget_s, int | float) and not isinstance(self.budget_s, bool)
@@ -99,6 +102,9 @@ def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None
 
 @contextlib.contextmanager
 def looking_only() -> Iterator[None]:
-    """Let the calls inside take what configurations there are: nothing is tuned, and no miss is noted or an error."""
-    with policy_override(autotune=False, heuristic=True, note_misses=False):
+    """Let the calls inside take what configurations there are.
+
+    Nothing is tuned, or decided for other processes, and no miss is noted or an error.
+    """
+    with policy_override(autotune=False, heuristic=True, note_misses=False, agree=False):
         yield

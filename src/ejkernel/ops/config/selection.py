@@ -45,6 +45,7 @@ from ejkernel.ops.errors import (
     ConfigError,
     KernelWarning,
     NoConfigError,
+    TuningWarning,
     UnstableKeyError,
     UnstableKeyWarning,
 )
@@ -74,7 +75,7 @@ class Resolution(Generic[Cfg]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Consulted:
-    """What one tier said: an answer, or a note why it had none."""
+    """What one tier said: an answer, which a note may say more about, or a note why it had none."""
 
     tier: str
     resolution: Resolution[Any] | None
@@ -135,6 +136,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._known = IdentitySet()
         self._namesakes: set[str] = set()
         self._notes: MissedNotes | None = None
+        self._refused_to_tune = False
 
     @property
     def tuner(self) -> Any:
@@ -350,6 +352,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.autotune:
             return "the policy does not allow it (autotune=False)"
+        if request.inv.span is not None and request.policy.agree:
+            return self._refuse_to_tune(request)
         if request.key is None:
             return request.no_key
         if request.dry:
@@ -361,6 +365,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
         found: Resolution[Any] | str = self._autotune.answer(self, request.inv, request.kernel, request.policy, known)
         return found
+
+    def _refuse_to_tune(self, request: _Request) -> str:
+        """Return why a call is not tuned that several processes run; those that know it already would wait for this."""
+        note = "several processes run the program, and would wait"
+        if not request.dry and not self._refused_to_tune:
+            self._refused_to_tune = True
+            text = f"{request.inv.op_id}: nothing is tuned on a miss while {note}; tune beforehand (`ejkernel tune`)"
+            warnings.warn(text, TuningWarning, stacklevel=2)
+        return note
 
     def _from_forward(self, request: _Request) -> Resolution[Any] | str:
         forward = request.inv.forward

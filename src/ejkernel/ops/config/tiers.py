@@ -32,6 +32,7 @@ OVERLAY: Final = Tier("overlay", is_passing=True)
 MEMORY: Final = Tier("memory")
 PERSISTENT: Final = Tier("persistent", is_saved=True)
 AUTOTUNE: Final = Tier("autotune")
+AGREED: Final = Tier("agreed", is_passing=True)  # by the processes of a program; a source goes on with whom
 FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True)
 HEURISTIC: Final = Tier("heuristic", is_provisional=True, is_for_one_call=True)
 CHOOSER: Final = Tier("chooser", is_for_one_call=True)  # one of the user's own, which asks no tiers
@@ -43,4 +44,6 @@ _BY_NAME: Final = {
 
 def tier_named(name: str) -> Tier:
     """Return the tier of that name; a chain of the user's may have others, whose answers hold for good."""
+    if name.startswith(f"{AGREED.name} with "):
+        return AGREED
     return _BY_NAME.get(name) or Tier(name)

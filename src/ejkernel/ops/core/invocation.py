@@ -55,6 +55,7 @@ class Invocation(Generic[Cfg, Out]):
         x64: Whether 64-bit types are enabled.
         prng: The implementation of random numbers in force.
         promotion: The rule in force for mixed dtypes.
+        span: The devices of the program that the call is lowered in, if several processes run it, or may.
         array_types: Types of all arrays that the node of a traced call takes, batch axes and cotangents included.
     """
 
@@ -73,6 +74,7 @@ class Invocation(Generic[Cfg, Out]):
     x64: bool = dataclasses.field(default_factory=compat.x64_enabled)
     prng: str = dataclasses.field(default_factory=lambda: compat.numerics_in_force().default_prng_impl)
     promotion: str = dataclasses.field(default_factory=lambda: _promotion(compat.numerics_in_force()))
+    span: compat.Span | None = dataclasses.field(default=None, repr=False)
     array_types: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(default=(), repr=False)
     _node: Node | None = dataclasses.field(default=None, repr=False)
 
@@ -339,6 +341,7 @@ def invocation_of(
         stamp=stamp,
         method=node.spec.method,
         device=platform_fingerprint(platform),
+        span=compat.program_span(),
         array_types=tuple(abstract(aval) for aval in avals),
         _node=node if node.suffix else node.forward,  # a forward that leaves residuals is tuned as the forward
     )

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from ejkernel import compat, settings
+from ejkernel.ops.config.agreement import agreed, is_from_elsewhere
 from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.selection import Resolution
 from ejkernel.ops.config.tiers import HEURISTIC
@@ -22,7 +23,7 @@ from ejkernel.ops.core.kernel import hook
 from ejkernel.ops.core.primitive import Call, Types, known_types, types_of
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import CacheWarning, KernelError, NoConfigError, SerializationError
+from ejkernel.ops.errors import AgreementError, CacheWarning, KernelError, NoConfigError, SerializationError
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.meta import label, stamp
 from ejkernel.ops.utils.storage.serialize import stable_json
@@ -101,22 +102,9 @@ class ResolvedCall:
         try:
             choice = Choice(config=resolution.config, platform=inv.platform, out_tree=self._out_tree)
             return resolution, node.flat(choice)(*arrays)
-        except Exception as error:
-            if inv.representative is not inv and not resolution.tier.is_for_one_call:
-                raise _does_not_fit(inv, resolution) from error
-            if not resolution.tier.is_saved:
-                raise
-            try:
-                config = hook(node.spec.kernel, "heuristic_cfg", inv.platform)(inv)
-            except NoConfigError:
-                raise error from None
-            text = (
-                f"{inv.op_id}: ignoring the saved configuration {resolution.config!r} (call {inv.call_key}), which "
-                f"does not run: {type(error).__name__}: {error}; `ejkernel tune --force` finds another."
-            )
-            warnings.warn(text, CacheWarning, stacklevel=2)
-        out = node.flat(Choice(config=config, platform=inv.platform))(*arrays)
-        return Resolution(config, HEURISTIC.name, resolution.key), out
+        except Exception as error:  # noqa: BLE001 - raised again, unless another configuration stands in
+            instead = _stand_in(inv, resolution, error)
+        return instead, node.flat(Choice(config=instead.config, platform=inv.platform))(*arrays)
 
 
 def resolved(
@@ -126,12 +114,21 @@ def resolved(
     expected: Sequence[HasType] | None,
     *,
     resolve: Callable[[Invocation[Any, Any]], Resolution[Any]],
+    agree: bool,
     stamp_prefix: str,
 ) -> ResolvedCall:
-    """Return the call on arrays of types `avals` with the configuration that `resolve` finds for it."""
+    """Return the call on arrays of types `avals` with the configuration that `resolve` finds for it.
+
+    With `agree`, that of a program that several processes run is the one that they agree on.
+    """
     override = None if call.override is None else call.override.config
     inv = invocation_of(call.node, avals, platform=platform, override=override)
-    resolution = resolve(inv)
+    if expected is None:  # it is computed where it is called, and whose devices that will be on is not known
+        inv = dataclasses.replace(inv, span=compat.any_span())
+    if inv.span is not None and agree:
+        resolution = agreed(inv, lambda: _that_runs(inv, call.node, avals, resolve(inv)))
+    else:
+        resolution = resolve(inv)
     jaxpr = None if expected is None else _trace_with(resolution.config, call, avals, inv.platform)
     return ResolvedCall(
         call=call, inv=inv, resolution=resolution, expected=expected, jaxpr=jaxpr, stamp_prefix=stamp_prefix
@@ -153,6 +150,42 @@ def _if_same(types: Types, config: object, platform: str) -> Any:
         return types.jaxpr if same_config(types.config, config) else None
     except SerializationError:  # a configuration that is not data, and not the same object
         return None
+
+
+def _stand_in(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
+    """Return the heuristic's answer in place of one that was saved and does not run, with a warning; or raise why."""
+    if is_from_elsewhere(resolution):
+        raise AgreementError(
+            f"{inv.op_id}: {resolution.config!r} (call {inv.call_key}, {resolution.source}) does not run here: "
+            f"{type(error).__name__}: {error}; run the same version of every package in all processes."
+        ) from error
+    if inv.representative is not inv and not resolution.tier.is_for_one_call:
+        raise _does_not_fit(inv, resolution) from error
+    if not resolution.tier.is_saved:
+        raise error
+    try:
+        config = hook(inv.node.spec.kernel, "heuristic_cfg", inv.platform)(inv)
+    except NoConfigError:
+        raise error from None
+    text = (
+        f"{inv.op_id}: ignoring the saved configuration {resolution.config!r} (call {inv.call_key}), which "
+        f"does not run: {type(error).__name__}: {error}; `ejkernel tune --force` finds another."
+    )
+    warnings.warn(text, CacheWarning, stacklevel=2)
+    return Resolution(config, HEURISTIC.name, resolution.key)
+
+
+def _that_runs(
+    inv: Invocation[Any, Any], node: Node, avals: Sequence[HasType], resolution: Resolution[Any]
+) -> Resolution[Any]:
+    """Return an answer that all processes may be given: one that was saved is traced before it is."""
+    if not resolution.tier.is_saved:
+        return resolution
+    try:
+        compat.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
+    except Exception as error:  # noqa: BLE001 - raised again, unless another configuration stands in
+        return _stand_in(inv, resolution, error)
+    return resolution
 
 
 def _does_not_fit(inv: Invocation[Cfg, Out], resolution: Resolution[Any]) -> KernelError:

@@ -53,16 +53,16 @@ def local_calls(lowered: object) -> list[Invocation[Any, Any]]:
     if not hasattr(lowered, "compiler_ir"):
         return []
     return [
-        _invocation(params["call"], avals, operation.platform)
+        _invocation(params["call"], avals, operation)
         for operation in compat.split_operations(lowered)
         for params, avals in operation.calls(call_p)
     ]
 
 
-def _invocation(call: Call, avals: Sequence[HasType], platform: str) -> Invocation[Any, Any]:
+def _invocation(call: Call, avals: Sequence[HasType], operation: compat.SplitOperation) -> Invocation[Any, Any]:
     override = None if call.override is None else call.override.config
-    with call.settings.entered():
-        return invocation_of(call.node, avals, platform=platform, override=override).abstract()
+    with call.settings.entered(), compat.spanning(operation.span):
+        return invocation_of(call.node, avals, platform=operation.platform, override=override).abstract()
 
 
 def _of_arrays(

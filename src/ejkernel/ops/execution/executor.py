@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, cast, overload
 import jax
 
 from ejkernel import compat, settings
+from ejkernel.ops.config.agreement import agreed, agrees
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -87,7 +88,10 @@ class Executor(Generic[Cfg, Out]):
         return self._call(kernel, args, kwargs, cfg)
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: object, cfg: Cfg | None = None, **kwargs: object) -> Cfg:
-        """Return the configuration that a call with these arguments would run with."""
+        """Return the configuration that a call with these arguments would run with.
+
+        In a program that several processes run it is the one that this process would choose.
+        """
         return self.resolve(self._invocation(kernel, args, kwargs, cfg)).config
 
     @overload
@@ -114,7 +118,7 @@ class Executor(Generic[Cfg, Out]):
 
         The configuration stays, whatever arguments follow. Static keyword arguments of the example are defaults.
         """
-        chosen = self.choose_config(kernel, *example_args, cfg=cfg, **example_kwargs)
+        chosen = self._choose_for_all(self._invocation(kernel, example_args, example_kwargs, cfg))
         defaults = {name: value for name, value in example_kwargs.items() if is_static(value)}
 
         def compiled(*args: object, **kwargs: object) -> Out:
@@ -136,6 +140,14 @@ class Executor(Generic[Cfg, Out]):
         bare: BareChooser[Cfg, Out] = BareChooser(self.chooser)
         return bare.resolve(inv, kernel)
 
+    def _choose_for_all(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """Return the configuration of a program that is not made yet, and that several processes may run."""
+        span = compat.any_span()
+        if span is None or not agrees(self.chooser):
+            return self.resolve(inv).config
+        spanning = dataclasses.replace(inv, span=span)
+        return agreed(spanning, lambda: self.resolve(spanning)).config
+
     @property
     def generation(self) -> int:
         """A number that changes when eager programs must be compiled again."""
@@ -149,7 +161,8 @@ class Executor(Generic[Cfg, Out]):
         expected: Sequence[HasType] | None,
     ) -> ResolvedCall:
         """Resolve the call's configuration; what it computes is checked against the `expected` types."""
-        return resolved(call, platform, avals, expected, resolve=self.resolve, stamp_prefix=self.stamp_prefix)
+        agree, prefix = agrees(self.chooser), self.stamp_prefix
+        return resolved(call, platform, avals, expected, resolve=self.resolve, agree=agree, stamp_prefix=prefix)
 
     def choose_for_types(self, inv: Invocation[Any, Any]) -> Any:
         """Return any configuration for a kernel that has no heuristic."""

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from ejkernel.ops.config.agreement import agreed_before
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
-from ejkernel.ops.config.tiers import PERSISTENT
+from ejkernel.ops.config.tiers import OVERLAY, OVERRIDE, PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -63,13 +64,18 @@ class Explanation:
     def __str__(self) -> str:
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
         lines = [f"{self.op_id_v}  key {key}"]
-        lines += [f"  {t.tier:<10} {t.resolution.config if t.resolution else '- ' + t.note}" for t in self.tiers]
+        lines += [f"  {tier.tier:<10} {_said(tier)}" for tier in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
         if self.split or self.split_note:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
         lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
         return "\n".join(map(printable, lines))
+
+
+def _said(tier: Consulted) -> str:
+    note = f"- {tier.note}" if tier.note else ""
+    return f"{tier.resolution.config} {note}".rstrip() if tier.resolution else note
 
 
 class Explanations(tuple[Explanation, ...]):
@@ -87,7 +93,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         key, key_note = inv.key, ""
     except UnstableKeyError as error:
         key, key_note = None, str(error)
-    tiers = tuple(consult(inv, kernel))
+    tiers = _with_agreement(consult(inv, kernel), inv)
     if key is not None:
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
@@ -117,6 +123,15 @@ def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:
     if rule is None or not rule.splittable:
         return (), "sharding_rule splits no such call: of several devices every one computes all of it"
     return rule.splittable, ""
+
+
+def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tuple[Consulted, ...]:
+    """Put in what the processes that run the call's program have agreed on, behind what their overlays say."""
+    found = agreed_before(inv, tiers[-1].resolution if tiers else None)
+    if found is None:
+        return tuple(tiers)
+    at = sum(tier.tier in (OVERRIDE.name, OVERLAY.name) for tier in tiers)
+    return (*tiers[:at], found, *(tiers[at:] if found.resolution is None else ()))
 
 
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:

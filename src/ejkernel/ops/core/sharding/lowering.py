@@ -136,7 +136,7 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
         return None
     meshes = compat.logical_meshes(ctx)
     reason = _standing_back(ctx, meshes)
-    if reason or meshes is None:
+    if reason:
         _say_once(call.node.spec.kernel.op_id, reason)
         return None
     _shapes(call.node, found, ctx.avals_in, ctx.avals_out, {})
@@ -193,13 +193,13 @@ def _shapes(
     return Shapes(operands=shapes[0], results=shapes[1], mesh=mesh)
 
 
-def _standing_back(ctx: Any, meshes: compat.LogicalMeshes | None) -> str:
+def _standing_back(ctx: Any, meshes: Sequence[compat.LogicalMesh]) -> str:
     """Return why a call of this program cannot be split; `""` if it can."""
     if compat.is_exporting(ctx):
         return "a program that is exported cannot ask how to split it"
     if not compat.uses_shardy():
         return "GSPMD partitions this program, and Shardy alone knows the rule (jax_use_shardy_partitioner=True)"
-    return "this process has fewer devices than the program's mesh" if meshes is None else ""
+    return "this process has fewer devices than the program's mesh" if not meshes else ""
 
 
 @functools.cache

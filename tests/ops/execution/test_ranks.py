@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that run one program: two and four of them, on this machine's loopback, and what each of them found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow  # each launch starts JAX in every process
+PROGRAM = Path(__file__).with_name("rank_program.py")
+LONGEST_S = 120
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def launched(count, folder):
+    """Return what each process of one launch found, question by question."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(port), str(index), str(count), str(folder)],
+            env={**os.environ, "PYTHONHASHSEED": str(index), "EJKERNEL_CACHE_DIR": str(folder / str(index))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LONGEST_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    statuses = [process.returncode for process in processes]
+    assert statuses == [*[0] * (count - 1), -signal.SIGKILL], "\n".join(errors for _, errors in outputs)
+    # what Gloo says stands between the lines
+    return [dict(map(json.loads, (line for line in said.splitlines() if line.startswith('["')))) for said, _ in outputs]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request, tmp_path_factory):
+    return launched(request.param, tmp_path_factory.mktemp("ranks"))
+
+
+def answers(ranks, question):
+    return [found[question] for found in ranks]
+
+
+def test_all_run_the_configuration_of_one_of_them_whatever_their_caches_hold(ranks):
+    for where in ("", "_under_shard_map", "_of_a_call_that_is_split"):
+        question = f"differing_caches{where}"
+        first, *others = answers(ranks, question)
+        assert 10 <= first < 10 + len(ranks)
+        assert others == [first] * len(others)
+
+
+def test_the_order_in_which_calls_are_lowered_does_not_matter(ranks):
+    first, *others = answers(ranks, "orders_of_lowering")
+    assert [int(config) // 100 for config in first] == [0, 1, 2, 3, 4, 5]
+    assert others == [first] * len(others)
+
+
+def test_what_one_process_lowers_alone_holds_for_the_others(ranks):
+    assert answers(ranks, "lowered_by_one_alone") == [20 + len(ranks) - 1] * len(ranks)
+
+
+def test_a_program_on_a_processs_own_device_has_its_own_configuration(ranks):
+    assert answers(ranks, "own_device") == [30] * len(ranks)
+
+
+def test_an_overlay_that_all_enter_is_in_force_in_all(ranks):
+    assert answers(ranks, "overlay_in_all") == [[True, 3, 4]] * len(ranks)
+
+
+def test_an_overlay_that_one_enters_is_an_error_there(ranks):
+    others = answers(ranks, "overlay_in_one")
+    error = others.pop(1)
+    assert others == ["lowered"] * len(others)
+    assert "odd_one@v0:" in error
+    assert "1 (from no overlay), and process 1 would with 5 (from overlay " in error
+
+
+def test_what_is_decided_outlives_a_change_of_the_caches(ranks):
+    assert answers(ranks, "retuned") == [[50, 50]] * len(ranks)
+
+
+def test_digests_of_processes_that_ran_the_same_are_equal(ranks):
+    first, *others = answers(ranks, "digests")
+    assert first[1] == 0
+    assert others == [first] * len(others)
+
+
+def test_nobody_waits_for_a_process_that_is_gone(ranks):
+    first, *others = [found["after_a_death"] for found in ranks[:-1]]
+    assert len(first) == 3
+    assert others == [first] * len(others)
