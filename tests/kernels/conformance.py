@@ -47,6 +47,7 @@ class Subject:
         briefly: Names of calls that are enough for further dtypes, programs and transformations.
         spaces: By name, as `calls`, the shapes of calls as they are in use: their whole spaces are lowered.
         check_residuals: Compares what a forward left with what it should: `(arguments, options, residuals, dtype)`.
+        splits: Whether parts of the first axis are calls of their own; else every device is given the whole.
     """
 
     operation: Operation
@@ -56,6 +57,7 @@ class Subject:
     briefly: tuple[str, ...]
     spaces: Mapping[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]]
     check_residuals: Callable[[Any, Any, Any, str], None] | None = None
+    splits: bool = True
 
     def prepared(self, name, dtype):
         """Return the arguments and options of a call as implementations see them."""

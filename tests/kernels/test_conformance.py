@@ -221,8 +221,9 @@ def test_a_program_runs_it_under_jit_shard_map_and_export(on_device, tested, nam
 
     devices = jax.devices()[: 2 if jax.device_count() > 1 else 1]
     mesh = jax.make_mesh((len(devices),), ("all",), axis_types=(AxisType.Auto,), devices=devices)
-    specs = tuple(P("all") if array.shape[0] == arrays[0].shape[0] else P() for array in arrays)
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("all"))
+    rows = P("all") if tested.subject.splits else P()
+    specs = tuple(rows if array.shape[0] == arrays[0].shape[0] else P() for array in arrays)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=rows)
     gradients = jax.jit(gradients_of(function, arrays))
     exported = jax.export.deserialize(jax.export.export(gradients)(*arrays).serialize())
     expected = gradients(*arrays)
@@ -247,7 +248,7 @@ def test_a_space_lowers_for_the_platforms_that_the_implementation_names(request,
     operation, dtype = tested.subject.operation, tested.backend.dtypes[-1]
     args, options = tested.subject.prepared(name, dtype)
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    arrays, joined = split(structs)
+    arrays, joined = split(structs, lambda leaf: True)
     inv = Invocation(kernel=operation, args=structs, kwargs=options, device=DEVICES[platform])
     call = operation.call_of(inv)
     for backward in (False, True):

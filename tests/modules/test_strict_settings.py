@@ -11,8 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels.grouped_matmul import xla as grouped_matmul_xla
 from ejkernel.kernels.rms_norm.xla import XlaParams
-from ejkernel.modules import FlashAttentionConfig, RmsNormConfig, flash_attention, layer_norm, rms_norm
+from ejkernel.modules import (
+    FlashAttentionConfig,
+    GroupedMatmulConfig,
+    RmsNormConfig,
+    flash_attention,
+    grouped_matmul,
+    layer_norm,
+    rms_norm,
+)
 from ejkernel.ops import BwdParams, FwdParams
 
 SWITCHES = {
@@ -24,6 +33,7 @@ SWITCHES = {
 BLOCKS = FlashAttentionConfig(
     fwd=FwdParams(q_blocksize=8, kv_blocksize=16), bwd=BwdParams(q_blocksize=16, kv_blocksize=8)
 )
+TILES = GroupedMatmulConfig(implementation="xla", fwd=grouped_matmul_xla.XlaParams(block_rows=4))
 ROWS = RmsNormConfig(fwd=XlaParams(block_rows=4), bwd=XlaParams(block_rows=4))
 
 
@@ -64,7 +74,15 @@ def centred_norm(dtype):
     return functools.partial(layer_norm, eps=np.float32(1e-6)), [normal(3, 2, 16, dtype=dtype), normal(16), normal(16)]
 
 
-MODULES = [attention, norm, centred_norm]
+def grouped(dtype):
+    """A product in tiles, that is wider than its operands."""
+    sizes = jnp.array([3, 0, 9, 4])
+    options = {"transpose_rhs": np.bool_(False), "preferred_element_type": np.float32, "cfg": TILES}
+    run = functools.partial(grouped_matmul, group_sizes=sizes, **options)
+    return run, [normal(20, 8, dtype=dtype), normal(4, 8, 6, dtype=dtype)]
+
+
+MODULES = [attention, norm, centred_norm, grouped]
 
 
 def with_gradients(run, arrays):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.modules import flash_attention, rms_norm
+from ejkernel.modules import flash_attention, grouped_matmul, rms_norm
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +22,11 @@ attend = functools.partial(flash_attention, causal=True)
 
 def norm_gradients(x, weight):
     return jax.grad(lambda x, weight: (rms_norm(x, weight) ** 2).sum(), (0, 1))(x, weight)
+
+
+def product_gradients(lhs, rhs):
+    sizes = jnp.array([1, 0, 3])
+    return jax.grad(lambda lhs, rhs: (grouped_matmul(lhs, rhs, sizes) ** 2).sum(), (0, 1))(lhs, rhs)
 
 
 def attention_gradients(*arrays):
@@ -70,3 +75,8 @@ def test_an_exported_rms_norm_computes_what_the_call_computes(function, x, weigh
 @pytest.mark.parametrize(("function", "shape"), ATTENTIONS.values(), ids=ATTENTIONS.keys())
 def test_an_exported_flash_attention_computes_what_the_call_computes(function, shape):
     check(function, shape, shape, shape)
+
+
+@pytest.mark.parametrize("shapes", [("b, 8", "3, 8, 4"), ("16, b", "3, b, 2*b")], ids=["rows", "columns"])
+def test_an_exported_gradient_of_a_grouped_product_computes_what_the_call_computes(shapes):
+    check(product_gradients, *shapes)

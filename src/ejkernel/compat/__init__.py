@@ -30,7 +30,9 @@ from ejkernel.compat.executables import load_mosaic_gpu_runtime as load_mosaic_g
 from ejkernel.compat.executables import loaded as loaded
 from ejkernel.compat.executables import serialized as serialized
 from ejkernel.compat.pallas import mosaic_gpu_reason as mosaic_gpu_reason
+from ejkernel.compat.pallas import ragged_dot_mgpu as ragged_dot_mgpu
 from ejkernel.compat.pallas import simulated_races as simulated_races
+from ejkernel.compat.pallas import store_untiled as store_untiled
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
 from ejkernel.compat.partitioning import explicit_mesh as explicit_mesh

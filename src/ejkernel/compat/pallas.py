@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import jax
 
@@ -27,3 +28,21 @@ def simulated_races() -> bool:
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     return bool(interpret_pallas_call.get_races().races_found)
+
+
+def store_untiled(target: Any, values: Any) -> None:
+    """Write to shared memory of a Mosaic GPU kernel that has neither tiles nor swizzles, if several banks at a time."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    store: Any = getattr(mosaic_gpu, "store", None)
+    if store is None:  # before JAX 0.12
+        target[...] = values
+    else:
+        store(target, values, optimized=False)
+
+
+def ragged_dot_mgpu(lhs: Any, rhs: Any, group_sizes: Any, **layout: Any) -> Any:
+    """Return the product of JAX's own kernel for Hopper; rows past the last group are left as they were."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as module
+
+    return module.ragged_dot(lhs, rhs, group_sizes=group_sizes, **layout)

@@ -4,6 +4,12 @@
 from .flash_attention import FlashAttention as FlashAttention
 from .flash_attention import FlashAttentionConfig as FlashAttentionConfig
 from .flash_attention import flash_attention as flash_attention
+from .grouped_matmul import GroupedMatmul as GroupedMatmul
+from .grouped_matmul import GroupedMatmulConfig as GroupedMatmulConfig
+from .grouped_matmul import GroupedMatmulWgrad as GroupedMatmulWgrad
+from .grouped_matmul import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
+from .grouped_matmul import grouped_matmul as grouped_matmul
+from .grouped_matmul import grouped_matmul_wgrad as grouped_matmul_wgrad
 from .layer_norm import LayerNorm as LayerNorm
 from .layer_norm import LayerNormConfig as LayerNormConfig
 from .layer_norm import layer_norm as layer_norm

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.grouped_matmul`: grouped products beside what else JAX users have, and a dense product.
+
+Each contender runs each call in a process of its own, which is ended when it takes too long; only one at a time is on
+the device. It is given normally distributed operands, and sizes of groups that are even, and that follow Zipf's law.
+Results of some rows are compared with NumPy's. What is reported is the median of the device's own times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import report
+from ejkernel import compat
+from ejkernel.modules import grouped_matmul, grouped_matmul_wgrad
+
+OURS = "ejkernel"
+ROUNDS = 15
+Function = Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of one call: rows, their length, the products' length, groups."""
+
+    m: int
+    k: int
+    n: int
+    groups: int
+
+
+SHAPES = {
+    "8 groups": Shape(m=8192, k=4096, n=4096, groups=8),
+    "64 groups": Shape(m=16384, k=2048, n=2048, groups=64),
+    "256 groups": Shape(m=131072, k=7168, n=2048, groups=256),
+    "128 groups": Shape(m=131072, k=4096, n=1536, groups=128),
+    "256 groups, decoding": Shape(m=256, k=7168, n=2048, groups=256),
+}
+DIRECTIONS = ("forward", "dgrad", "wgrad")
+
+
+def operands(shape: Shape, direction: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the operands' shapes."""
+    rows = (shape.m, shape.n if direction == "dgrad" else shape.k)
+    return rows, (shape.m, shape.n) if direction == "wgrad" else (shape.groups, shape.k, shape.n)
+
+
+def group_sizes(shape: Shape, kind: str) -> np.ndarray[Any, Any]:
+    """Return sizes that are even, or that fall as Zipf's law has it, in any order."""
+    if kind == "even":
+        return np.full(shape.groups, shape.m // shape.groups, np.int32)
+    rng = np.random.default_rng(7)
+    weights = rng.permutation(1 / np.arange(1, shape.groups + 1))
+    return rng.multinomial(shape.m, weights / weights.sum()).astype(np.int32)
+
+
+def ours(shape: Shape, direction: str, *, implementation: str | None = None) -> Function:
+    """Return the module's call, as it guesses."""
+    if direction == "wgrad":
+        return functools.partial(grouped_matmul_wgrad, implementation=implementation)
+    return functools.partial(grouped_matmul, transpose_rhs=direction == "dgrad", implementation=implementation)
+
+
+def ragged_dot(shape: Shape, direction: str) -> Function:
+    """Return XLA's product."""
+    axes, of_group = {
+        "forward": (((1,), (1,)), [0]),
+        "dgrad": (((1,), (2,)), [0]),
+        "wgrad": (((0,), (0,)), []),
+    }[direction]
+    numbers = jax.lax.RaggedDotDimensionNumbers((axes, ((), ())), [0], of_group)
+    return lambda lhs, rhs, sizes: jax.lax.ragged_dot_general(lhs, rhs, sizes, numbers)
+
+
+def by_jax(shape: Shape, direction: str) -> Function:
+    """Return the kernel that JAX ships for Hopper; of the layouts that were tried, the one that was best."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
+
+    layout = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 16}
+    if direction == "wgrad":
+        return lambda lhs, rhs, sizes: transposed_ragged_dot_mgpu.transposed_ragged_dot(
+            lhs, rhs, group_sizes=sizes, **layout
+        )
+    if shape.m // shape.groups < 128:
+        layout["block_m"] = 64
+    return lambda lhs, rhs, sizes: ragged_dot_mgpu.ragged_dot(
+        lhs, rhs, group_sizes=sizes, transpose_rhs=direction == "dgrad", **layout
+    )
+
+
+def dense(shape: Shape, direction: str) -> Function:
+    """Return one product of as much work."""
+    if direction == "wgrad":
+        return lambda lhs, rhs, sizes: jnp.dot(lhs.T, rhs)
+    return lambda lhs, rhs, sizes: jnp.dot(lhs, rhs[0] if direction == "forward" else rhs[0].T)
+
+
+CONTENDERS: dict[str, Callable[[Shape, str], Function]] = {
+    OURS: ours,
+    "xla": functools.partial(ours, implementation="xla"),
+    "jax mgpu": by_jax,
+    "ragged_dot": ragged_dot,
+    "dense": dense,
+}
+RIVALS = ("jax mgpu", "ragged_dot")
+
+
+def measured(shape: Shape, direction: str, contender: str, lock: Path) -> dict[str, Any]:
+    """Return microseconds and errors of one contender, by kind of sizes."""
+    first, second = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in operands(shape, direction))
+    sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+    with lock.open("w") as file:
+        if contender in ("dense", "ragged_dot", "xla"):  # XLA times candidates on the device while it compiles
+            fcntl.flock(file, fcntl.LOCK_EX)
+        program = jax.jit(CONTENDERS[contender](shape, direction)).lower(first, second, sizes).compile()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        draw = jax.jit(lambda key, like: jax.random.normal(key, like, jnp.bfloat16), static_argnums=1)
+        lhs, rhs = (draw(jax.random.key(seed), x.shape) for seed, x in enumerate((first, second)))
+        found = {}
+        for kind in ("even", "zipf") if contender != "dense" else ("even",):
+            own = jnp.asarray(group_sizes(shape, kind))
+            out = program(lhs, rhs, own)
+            error = None if contender == "dense" else error_of((lhs, rhs, np.asarray(own), out), direction)
+            samples = [compat.cupti_seconds(lambda own=own: program(lhs, rhs, own)) or 0.0 for _ in range(ROUNDS)]
+            found[kind] = {"us": round(1e6 * float(np.median(samples)), 1), "error": error}
+        return found
+
+
+def error_of(arrays: tuple[Any, ...], direction: str) -> float:
+    """Return the relative error of a sample of the result: some rows of some groups."""
+    lhs, rhs, sizes, out = arrays
+    ends, errors = np.cumsum(sizes), [0.0]
+    if direction == "wgrad":
+        lhs, rhs = (np.asarray(x, np.float32) for x in (lhs[:, :64], rhs[:, :128]))
+    for group in np.flatnonzero(sizes)[:: max(1, len(sizes) // 6)]:
+        start, end, at = int(ends[group] - sizes[group]), int(ends[group]), np.array([group])
+        if direction == "wgrad":
+            expected = lhs[start:end].T @ rhs[start:end]
+            actual = np.asarray(jnp.take(out, at, axis=0)[0, :64, :128], np.float32)
+        else:
+            rows = np.linspace(start, end - 1, 16).astype(int)
+            matrix = np.asarray(jnp.take(rhs, at, axis=0)[0], np.float32)
+            left, actual = (np.asarray(jnp.take(x, rows, axis=0), np.float32) for x in (lhs, out))
+            expected = left @ (matrix.T if direction == "dgrad" else matrix)
+        errors.append(float(np.linalg.norm(actual - expected) / np.linalg.norm(expected)))
+    worst = float(np.max(errors))  # NaN, if one of them is
+    return round(worst, 5)
+
+
+def run_apart(shape: str, direction: str, contender: str, lock: Path, seconds: float) -> dict[str, Any]:
+    """Return what a process of its own measures, or why it did not."""
+    command = [sys.executable, "-m", "benchmarks.grouped_matmul", "--one", shape, direction, contender, str(lock)]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several share the device's memory
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+    except subprocess.TimeoutExpired:
+        return {"reason": f"it took more than {seconds:.0f} s"}
+    if done.returncode:
+        return {"reason": (done.stderr.strip().splitlines() or ["it ended"])[-1][:300]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return a Markdown table, a line for each call and kind of sizes."""
+    lines = [
+        f"| | {' | '.join(f'{name}, us (TFLOP/s)' for name in CONTENDERS)} | best other / ours | dense / ours |",
+        "|---" * (len(CONTENDERS) + 3) + "|",
+    ]
+    for call, contenders in found.items():
+        if call == "environment":
+            continue
+        shape = SHAPES[call.split(" | ")[0]]
+        flops = 2 * shape.m * shape.k * shape.n
+        for kind in ("even", "zipf"):
+            times = {name: row[kind]["us"] for name, row in contenders.items() if kind in row}
+            dense_us, own = contenders.get("dense", {}).get("even", {}).get("us"), times.get(OURS)
+            rivals = [times[name] for name in RIVALS if name in times]
+            cells = [f"{times[n]:,.0f} ({flops / times[n] / 1e6:,.0f})" if n in times else "" for n in CONTENDERS]
+            ratios = [f"{x / own:.2f}" if own and x else "" for x in (min(rivals, default=None), dense_us)]
+            lines.append(f"| {call.replace(' | ', ', ')}, {kind} | {' | '.join([*cells, *ratios])} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and keep it with `--out`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped_matmul", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write grouped_matmul_<device>.json and .md there")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=60.0, help="that one process may take (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=4, help="processes that compile at once (default: %(default)s)")
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        shape, direction, contender, lock = args.one
+        print(json.dumps(measured(SHAPES[shape], direction, contender, Path(lock))))
+        return 0
+    found: dict[str, Any] = {"environment": report.environment()}
+    jobs = [(s, d, c) for s in args.shapes for d in DIRECTIONS for c in args.contenders if worth(s, d, c)]
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
+        lock = Path(folder) / "device"
+        results = pool.map(lambda job: run_apart(*job, lock, args.seconds), jobs)
+        for (shape, direction, contender), result in zip(jobs, results, strict=True):
+            found.setdefault(f"{shape} | {direction}", {})[contender] = result
+            print(shape, direction, contender, json.dumps(result), file=sys.stderr, flush=True)
+            if args.out is not None:  # what was measured is kept, should a later one end the process
+                report.write(args.out, f"grouped_matmul_{report.platform_name()}", found, table(found))
+    print(table(found))
+    return 0
+
+
+def worth(shape: str, direction: str, contender: str) -> bool:
+    """Return whether a contender can be waited for: XLA's product takes seconds for many rows of many groups."""
+    heavy = SHAPES[shape].m * SHAPES[shape].groups > 1 << 23
+    return not (contender == "ragged_dot" and heavy) and not (direction == "wgrad" and "decoding" in shape)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of grouped products: checked, and brought into one form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.values.signature import is_array, is_known
+
+
+def check_operand(name: str, array: Any, axes: str) -> None:
+    """Raise unless an operand is a floating-point array with as many axes as `axes` names."""
+    if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
+        got = f"dtype {array.dtype}" if is_array(array) else type(array).__name__
+        raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
+    if len(array.shape) != len(axes.split(",")):
+        raise ArgumentError(f"{name} must be {axes}, got shape {tuple(array.shape)}.")
+
+
+def check_pair(lhs: Any, rhs: Any, axes: tuple[int, int], what: str) -> None:
+    """Raise unless the operands have one dtype, and one length along these axes."""
+    if lhs.dtype != rhs.dtype:
+        raise ArgumentError(f"lhs and rhs must have one dtype, got {lhs.dtype} and {rhs.dtype}; cast one of them.")
+    if lhs.shape[axes[0]] != rhs.shape[axes[1]]:
+        raise ArgumentError(f"lhs and rhs must {what}; got shapes {tuple(lhs.shape)} and {tuple(rhs.shape)}.")
+
+
+def check_sizes(group_sizes: Any, groups: int | None = None) -> None:
+    """Raise unless sizes are integers, one for each group."""
+    if not is_array(group_sizes) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        got = f"dtype {group_sizes.dtype}" if is_array(group_sizes) else type(group_sizes).__name__
+        raise ArgumentError(f"group_sizes must be an array of integers [groups], got {got}.")
+    if len(group_sizes.shape) != 1 or groups not in (None, group_sizes.shape[0]):
+        wanted = "[groups]" if groups is None else f"[{groups}], one for each matrix of rhs"
+        raise ArgumentError(f"group_sizes must be {wanted}; got shape {tuple(group_sizes.shape)}.")
+    if not is_known(group_sizes.shape[0]):
+        raise ArgumentError(
+            f"group_sizes must have a length that is a number, got {group_sizes.shape[0]}; export for one of each."
+        )
+
+
+def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
+    """Return the name of the dtype that is asked for, `None` where that is the operands' own."""
+    if preferred is None:
+        return None
+    try:
+        wanted = jax.dtypes.canonicalize_dtype(preferred)
+    except TypeError as error:
+        raise ArgumentError(f"preferred_element_type must be a dtype or None, got {preferred!r}.") from error
+    if not jnp.issubdtype(wanted, jnp.floating):
+        raise ArgumentError(f"preferred_element_type must be a floating-point dtype, got {wanted}.")
+    return None if wanted == dtype else str(wanted)
+
+
+def canonical_flag(name: str, value: Any) -> bool:
+    """Return what is True or False, NumPy's too, as a bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}; it is static under jit.")
+    return bool(value)
+
+
+def canonical_precision(value: Any) -> str | None:
+    """Return the name of a precision in lower case; `None` is JAX's default."""
+    if value is None:
+        return None
+    name = value.name if isinstance(value, jax.lax.Precision) else value
+    if not isinstance(name, str) or name.upper() not in jax.lax.Precision.__members__:
+        raise ArgumentError(
+            f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}."
+        )
+    return name.lower()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The product by the kernel that JAX ships for Hopper GPUs.
+
+There is none for the weights' gradient: JAX's multiplies foreign rows by zero, so that a NaN of theirs remains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ejkernel import compat
+from ejkernel.kernels import _hopper as hopper
+from ejkernel.kernels._varying import unify_varying
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.values.signature import is_known
+
+from .common import GroupedMatmulCall, row_ends
+
+_BLOCK_K = 64
+_MOST_GROUPS = 256  # the kernel's program grows with them
+_one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JaxMgpuParams:
+    """How the kernel is launched.
+
+    Attributes:
+        block_m: Rows of a tile, 64, 128 or 192.
+        block_n: Columns of a tile, 64 or 128.
+        stages: How many steps' operands are held at once.
+        panel: Tiles are taken in panels of so many columns of tiles.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    stages: int = 4
+    panel: int = 16
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("block_m", (64, 128, 192)), ("block_n", (64, 128))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {getattr(self, name)!r}.")
+        for name, most in (("stages", 8), ("panel", 256)):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ConfigError(f"{name} must be from 1 to {most}, got {value!r}.")
+
+
+class JaxMgpu(Implementation[GroupedMatmulCall]):
+    """The product on Hopper GPUs, by JAX's own kernel."""
+
+    name = "jax_mgpu"
+    params = JaxMgpuParams
+
+    def unsupported(self, call: GroupedMatmulCall) -> str | None:
+        """Return why the kernel does not run the call, and what would."""
+        if not is_known(call.rows, call.groups, call.inner, call.columns):
+            return "it needs shapes that are numbers, and this program is exported for many; use 'xla'."
+        missing = hopper.unavailable(call, "both operands", "'xla'", self.name)
+        if missing is not None:
+            return missing
+        if call.dtype not in hopper.DTYPES or call.out_dtype != call.dtype:
+            asked = f"{call.dtype} to {call.out_dtype}"
+            return f"'jax_mgpu' takes bfloat16 and float16, and gives what it takes; got {asked}; cast, or use 'xla'."
+        if call.inner % _BLOCK_K or call.columns % _BLOCK_K or 0 in (call.rows, call.inner, call.columns):
+            return f"'jax_mgpu' takes k and n that are multiples of {_BLOCK_K}; use 'mosaic_gpu' or 'xla'."
+        if not 1 <= call.groups <= _MOST_GROUPS:
+            return f"'jax_mgpu' takes 1 to {_MOST_GROUPS} groups, and there are {call.groups}; use 'mosaic_gpu'."
+        return None
+
+    def params_fault(self, call: GroupedMatmulCall, params: JaxMgpuParams) -> str | None:
+        """Return what of the chip's shared memory these parameters have too little of."""
+        needed = 2 * (params.stages * _BLOCK_K * (params.block_m + params.block_n) + params.block_m * params.block_n)
+        if needed + _OVERHEAD > hopper.SHARED_MEMORY:
+            return f"it takes {needed} bytes of shared memory, and there are {hopper.SHARED_MEMORY - _OVERHEAD}."
+        return None
+
+    def heuristic(self, call: GroupedMatmulCall) -> JaxMgpuParams:
+        """Return small tiles for small groups."""
+        return JaxMgpuParams(block_m=64 if call.rows < 128 * call.groups else 128)
+
+    def space(self, call: GroupedMatmulCall) -> list[JaxMgpuParams]:
+        """Return tiles and stages that are worth a try."""
+        return [
+            JaxMgpuParams(block_m=block_m, block_n=block_n, stages=stages)
+            for block_m, block_n, stages in itertools.product((64, 128), (64, 128), (4, 6))
+        ]
+
+    def forward(self, call: GroupedMatmulCall, /, *args: Any, params: JaxMgpuParams) -> tuple[jax.Array, Any]:
+        """Return the product; nothing is left for a backward."""
+        layout = {
+            "block_m": params.block_m,
+            "block_n": params.block_n,
+            "block_k": _BLOCK_K,
+            "max_concurrent_steps": params.stages,
+            "grid_block_n": params.panel,
+        }
+
+        def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+            ends = row_ends(group_sizes, call.rows)
+            sizes = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
+            with jax.enable_x64(False):  # the kernel counts in int32
+                out = compat.ragged_dot_mgpu(lhs, rhs, sizes, transpose_rhs=call.transpose_rhs, **layout)
+            row = jnp.arange(call.rows, dtype=ends.dtype)
+            return jnp.where(row[:, None] < ends[-1], out, jnp.zeros_like(out))  # it leaves these rows as they were
+
+        return _one_by_one(compute)(*unify_varying(args)), ()
+
+
+_OVERHEAD = 2048  # barriers, and what buffers are aligned to

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launches: operands are brought into the form that the kernels read, under any transformation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, clipped_sizes, row_ends
+
+from .params import ProductParams, WgradParams
+from .plan import ALIGNED, padded, product_plan, wgrad_plan
+
+_one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
+
+
+def product(
+    call: GroupedMatmulCall, arrays: tuple[Any, Any, Any], params: ProductParams, *, interpret: Any = None
+) -> jax.Array:
+    """Return the product.
+
+    Args:
+        call: The description.
+        arrays: Left and right operand, and sizes.
+        params: What `params_fault` has nothing against.
+        interpret: How to simulate the kernel on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
+    """
+
+    def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        from .product import multiply  # what it imports is not there in every environment
+
+        plan = product_plan(call, params)
+        sizes = clipped_sizes(group_sizes, call.rows)
+        with jax.enable_x64(False):  # the kernels count in int32
+            lhs, rhs = _pad(lhs, (plan.rows, ALIGNED)), _pad(rhs, (1, ALIGNED, ALIGNED))
+            return multiply(plan, lhs, rhs, sizes, interpret=interpret)[: call.rows, : call.columns]
+
+    found: jax.Array = _one_by_one(compute)(*unify_varying(arrays))
+    return found
+
+
+def weights_gradient(
+    call: GroupedMatmulCall, arrays: tuple[Any, Any, Any], params: WgradParams, *, interpret: Any = None
+) -> jax.Array:
+    """Return the sums for each group; see `product`."""
+
+    def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        from .wgrad import sum_products
+
+        plan = wgrad_plan(call, params)
+        table = _table(group_sizes, call.rows, largest_first=params.largest_first)
+        with jax.enable_x64(False):
+            lhs, rhs = (_pad(x, (plan.rows, ALIGNED)) for x in (lhs, rhs))
+            return sum_products(plan, lhs, rhs, table, interpret=interpret)[:, : call.inner, : call.columns]
+
+    found: jax.Array = _one_by_one(compute)(*unify_varying(arrays))
+    return found
+
+
+def _table(group_sizes: jax.Array, rows: int, *, largest_first: bool) -> jax.Array:
+    """Return number, first row and rows of each group, in the order that they are gone through."""
+    ends = row_ends(group_sizes, rows)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    numbers = jnp.arange(ends.shape[0], dtype=jnp.int32)
+    table = jnp.stack([numbers, starts, ends - starts], axis=1)
+    return table[jnp.argsort(starts - ends)] if largest_first else table
+
+
+def _pad(x: jax.Array, multiples: tuple[int, ...]) -> jax.Array:
+    """Return an array with zeros behind, of sizes that are multiples."""
+    added = [padded(size, multiple) - size for size, multiple in zip(x.shape, multiples, strict=True)]
+    return jnp.pad(x, [(0, more) for more in added]) if any(added) else x

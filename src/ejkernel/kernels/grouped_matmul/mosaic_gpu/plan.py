@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is static of one launch, and what of the chip it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from ejkernel.kernels._hopper import MULTIPROCESSORS
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
+
+from .params import ProductParams, WgradParams
+
+STEP = 64  # of what is summed over: as many as one swizzle is wide, so that copies may begin at any row
+WARPGROUPS = 2  # that compute
+ROWS = 64  # of one tensor-core instruction
+ROW_BYTES = 128  # of a piece of the result: one swizzle
+ALIGNED = 64  # what columns are padded to: tiles of shared memory are so wide
+REGISTERS = (40, 232)  # of a thread that copies, and of one that computes
+_ALIGNMENT = 1024  # that every buffer begins at a multiple of
+_OVERHEAD = 2 * _ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What both kernels have in common.
+
+    Attributes:
+        rows: `m`, of the padded operands.
+        groups: How many groups there are.
+        inner: `k`, padded.
+        columns: `n`, padded.
+        dtype: Name of the operands' dtype.
+        out_dtype: Name of the result's.
+        tile_rows: Rows of a tile of the result.
+        tile_columns: Its columns.
+        stages, panel, out_slots: As in the parameters.
+    """
+
+    rows: int
+    groups: int
+    inner: int
+    columns: int
+    dtype: str
+    out_dtype: str
+    tile_rows: int
+    tile_columns: int
+    stages: int
+    panel: int
+    out_slots: int
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a tile that one warpgroup has."""
+        return self.tile_rows // WARPGROUPS
+
+    @property
+    def piece_columns(self) -> int:
+        """Columns of a result that are stored at once."""
+        return ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces a tile's columns are stored in; a multiple of the slots, so that these come in turn."""
+        return self.tile_columns // self.piece_columns
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles that cover the columns."""
+        return -(-self.columns // self.tile_columns)
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return MULTIPROCESSORS
+
+    def shared_bytes(self) -> int:
+        """Return the bytes of shared memory that a block of threads takes."""
+        operands = self.stages * STEP * (self.tile_rows + self.tile_columns) * 2
+        out = WARPGROUPS * self.out_slots * self.part_rows * ROW_BYTES
+        return operands + out + _OVERHEAD
+
+    def sums_per_thread(self) -> int:
+        """Return how many sums each thread keeps in registers."""
+        return self.part_rows * self.tile_columns // 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductPlan(Plan):
+    """A launch of the product.
+
+    Attributes:
+        transpose_rhs: Whether the matrices are transposed.
+    """
+
+    transpose_rhs: bool
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return -(-self.inner // STEP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WgradPlan(Plan):
+    """A launch of the weights' gradient.
+
+    Attributes:
+        snake: As in the parameters.
+    """
+
+    snake: bool
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles that cover the rows of a group's result."""
+        return -(-self.inner // self.tile_rows)
+
+    @property
+    def tiles(self) -> int:
+        """All tiles, of all groups."""
+        return self.groups * self.row_tiles * self.column_tiles
+
+
+def product_plan(call: GroupedMatmulCall, params: ProductParams) -> ProductPlan:
+    """Return the launch of a product."""
+    return ProductPlan(
+        rows=max(call.rows, ROWS),
+        groups=call.groups,
+        inner=padded(call.inner, ALIGNED),
+        columns=padded(call.columns, ALIGNED),
+        dtype=call.dtype,
+        out_dtype=call.out_dtype,
+        tile_rows=params.block_m,
+        tile_columns=params.block_n,
+        stages=params.stages,
+        panel=params.panel,
+        out_slots=params.out_slots,
+        transpose_rhs=call.transpose_rhs,
+    )
+
+
+def wgrad_plan(call: GroupedMatmulCall, params: WgradParams) -> WgradPlan:
+    """Return the launch of a weights' gradient."""
+    return WgradPlan(
+        rows=max(padded(call.rows, 8), STEP),  # copies move whole tiles of eight rows
+        groups=call.groups,
+        inner=padded(call.inner, ALIGNED),
+        columns=padded(call.columns, ALIGNED),
+        dtype=call.dtype,
+        out_dtype=call.out_dtype,
+        tile_rows=params.block_k,
+        tile_columns=params.block_n,
+        stages=params.stages,
+        panel=params.panel,
+        out_slots=params.out_slots,
+        snake=params.snake,
+    )
+
+
+def padded(size: int, multiple: int) -> int:
+    """Return a size rounded up."""
+    return -(-size // multiple) * multiple

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The product's kernel, for matrices as they are and transposed.
+
+Tiles of rows begin where their group begins. The last one of a group is moved up, so that it ends with the group: some
+rows are computed twice, to the same bits, and only groups smaller than a tile are stored in pieces of powers of two
+rows. Every thread walks over the sizes by itself while it takes its tiles, so that nothing runs before the kernel.
+
+All warpgroups of a block meet the same tiles and the same steps in one order, whatever the sizes are: that is why none
+can wait for what does not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel import compat
+
+from .plan import REGISTERS, STEP, WARPGROUPS, ProductPlan
+from .tiles import (
+    Scratch,
+    accumulate,
+    drain,
+    launch,
+    operand_shape,
+    place,
+    plgpu,
+    ring,
+    swizzled,
+    tiled,
+    when_free,
+)
+
+
+class _Walk(NamedTuple):
+    """Where the walk over groups is; group number `groups` are the rows past the last one."""
+
+    group: Any
+    first_tile: Any
+    first_row: Any
+    rows: Any
+    row_tiles: Any
+
+
+class _Tile(NamedTuple):
+    """A tile of the result: its group, its first row, how many rows of it are the group's, its first column."""
+
+    group: Any
+    row: Any
+    rows: Any
+    column: Any
+
+
+def multiply(plan: ProductPlan, lhs: Any, rhs: Any, group_sizes: Any, *, interpret: Any = None) -> jax.Array:
+    """Run the kernel on operands of padded sizes; sizes are in int32."""
+
+    def grouped_matmul(lhs: Any, rhs: Any, sizes: Any, out: Any) -> None:
+        program = _Program(plan, (lhs, rhs, sizes, out), simulated=interpret is not None)
+        pl.run_scoped(program.run, program.scratch(), collective_axes="warpgroup")
+
+    shape = (plan.rows, plan.columns)
+    return launch(plan, grouped_matmul, (lhs, rhs, group_sizes), shape, name="grouped_matmul", interpret=interpret)
+
+
+class _Program:
+    """What one block of threads does."""
+
+    def __init__(self, plan: ProductPlan, refs: tuple[Any, ...], *, simulated: bool) -> None:
+        self.plan, self.simulated = plan, simulated
+        self.lhs, self.rhs, self.sizes, self.out = refs
+
+    def scratch(self) -> Scratch:
+        """Return the types of shared memory and barriers."""
+        plan, full_free = self.plan, ring(self.plan)
+        matrix = (plan.tile_columns, STEP) if plan.transpose_rhs else (STEP, plan.tile_columns)
+        pieces = (WARPGROUPS, plan.out_slots, plan.part_rows, plan.piece_columns)
+        lhs, out = tiled(operand_shape(plan), plan.dtype), tiled(pieces, plan.out_dtype)
+        if not self.simulated:  # the interpreter knows no transforms, and takes views of the same bytes for others
+            lhs = plgpu.RefUnion(lhs, swizzled(operand_shape(plan), plan.dtype))
+            plain = plgpu.SMEM(pieces, jnp.dtype(plan.out_dtype))
+            out = plgpu.RefUnion(out, swizzled(pieces, plan.out_dtype), plain)
+        return Scratch(lhs, tiled((plan.stages, *matrix), plan.dtype), out, *full_free)
+
+    def run(self, scratch: Scratch) -> None:
+        """Be the warpgroup that this is."""
+        self.shared = scratch
+        self.lhs_tiles, self.lhs_rows = (scratch.lhs,) * 2 if self.simulated else scratch.lhs
+        self.out_views = (scratch.out,) * 3 if self.simulated else scratch.out
+        warpgroup, (few, many) = lax.axis_index("warpgroup"), REGISTERS
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _copying() -> None:
+            plgpu.set_max_registers(few, action="decrease")
+            steps = self._each_tile(self._copy_tile)
+            drain(self.shared, steps, self.plan)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _computing() -> None:
+            plgpu.set_max_registers(many, action="increase")
+            self._each_tile(lambda tile, step: self._compute_tile(tile, step, warpgroup))
+            plgpu.wait_smem_to_gmem(0)
+
+    # Which tiles.
+
+    def _each_tile(self, body: Callable[[_Tile, Any], Any]) -> Any:
+        """Call `body(tile, step)`, which returns the next step, for each of this program's tiles."""
+        plan, zero = self.plan, jnp.int32(0)
+        rows = self._rows_of(zero, zero)
+        first = lax.axis_index("program")
+
+        def one(carry: Any) -> Any:
+            number, walk, step = carry
+            step = body(self._tile(number, walk), step)
+            number = number + plan.programs
+            return number, self._advance(number, walk), step
+
+        walk = self._advance(first, _Walk(zero, zero, zero, rows, self._tiles_of(rows)))
+        return lax.while_loop(lambda carry: carry[1].group <= plan.groups, one, (first, walk, zero))[2]
+
+    def _rows_of(self, group: Any, first_row: Any) -> Any:
+        """Return how many rows a group has, of those that there are."""
+        left = self.plan.rows - first_row
+        size = jnp.clip(self.sizes[jnp.minimum(group, self.plan.groups - 1)], 0, left)
+        return jnp.where(group < self.plan.groups, size, left)
+
+    def _tiles_of(self, rows: Any) -> Any:
+        return lax.div(rows + (self.plan.tile_rows - 1), self.plan.tile_rows)
+
+    def _advance(self, number: Any, walk: _Walk) -> _Walk:
+        """Walk to the group that the tile of that number is of, or past the last."""
+        column_tiles, groups = self.plan.column_tiles, self.plan.groups
+
+        def behind(walk: _Walk) -> Any:
+            return (number >= walk.first_tile + walk.row_tiles * column_tiles) & (walk.group <= groups)
+
+        def following(walk: _Walk) -> _Walk:
+            group, first_row = walk.group + 1, walk.first_row + walk.rows
+            rows = self._rows_of(group, first_row)
+            return _Walk(group, walk.first_tile + walk.row_tiles * column_tiles, first_row, rows, self._tiles_of(rows))
+
+        found: _Walk = lax.while_loop(behind, following, walk)
+        return found
+
+    def _tile(self, number: Any, walk: _Walk) -> _Tile:
+        row_tile, column_tile = place(number - walk.first_tile, walk.row_tiles, self.plan)
+        offset = row_tile * self.plan.tile_rows
+        offset = jnp.minimum(offset, jnp.maximum(walk.rows - self.plan.tile_rows, 0))
+        rows = jnp.minimum(walk.rows - offset, self.plan.tile_rows)
+        return _Tile(walk.group, walk.first_row + offset, rows, column_tile * self.plan.tile_columns)
+
+    # What copies.
+
+    def _copy_tile(self, tile: _Tile, step: Any) -> Any:
+        steps = jnp.where(tile.group < self.plan.groups, self.plan.steps, 0)
+        return lax.fori_loop(0, steps, lambda i, step: self._copy_step(tile, i, step), step)
+
+    def _copy_step(self, tile: _Tile, index: Any, step: Any) -> Any:
+        plan, along = self.plan, pl.ds(index * STEP, STEP)
+        stage = when_free(self.shared, step, plan)
+        full = self.shared.full.at[stage]
+        for w in range(WARPGROUPS):
+            rows = self.lhs.at[pl.ds(tile.row + plan.part_rows * w, plan.part_rows), along]
+            plgpu.copy_gmem_to_smem(rows, self.lhs_rows.at[stage, w], full)
+        columns = pl.ds(tile.column, plan.tile_columns)
+        at = (tile.group, columns, along) if plan.transpose_rhs else (tile.group, along, columns)
+        plgpu.copy_gmem_to_smem(self.rhs.at[at], self.shared.rhs.at[stage], full)
+        return step + 1
+
+    # What computes.
+
+    def _compute_tile(self, tile: _Tile, step: Any, warpgroup: Any) -> Any:
+        plan = self.plan
+        mine = jnp.clip(tile.rows - plan.part_rows * warpgroup, 0, plan.part_rows)
+        real = tile.group < plan.groups
+
+        @pl.when(real & (mine <= 0))
+        def _idle() -> None:
+            @pl.loop(0, plan.steps)
+            def _pass(i: Any) -> None:
+                stage = lax.rem(step + i, plan.stages)
+                plgpu.barrier_wait(self.shared.full.at[stage])
+                plgpu.barrier_arrive(self.shared.free.at[stage])
+
+        def products(sums: Any) -> None:
+            pl.when(real & (mine > 0))(lambda: self._products(sums, step, warpgroup))
+
+        sums = accumulate(plan, products)
+        row = tile.row + plan.part_rows * warpgroup
+
+        @pl.when(mine == plan.part_rows)
+        def _whole() -> None:
+            self._store_whole(sums, row, tile.column, warpgroup)
+
+        @pl.when((mine < plan.part_rows) & (mine > 0))
+        def _partly() -> None:
+            self._store_rows(sums, row, tile.column, warpgroup, mine)
+
+        # Tiles past the end come last, so that the steps that they do not have are missed by nobody; a constant keeps
+        # the stage in registers that products read without waiting.
+        return step + plan.steps
+
+    def _products(self, sums: Any, step: Any, warpgroup: Any) -> None:
+        plan, shared = self.plan, self.shared
+
+        def multiply(stage: Any) -> None:
+            plgpu.barrier_wait(shared.full.at[stage])
+            matrix = shared.rhs.at[stage]
+            plgpu.wgmma(
+                sums, self.lhs_tiles.at[stage, warpgroup], matrix.transpose((1, 0)) if plan.transpose_rhs else matrix
+            )
+
+        multiply(lax.rem(step, plan.stages))
+
+        @pl.loop(1, plan.steps)
+        def _step(i: Any) -> None:
+            multiply(lax.rem(step + i, plan.stages))
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(shared.free.at[lax.rem(step + i - 1, plan.stages)])
+
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(shared.free.at[lax.rem(step + plan.steps - 1, plan.stages)])
+
+    # A result's way to memory.
+
+    def _pieces(self, sums: Any, column: Any) -> list[tuple[int, Any, Any]]:
+        """Return slot, values and columns of each piece."""
+        plan, width = self.plan, self.plan.piece_columns
+        return [
+            (
+                i % plan.out_slots,
+                sums[:, i * width : (i + 1) * width].astype(plan.out_dtype),
+                pl.ds(column + i * width, width),
+            )
+            for i in range(plan.tile_columns // width)
+        ]
+
+    def _store_whole(self, sums: Any, row: Any, column: Any, warpgroup: Any) -> None:
+        plan = self.plan
+        tiles, rows, _ = self.out_views
+        for slot, values, columns in self._pieces(sums, column):
+            plgpu.wait_smem_to_gmem(plan.out_slots - 1, wait_read_only=True)
+            tiles.at[warpgroup, slot][...] = values
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(rows.at[warpgroup, slot], self.out.at[pl.ds(row, plan.part_rows), columns])
+
+    def _store_rows(self, sums: Any, row: Any, column: Any, warpgroup: Any, count: Any) -> None:
+        """Store the first `count` rows, by powers of two: how many rows a copy has is known when it is compiled."""
+        plain = self.out_views[2]
+        for slot, values, columns in self._pieces(sums, column):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            compat.store_untiled(plain.at[warpgroup, slot], values)
+            plgpu.commit_smem()
+            done: Any = 0
+            height = self.plan.part_rows // 2
+            while height:
+                self._store_some(plain.at[warpgroup, slot], (row, done, height), columns, (count & height) != 0)
+                done, height = done + (count & height), height // 2
+            plgpu.commit_smem_to_gmem_group()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _store_some(self, piece: Any, rows: tuple[Any, Any, int], columns: Any, wanted: Any) -> None:
+        row, done, height = rows
+
+        @pl.when(wanted)
+        def _copy() -> None:
+            source = piece.at[pl.ds(done, height)]
+            plgpu.copy_smem_to_gmem(source, self.out.at[pl.ds(row + done, height), columns], commit_group=False)

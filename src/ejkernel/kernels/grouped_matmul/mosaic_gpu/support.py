@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls the kernels run, with which parameters: all of it told from shapes, before anything is compiled."""
+
+from __future__ import annotations
+
+from ejkernel.kernels import _hopper as hopper
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
+from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.utils.values.signature import is_known
+
+from .params import ProductParams, WgradParams
+from .plan import Plan, product_plan, wgrad_plan
+
+_OUT_DTYPES = (*hopper.DTYPES, "float32")
+_MOST_SUMS = 128  # of a thread, that there are registers for
+_MOST_GROUPS = 4096  # each thread walks over all of them
+_LARGEST = 2**31 - 2**16  # rows and numbers of tiles are counted in int32
+
+
+def unsupported_reason(call: GroupedMatmulCall) -> str | None:
+    """Return why the kernels do not run `call`, and what would; `None` if they do."""
+    if not is_known(call.rows, call.groups, call.inner, call.columns):
+        return "it needs shapes that are numbers, and this program is exported for many; use 'xla'."
+    return hopper.unavailable(call, "both operands", "'xla'") or _arguments_reason(call)
+
+
+def _arguments_reason(call: GroupedMatmulCall) -> str | None:
+    if call.dtype not in hopper.DTYPES:
+        return f"lhs has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
+    if call.out_dtype not in _OUT_DTYPES:
+        return (
+            f"preferred_element_type is {call.out_dtype}, and 'mosaic_gpu' gives {', '.join(_OUT_DTYPES)}; use 'xla'."
+        )
+    if 0 in (call.rows, call.groups, call.inner, call.columns):
+        return "it needs rows, groups and columns, of which there are none; use 'xla'."
+    if call.groups > _MOST_GROUPS:
+        return f"it takes at most {_MOST_GROUPS} groups, and there are {call.groups}; use 'xla'."
+    if max(call.rows, call.inner, call.columns) > _LARGEST:
+        return "it counts rows and columns in int32, and there are more; use 'xla'."
+    return None
+
+
+def product_fault(call: GroupedMatmulCall, params: ProductParams) -> str | None:
+    """Return why a product cannot run with `params`; `None` if it can."""
+    return _fault(product_plan(call, params))
+
+
+def wgrad_fault(call: GroupedMatmulCall, params: WgradParams) -> str | None:
+    """Return why a weights' gradient cannot run with `params`; `None` if it can."""
+    return _fault(wgrad_plan(call, params))
+
+
+def _fault(plan: Plan) -> str | None:
+    needed, sums = plan.shared_bytes(), plan.sums_per_thread()
+    if needed > hopper.SHARED_MEMORY:
+        return f"it takes {needed} bytes of shared memory, and a block of threads has at most {hopper.SHARED_MEMORY}."
+    if plan.pieces % plan.out_slots:
+        return f"out_slots must divide {plan.pieces}, the pieces that a tile is stored in, and is {plan.out_slots}."
+    if sums > _MOST_SUMS:
+        return f"each thread would keep {sums} sums in registers, and there is room for {_MOST_SUMS}."
+    return None
+
+
+def product_heuristic(call: GroupedMatmulCall) -> ProductParams:
+    """Return parameters that a product runs well with."""
+    block_n = _block_n(call)
+    stages, out_slots = _room(call, block_n)
+    return ProductParams(block_n=block_n, stages=stages, out_slots=out_slots)
+
+
+def wgrad_heuristic(call: GroupedMatmulCall) -> WgradParams:
+    """Return parameters that a weights' gradient runs well with; with many tiles, the largest groups come first."""
+    block_n = _block_n(call)
+    many = wgrad_plan(call, WgradParams(block_n=block_n)).tiles > _MANY_TILES
+    stages, out_slots = _room(call, block_n)
+    return WgradParams(block_n=block_n, stages=stages, out_slots=out_slots, largest_first=many, snake=many)
+
+
+_STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns: as many as there is room for
+_MANY_TILES = 16384
+
+
+def _room(call: GroupedMatmulCall, block_n: int) -> tuple[int, int]:
+    """Return how many stages and pieces of a result tiles of so many columns leave room for."""
+    pieces = product_plan(call, ProductParams(block_n=block_n)).pieces
+    return _STAGES[block_n], next(slots for slots in (2, 3, 1) if pieces % slots == 0)
+
+
+def _block_n(call: GroupedMatmulCall) -> int:
+    """Return the widest tile of which the last one is not mostly empty."""
+    waste = {size: -(-call.columns // size) * size for size in (256, 192, 128, 64)}
+    return next(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
+
+
+def product_space(call: GroupedMatmulCall) -> ConfigSpace[ProductParams]:
+    """Return all parameters that are worth a try for a product."""
+
+    def fits(block_m: int, block_n: int, stages: int, out_slots: int) -> bool:
+        params = ProductParams(block_m=block_m, block_n=block_n, stages=stages, out_slots=out_slots)
+        return product_fault(call, params) is None
+
+    return ConfigSpace(
+        {"block_m": (128, 256), **_common_axes(call)},
+        constraints=fits,
+        build=ProductParams,
+    )
+
+
+def wgrad_space(call: GroupedMatmulCall) -> ConfigSpace[WgradParams]:
+    """Return all parameters that are worth a try for a weights' gradient."""
+
+    def fits(block_k: int, block_n: int, stages: int, out_slots: int) -> bool:
+        params = WgradParams(block_k=block_k, block_n=block_n, stages=stages, out_slots=out_slots)
+        return wgrad_fault(call, params) is None
+
+    either = (False, True)
+    return ConfigSpace(
+        {"block_k": (128, 256), **_common_axes(call), "largest_first": either, "snake": either},
+        constraints=fits,
+        build=WgradParams,
+    )
+
+
+def _common_axes(call: GroupedMatmulCall) -> dict[str, tuple[int, ...]]:
+    return {
+        "block_n": tuple(size for size in (64, 128, 192, 256) if size < call.columns + 64),
+        "stages": (3, 4, 5, 6, 8),
+        "panel": (2, 4, 8, 16, 32),
+        "out_slots": (1, 2, 3, 4),
+    }

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two kernels share: their memory, the order of tiles, the ring of stages, and a result's way to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from .plan import ROW_BYTES, STEP, WARPGROUPS, Plan
+
+plgpu: Any = mosaic_gpu  # its annotations differ between versions, and few of them take a slice of a reference
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block of threads.
+
+    Attributes:
+        lhs: Stages of the left operand, a part for each warpgroup.
+        rhs: Stages of the right operand.
+        out: Pieces of the result on their way, some for each warpgroup.
+        full: Of each stage: its copies have come.
+        free: Of each stage: nobody needs it any more.
+        cleared: Foreign rows of a stage have been cleared; only the weights' gradient has it.
+    """
+
+    lhs: Any
+    rhs: Any
+    out: Any
+    full: Any
+    free: Any
+    cleared: Any = None
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return the type of shared memory in tiles of eight rows, as wide as one swizzle, which tensor cores read."""
+    width = ROW_BYTES // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(ROW_BYTES))
+    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return the type of shared memory that is swizzled alone.
+
+    Where the last axis is one swizzle it has the same bytes at the same places as `tiled`, and copies between it and
+    global memory may begin at any row there, where those of tiles begin at multiples of eight.
+    """
+    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(plgpu.SwizzleTransform(ROW_BYTES),))
+
+
+def ring(plan: Plan) -> tuple[Any, Any]:
+    """Return the types of the barriers of the stages: full, and free."""
+    full = plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=plan.stages)
+    return full, plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=plan.stages)
+
+
+def place(number: Any, row_tiles: Any, plan: Plan) -> tuple[Any, Any]:
+    """Return row and column of the tile of that number, of a group with so many rows of tiles."""
+    height = plan.panel * plan.column_tiles
+    panel = lax.div(number, height)
+    rest = number - panel * height
+    rows = jnp.minimum(plan.panel, row_tiles - panel * plan.panel)
+    column = lax.div(rest, rows)
+    return panel * plan.panel + (rest - column * rows), column
+
+
+def when_free(scratch: Scratch, step: Any, plan: Plan) -> Any:
+    """Wait until the stage of a step may be filled, and return it."""
+    stage = lax.rem(step, plan.stages)
+
+    @pl.when(step >= plan.stages)
+    def _wait() -> None:
+        plgpu.barrier_wait(scratch.free.at[stage])
+
+    return stage
+
+
+def drain(scratch: Scratch, steps: Any, plan: Plan) -> None:
+    """Wait until all stages are free, so that no barrier is left with an arrival that nobody saw."""
+
+    @pl.loop(jnp.maximum(steps - plan.stages, 0), steps)
+    def _wait(step: Any) -> None:
+        plgpu.barrier_wait(scratch.free.at[lax.rem(step, plan.stages)])
+
+
+def accumulate(plan: Plan, body: Callable[[Any], None]) -> jax.Array:
+    """Return the sums that `body` leaves in the accumulator that it is given, which begins at zero."""
+
+    def scoped(sums: Any) -> Any:
+        body(sums)
+        return sums[...]
+
+    found: jax.Array = pl.run_scoped(scoped, plgpu.ACC((plan.part_rows, plan.tile_columns), jnp.float32))
+    return found
+
+
+def launch(
+    plan: Plan,
+    body: Callable[..., None],
+    arrays: tuple[jax.Array, ...],
+    out_shape: tuple[int, ...],
+    *,
+    name: str,
+    interpret: Any,
+) -> jax.Array:
+    """Run a kernel with one warpgroup that copies and two that compute; its last reference is the result's.
+
+    The semantics are those of lanes: those of warpgroups take no rows that are known only as the program runs.
+    """
+
+    def kernel_body(*refs: Any) -> None:
+        body(*refs)
+
+    kernel_body.__name__ = name
+    kernel = plgpu.kernel(
+        kernel_body,
+        out_type=jax.ShapeDtypeStruct(out_shape, jnp.dtype(plan.out_dtype)),
+        grid=(plan.programs,),
+        grid_names=("program",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )
+    found: jax.Array = kernel(*arrays)
+    return found
+
+
+def operand_shape(plan: Plan) -> tuple[int, int, int, int]:
+    """Return the shape of the product's left stages."""
+    return plan.stages, WARPGROUPS, plan.part_rows, STEP

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products in plain JAX: tile by tile of rows, each multiplied with its own group's matrix alone.
+
+A tile belongs to one group, so what is computed grows with the rows and not with the groups, and nothing of another
+group, NaN or infinity, comes near a row. How many tiles there are is known from shapes, so that JAX can differentiate
+the loop in both modes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels._numbers import accumulator
+from ejkernel.kernels._varying import unify_varying
+
+from .common import row_ends
+
+
+class Tile(NamedTuple):
+    """Some rows of one group; arrays of a number each, or of one for every tile.
+
+    Attributes:
+        group: Which group.
+        start: The first row that is read.
+        first: The first row that is the tile's.
+        end: Behind its last row.
+    """
+
+    group: jax.Array
+    start: jax.Array
+    first: jax.Array
+    end: jax.Array
+
+
+def tiles_of(group_sizes: jax.Array, rows: int, block: int) -> Tile:
+    """Return tiles of at most `block` rows, in order; those that are left over have none."""
+    groups = group_sizes.shape[0]
+    ends = row_ends(group_sizes, rows)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    counts = lax.div(ends - starts + (block - 1), jnp.int32(block))
+    last = jnp.cumsum(counts, dtype=jnp.int32)
+    number = jnp.arange(min(rows // block + groups, rows), dtype=jnp.int32)
+    group = jnp.sum(last[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
+    known = jnp.minimum(group, groups - 1)
+    first = starts[known] + (number - (last - counts)[known]) * block
+    first = jnp.where(group < groups, first, rows)
+    end = jnp.minimum(first + block, jnp.where(group < groups, ends[known], 0))
+    return Tile(known, jnp.minimum(first, rows - block), first, end)
+
+
+def product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    block: int,
+    transpose_rhs: bool = False,
+    precision: str | None = None,
+) -> jax.Array:
+    """Return the product `[rows, columns]` in the dtype that sums run in; see `grouped_matmul`."""
+    rows, columns = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    sum_dtype = accumulator(lhs.dtype)
+    out = jnp.zeros((rows, columns), sum_dtype)
+    if not rows or not rhs.shape[0]:
+        return out
+    lhs, rhs, group_sizes, out = unify_varying((lhs, rhs, group_sizes, out))
+    block = min(block, rows)
+    contracted = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
+
+    def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
+        part = lax.dynamic_slice_in_dim(lhs, tile.start, block)
+        matrix = lax.dynamic_index_in_dim(rhs, tile.group, keepdims=False)
+        new = lax.dot_general(part, matrix, contracted, precision=precision, preferred_element_type=sum_dtype)
+        new = jnp.where(_own(tile, block), new, lax.dynamic_slice_in_dim(out, tile.start, block))
+        return lax.dynamic_update_slice_in_dim(out, new, tile.start, 0), None
+
+    return lax.scan(step, out, tiles_of(group_sizes, rows, block))[0]
+
+
+def weights_gradient(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, block: int, precision: str | None = None
+) -> jax.Array:
+    """Return the sums `[groups, k, n]` in the dtype that sums run in; see `grouped_matmul_wgrad`."""
+    rows, sum_dtype = lhs.shape[0], accumulator(lhs.dtype)
+    out = jnp.zeros((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), sum_dtype)
+    if not out.shape[0] or not rows:
+        return out
+    lhs, rhs, group_sizes, out = unify_varying((lhs, rhs, group_sizes, out))
+    block = min(block, rows)
+
+    def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
+        own = _own(tile, block)
+        left, right = (jnp.where(own, lax.dynamic_slice_in_dim(x, tile.start, block), 0) for x in (lhs, rhs))
+        contracted = (((0,), (0,)), ((), ()))
+        new = lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=sum_dtype)
+        before = lax.dynamic_index_in_dim(out, tile.group, keepdims=False)
+        return lax.dynamic_update_index_in_dim(out, before + new, tile.group, 0), None
+
+    return lax.scan(step, out, tiles_of(group_sizes, rows, block))[0]
+
+
+def _own(tile: Tile, block: int) -> jax.Array:
+    row = (tile.start + jnp.arange(block, dtype=jnp.int32))[:, None]
+    return (row >= tile.first) & (row < tile.end)

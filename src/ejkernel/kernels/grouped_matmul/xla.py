@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products in plain JAX: a loop over tiles of rows, or on TPUs the product that XLA has there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels._numbers import accumulator
+from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.values.signature import is_known
+
+from . import reference
+from .common import GroupedMatmulCall, row_ends
+
+_BLOCKS = (128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class XlaParams:
+    """How rows are gone through.
+
+    Attributes:
+        block_rows: Rows that are multiplied at a time; `None`: all of them, by `jax.lax.ragged_dot_general`, which
+            elsewhere than on TPUs multiplies every row with every group's matrix, and lets a NaN of one reach the
+            others.
+    """
+
+    block_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_rows is not None and (type(self.block_rows) is not int or self.block_rows < 1):
+            raise ConfigError(f"block_rows must be an int >= 1, or None; got {self.block_rows!r}.")
+
+
+class _Xla(Implementation[GroupedMatmulCall]):
+    """What product and weights' gradient share."""
+
+    name = "xla"
+    params = XlaParams
+    differentiable = True
+    features = frozenset({"precision"})
+
+    def heuristic(self, call: GroupedMatmulCall) -> XlaParams:
+        """Return tiles about as large as groups are."""
+        if call.platform == "tpu" or not _has_tiles(call):
+            return XlaParams()
+        usual = call.rows // max(1, call.groups)
+        return XlaParams(block_rows=max(size for size in _BLOCKS if size <= max(usual, _BLOCKS[0])))
+
+    def space(self, call: GroupedMatmulCall) -> list[XlaParams]:
+        """Return tiles of which a group fills more than one, or that it fills by a quarter at least."""
+        whole = [XlaParams()] if call.platform == "tpu" or not _has_tiles(call) else []
+        if not _has_tiles(call):
+            return whole
+        most = max(_BLOCKS[0], 4 * call.rows // max(1, call.groups))
+        return [*whole, *[XlaParams(block_rows=size) for size in _BLOCKS if size <= most]]
+
+
+class Xla(_Xla):
+    """The product, everywhere."""
+
+    def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
+        """Return the product; nothing is left for a backward."""
+        lhs, rhs, group_sizes = args
+        if params.block_rows is None:
+            out = _whole(call, (lhs, rhs), group_sizes, ((1,), (2 if call.transpose_rhs else 1,)), [0])
+            out = _without_rest(out, group_sizes)
+        else:
+            out = reference.product(
+                lhs,
+                rhs,
+                group_sizes,
+                block=params.block_rows,
+                transpose_rhs=call.transpose_rhs,
+                precision=call.precision,
+            )
+        return out.astype(call.out_dtype), ()
+
+
+class XlaWgrad(_Xla):
+    """The weights' gradient, everywhere."""
+
+    def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
+        """Return the sums; nothing is left for a backward."""
+        lhs, rhs, group_sizes = args
+        if params.block_rows is None:
+            operands = (_without_rest(lhs, group_sizes), _without_rest(rhs, group_sizes))
+            out = _whole(call, operands, group_sizes, ((0,), (0,)), [])
+        else:
+            out = reference.weights_gradient(lhs, rhs, group_sizes, block=params.block_rows, precision=call.precision)
+        return out.astype(call.out_dtype), ()
+
+
+def _has_tiles(call: GroupedMatmulCall) -> bool:
+    """Return whether the sizes are numbers, of which tiles can be made."""
+    return is_known(call.rows, call.groups)
+
+
+def _whole(
+    call: GroupedMatmulCall, operands: tuple[jax.Array, jax.Array], group_sizes: jax.Array, axes: Any, of_group: Any
+) -> jax.Array:
+    """Return the product as XLA has it."""
+    numbers = lax.RaggedDotDimensionNumbers((axes, ((), ())), [0], of_group)
+    ends = row_ends(group_sizes, operands[0].shape[0])
+    sizes = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
+    sum_dtype = accumulator(call.dtype)
+    return lax.ragged_dot_general(*operands, sizes, numbers, precision=call.precision, preferred_element_type=sum_dtype)
+
+
+def _without_rest(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Return rows with those past the last group set to zero."""
+    ends = row_ends(group_sizes, x.shape[0])
+    row = jnp.arange(x.shape[0], dtype=ends.dtype)
+    return jnp.where(row[:, None] < ends.max(initial=0), x, 0)

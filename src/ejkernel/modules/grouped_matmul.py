@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`grouped_matmul`: rows in groups, each group multiplied with a matrix of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels.grouped_matmul.operation import GroupedMatmul as GroupedMatmul
+from ejkernel.kernels.grouped_matmul.operation import GroupedMatmulConfig as GroupedMatmulConfig
+from ejkernel.kernels.grouped_matmul.operation import GroupedMatmulWgrad as GroupedMatmulWgrad
+from ejkernel.kernels.grouped_matmul.operation import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
+from ejkernel.kernels.grouped_matmul.operation import grouped_matmul as _grouped_matmul
+from ejkernel.kernels.grouped_matmul.operation import grouped_matmul_wgrad as _grouped_matmul_wgrad
+
+
+def grouped_matmul(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "groups k n"] | Float[Array, "groups n k"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    implementation: str | Sequence[str] | None = None,
+    cfg: GroupedMatmulConfig | None = None,
+) -> Float[Array, "m n"]:
+    """Multiply the first `group_sizes[0]` rows of `lhs` with `rhs[0]`, the next `group_sizes[1]` with `rhs[1]`, ...
+
+    What a mixture of experts computes of tokens that are sorted by expert. Groups may be of any sizes, also empty;
+    nothing of one group, be it NaN or infinite, reaches the rows of another.
+
+    Its gradient is made of two calls that are configured for themselves: a product with `rhs` transposed, and
+    `grouped_matmul_wgrad`; the result's gradient is rounded to the operands' dtype before.
+
+    Under `jax.vmap` one example is computed after the other where an implementation has no other way; batches of rows
+    are better joined into one call.
+
+    Args:
+        lhs: Rows, group after group.
+        rhs: A matrix for each group, of the same dtype.
+        group_sizes: How many rows each group has. They need not add up to `m`: what comes after the last group
+            belongs to none, and rows that there are not do not count.
+        transpose_rhs: Whether the matrices are transposed, `[groups, n, k]`.
+        preferred_element_type: Dtype of the result; that of `lhs` by default.
+        precision: Of the products, as for `jax.lax.dot`; asked for, it leaves `xla` alone.
+        implementation: Run this one (`mosaic_gpu`, `jax_mgpu`, `xla`), or one of these, the one to prefer first, or
+            raise; `None` leaves the choice to the configuration. It is for the gradient's products, too.
+        cfg: The configuration to run with, for this call alone; `None` resolves one.
+
+    Returns:
+        The products, zeros in rows past the last group; sums run in float32 (float64 for float64).
+
+    Raises:
+        ArgumentError: an argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` names another implementation than `implementation`, or does not fit the call.
+        UnsupportedError: `implementation` cannot run this call; the message says why.
+    """
+    return _grouped_matmul(
+        lhs,
+        rhs,
+        group_sizes,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+        implementation=implementation,
+        cfg=cfg,
+    )
+
+
+def grouped_matmul_wgrad(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "m n"],
+    group_sizes: Int[Array, " groups"],
+    *,
+    preferred_element_type: DTypeLike | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    implementation: str | Sequence[str] | None = None,
+    cfg: GroupedMatmulWgradConfig | None = None,
+) -> Float[Array, "groups k n"]:
+    """Return `lhs[rows].T @ rhs[rows]` for the rows of each group: the gradient of `grouped_matmul`'s matrices.
+
+    Args:
+        lhs: Rows, group after group: the operand of the product.
+        rhs: Rows of the same groups, of the same dtype: the gradient of its result.
+        group_sizes: As for `grouped_matmul`.
+        preferred_element_type: Dtype of the result; that of `lhs` by default.
+        precision: As for `grouped_matmul`.
+        implementation: Likewise, of `mosaic_gpu` and `xla`.
+        cfg: The configuration to run with, for this call alone; `None` resolves one.
+
+    Returns:
+        The sums, zeros for empty groups; rows past the last group are in none, whatever they hold.
+
+    Raises:
+        ArgumentError: an argument has the wrong shape, dtype or value.
+        ConfigError: `cfg` names another implementation than `implementation`, or does not fit the call.
+        UnsupportedError: `implementation` cannot run this call; the message says why.
+    """
+    return _grouped_matmul_wgrad(
+        lhs,
+        rhs,
+        group_sizes,
+        preferred_element_type=preferred_element_type,
+        precision=precision,
+        implementation=implementation,
+        cfg=cfg,
+    )

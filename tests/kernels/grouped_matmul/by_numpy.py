@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products by NumPy, and sizes of groups that a kernel could stumble over."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+ROWS = 300
+HOSTILE = {
+    "uneven": (100, 0, 1, 128),
+    "all in one": (0, 0, ROWS, 0),
+    "single rows": (1, 1, 1, 1),
+    "mostly empty": (0, 0, 0, 127),
+    "none": (0, 0, 0, 0),
+    "more than there are": (200, 90, 80, 70),
+    "negative": (5, -7, 129, 100),
+    "whole tiles": (64, 128, 0, 108),
+}
+
+
+def spans(sizes, rows):
+    """Return the first row of each group, and the one behind its last."""
+    ends = np.minimum(np.cumsum(np.clip(np.asarray(sizes, np.int64), 0, rows)), rows)
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def product(lhs, rhs, sizes, *, transpose_rhs=False):
+    lhs, rhs = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
+    matrices = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+    out = np.zeros((lhs.shape[0], matrices.shape[2]), np.float32)
+    for matrix, (start, end) in zip(matrices, spans(sizes, lhs.shape[0]), strict=True):
+        out[start:end] = lhs[start:end] @ matrix
+    return out
+
+
+def weights_gradient(lhs, rhs, sizes):
+    lhs, rhs = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
+    return np.stack([lhs[start:end].T @ rhs[start:end] for start, end in spans(sizes, lhs.shape[0])])
+
+
+def normal(*shape, dtype="bfloat16", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def with_nan_behind(x, sizes):
+    """Return rows with NaN in those past the last group."""
+    return x.at[spans(sizes, x.shape[0])[-1][1] :].set(jnp.nan)
+
+
+def assert_near(expected, actual, error=4e-3):
+    """Compare by the norm; NaN anywhere is a difference."""
+    actual = np.asarray(actual, np.float32)
+    assert np.isfinite(actual).all()
+    assert np.linalg.norm(actual - expected) <= error * np.linalg.norm(expected)

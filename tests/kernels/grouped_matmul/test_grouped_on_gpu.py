@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our grouped products on a Hopper GPU: each layout compiled once, and run with all hostile sizes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.kernels.grouped_matmul import by_numpy
+
+from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch, support
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams, WgradParams
+from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_matmul_wgrad
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+ROWS, GROUPS, K, N = 3001, 12, 520, 712
+SHARED = (
+    {},
+    {"panel": 3, "stages": 3, "out_slots": 4},
+    {"block_n": 128, "stages": 6},
+    {"block_n": 192, "out_slots": 3},
+)
+
+
+def sizes_of(rng):
+    """Return hostile sizes of twelve groups."""
+    uneven = rng.integers(0, 500, GROUPS)
+    yield uneven * (ROWS - 5) // uneven.sum()
+    yield np.eye(GROUPS, dtype=int)[7] * ROWS
+    yield np.ones(GROUPS, int)
+    yield np.zeros(GROUPS, int)
+    yield np.array([0] * 5 + [127, 0, 1, 64, 0, 0, 129])
+    yield np.full(GROUPS, 900)
+    yield np.array([-3, 70, 0, -9] * 3)
+    yield np.full(GROUPS, 250)
+
+
+def check(run, expected, arrays):
+    for sizes in sizes_of(np.random.default_rng(3)):
+        args = (*arrays(sizes), jnp.asarray(sizes, jnp.int32))
+        found = run(*args)
+        by_numpy.assert_near(expected(sizes), found)
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(run(*args), np.float32))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float16", "float32")], ids=["bfloat16", "float16 to float32"])
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["as it is", "transposed"])
+@pytest.mark.parametrize("params", [*SHARED, {"block_m": 256, "block_n": 128, "stages": 3}], ids=str)
+def test_products_are_right_and_repeat(transpose_rhs, params, dtypes):
+    lhs = by_numpy.normal(ROWS, K, dtype=dtypes[0])
+    rhs = by_numpy.normal(GROUPS, *((N, K) if transpose_rhs else (K, N)), seed=1, dtype=dtypes[0])
+    options = {"transpose_rhs": transpose_rhs} | ({"preferred_element_type": dtypes[1]} if dtypes[1] else {})
+    call = grouped_matmul.describe(lhs, rhs, jax.ShapeDtypeStruct((GROUPS,), jnp.int32), **options)
+    chosen = ProductParams(**params)
+    if fault := support.product_fault(call, chosen):
+        pytest.skip(fault)
+    check(
+        jax.jit(lambda *args: launch.product(call, args, chosen)),
+        lambda sizes: by_numpy.product(lhs, rhs, sizes, transpose_rhs=transpose_rhs),
+        lambda sizes: (by_numpy.with_nan_behind(lhs, sizes), rhs),
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float16", "float32")], ids=["bfloat16", "float16 to float32"])
+@pytest.mark.parametrize(
+    "params", [*SHARED, {"block_k": 256, "block_n": 128, "stages": 3}, {"largest_first": True, "snake": True}], ids=str
+)
+def test_weights_gradients_are_right_and_repeat(params, dtypes):
+    lhs, rhs = by_numpy.normal(ROWS, K, dtype=dtypes[0]), by_numpy.normal(ROWS, N, seed=1, dtype=dtypes[0])
+    options = {"preferred_element_type": dtypes[1]} if dtypes[1] else {}
+    call = grouped_matmul_wgrad.describe(lhs, rhs, jax.ShapeDtypeStruct((GROUPS,), jnp.int32), **options)
+    chosen = WgradParams(**params)
+    if fault := support.wgrad_fault(call, chosen):
+        pytest.skip(fault)
+    check(
+        jax.jit(lambda *args: launch.weights_gradient(call, args, chosen)),
+        lambda sizes: by_numpy.weights_gradient(lhs, rhs, sizes),
+        lambda sizes: tuple(by_numpy.with_nan_behind(x, sizes) for x in (lhs, rhs)),
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gradient_is_made_of_kernels_of_ours_and_nothing_of_one_group_reaches_another():
+    sizes, foreign = jnp.asarray([70, 43, 60, 800], jnp.int32), slice(70, 113)
+    lhs, rhs = by_numpy.normal(1000, 256), by_numpy.normal(4, 256, 512, seed=1)
+    dout = by_numpy.normal(1000, 512, seed=2)
+
+    @jax.jit
+    def gradients(lhs, rhs, dout):
+        return jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes, implementation="mosaic_gpu"), lhs, rhs)[1](dout)
+
+    poisoned = (lhs.at[foreign].set(jnp.nan), rhs.at[1].set(jnp.nan), dout.at[foreign].set(jnp.inf))
+    assert gradients.lower(*poisoned).as_text().count("custom_call @mosaic_gpu") == 2
+    dlhs, drhs = (np.asarray(x, np.float32) for x in gradients(*poisoned))
+    wanted = by_numpy.product(dout, rhs, sizes, transpose_rhs=True)
+    by_numpy.assert_near(wanted[:70], dlhs[:70])
+    by_numpy.assert_near(wanted[113:], dlhs[113:])
+    others = np.array([0, 2, 3])
+    by_numpy.assert_near(by_numpy.weights_gradient(lhs, dout, sizes)[others], drhs[others])

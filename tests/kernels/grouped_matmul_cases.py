@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products under test."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tests.kernels.conformance import Backend, Subject
+
+from ejkernel.kernels.grouped_matmul.xla import XlaParams
+from ejkernel.modules import GroupedMatmul
+
+# Sizes that add up to 40 rows, or to less: all even, uneven with empty ones, all in one, single rows, none.
+SIZES = {
+    "even": (10, 10, 10, 10),
+    "uneven": (0, 23, 1, 16),
+    "all in one": (0, 0, 40, 0),
+    "single rows": (1, 1, 1, 1),
+    "none": (0, 0, 0, 0),
+    "rows past the end": (9, 0, 14, 3),
+}
+
+
+def random_arrays(dtype, *shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def call_with(sizes, **options):
+    """Return a product of 40 rows, of 16 and 24 columns."""
+
+    def call(dtype):
+        matrices = (4, 24, 16) if options.get("transpose_rhs") else (4, 16, 24)
+        return (*random_arrays(dtype, (40, 16), matrices), jnp.asarray(sizes, jnp.int32)), options
+
+    return call
+
+
+def in_use(**options):
+    def call(dtype):
+        lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((4096, 1024), (16, 1024, 1024)))
+        return (lhs, rhs, jax.ShapeDtypeStruct((16,), jnp.int32)), options
+
+    return call
+
+
+SUBJECT = Subject(
+    operation=GroupedMatmul(),
+    calls={
+        **{name: call_with(sizes) for name, sizes in SIZES.items()},
+        "transposed": call_with(SIZES["uneven"], transpose_rhs=True),
+    },
+    briefly=("uneven",),
+    backends={
+        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
+        "jax_mgpu": Backend(dtypes=("bfloat16",)),
+        "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=7),) * 2),
+    },
+    tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
+    spaces={"16 groups": in_use(), "16 groups, transposed": in_use(transpose_rhs=True)},
+    splits=False,  # sizes are of all rows
+)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products' weights' gradients under test."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from tests.kernels.conformance import Backend, Subject
+from tests.kernels.grouped_matmul_cases import SIZES, random_arrays
+
+from ejkernel.kernels.grouped_matmul.xla import XlaParams
+from ejkernel.modules import GroupedMatmulWgrad
+
+
+def call_with(sizes):
+    """Return sums over 40 rows, of 16 and 24 columns."""
+
+    def call(dtype):
+        return (*random_arrays(dtype, (40, 16), (40, 24)), jnp.asarray(sizes, jnp.int32)), {}
+
+    return call
+
+
+def in_use(dtype):
+    lhs, rhs = (jax.ShapeDtypeStruct((4096, columns), dtype) for columns in (1024, 2048))
+    return (lhs, rhs, jax.ShapeDtypeStruct((16,), jnp.int32)), {}
+
+
+SUBJECT = Subject(
+    operation=GroupedMatmulWgrad(),
+    calls={name: call_with(sizes) for name, sizes in SIZES.items()},
+    briefly=("uneven",),
+    backends={
+        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
+        "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=7),) * 2),
+    },
+    tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
+    spaces={"16 groups": in_use},
+    splits=False,  # sizes are of all rows
+)

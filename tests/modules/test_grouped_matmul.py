@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`grouped_matmul` as a user meets it: what it refuses, who runs it, and what its gradient is made of."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from tests.kernels.grouped_matmul import by_numpy
+
+from ejkernel.kernels.grouped_matmul.operation import example_sizes
+from ejkernel.kernels.grouped_matmul.xla import XlaParams
+from ejkernel.modules import (
+    GroupedMatmul,
+    GroupedMatmulConfig,
+    GroupedMatmulWgradConfig,
+    grouped_matmul,
+    grouped_matmul_wgrad,
+)
+from ejkernel.ops import ArgumentError, ConfigError, Invocation, UnsupportedError, find_labels_in_lowered
+
+ROWS, K, N = 20, 8, 6
+SIZES = jnp.array([3, 0, 9, 4])
+LHS, RHS, DOUT = (by_numpy.normal(*shape, dtype="float32") for shape in ((ROWS, K), (4, K, N), (ROWS, N)))
+KERNEL = GroupedMatmul()
+TILES = GroupedMatmulConfig(implementation="xla", fwd=XlaParams(block_rows=5))
+SUM_TILES = GroupedMatmulWgradConfig(implementation="xla", fwd=XlaParams(block_rows=5))
+
+
+def plainly(lhs, rhs, sizes=SIZES):
+    """Return the product by a loop over groups, which JAX differentiates."""
+    out = jnp.zeros((lhs.shape[0], rhs.shape[2]), lhs.dtype)
+    for matrix, (start, end) in zip(rhs, by_numpy.spans(sizes, lhs.shape[0]), strict=True):
+        out = out.at[start:end].set(lhs[start:end] @ matrix)
+    return out
+
+
+def loss_of(product):
+    return lambda lhs, rhs: jnp.sin(product(lhs, rhs, SIZES)).sum()
+
+
+def assert_equal(expected, actual):
+    for wanted, found in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lhs": [1.0]}, r"lhs must be a floating-point array \[m, k\], got list"),
+        ({"lhs": jnp.ones((2, 3, 4))}, r"lhs must be \[m, k\], got shape \(2, 3, 4\)"),
+        ({"rhs": jnp.ones((4, K, N), int)}, r"rhs must be a floating-point array \[groups, k, n\], got dtype int32"),
+        ({"rhs": RHS.astype("bfloat16")}, "one dtype, got float32 and bfloat16; cast"),
+        ({"rhs": jnp.ones((4, K + 1, N))}, r"have one k; got shapes \(20, 8\) and \(4, 9, 6\)"),
+        ({"transpose_rhs": True}, r"have one k; got shapes \(20, 8\) and \(4, 8, 6\)"),
+        ({"transpose_rhs": 1}, "transpose_rhs must be True or False, got 1"),
+        ({"group_sizes": jnp.ones(4)}, r"group_sizes must be an array of integers \[groups\], got dtype float32"),
+        ({"group_sizes": jnp.ones(3, int)}, r"group_sizes must be \[4\], one for each matrix of rhs; got shape \(3,\)"),
+        ({"preferred_element_type": "int8"}, "preferred_element_type must be a floating-point dtype, got int8"),
+        ({"preferred_element_type": "number"}, "preferred_element_type must be a dtype or None, got 'number'"),
+        ({"precision": "exact"}, "precision must be one of default, high, highest"),
+        ({"implementation": "cudnn"}, "implementation must be one of mosaic_gpu, jax_mgpu, xla, or None; got 'cudnn'"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        grouped_matmul(**{"lhs": LHS, "rhs": RHS, "group_sizes": SIZES} | changes)
+
+
+def test_wrong_arguments_of_the_weights_gradient_are_named():
+    with pytest.raises(ArgumentError, match=r"have as many rows; got shapes \(20, 8\) and \(19, 6\)"):
+        grouped_matmul_wgrad(LHS, DOUT[1:], SIZES)
+    with pytest.raises(ArgumentError, match=r"group_sizes must be \[groups\]; got shape \(\)"):
+        grouped_matmul_wgrad(LHS, DOUT, jnp.int32(3))
+    with pytest.raises(ConfigError, match="block_rows must be an int >= 1, or None; got 0"):
+        XlaParams(block_rows=0)
+
+
+def test_our_kernels_are_strict_about_the_device():
+    with pytest.raises(UnsupportedError, match="'mosaic_gpu'"):
+        jax.jit(functools.partial(grouped_matmul, implementation="mosaic_gpu")).lower(LHS, RHS, SIZES).compile()
+
+
+# Results.
+
+
+@pytest.mark.parametrize("sizes", by_numpy.HOSTILE.values(), ids=by_numpy.HOSTILE)
+def test_hostile_sizes_are_right_whatever_lies_behind_them(sizes):
+    lhs, rhs = by_numpy.normal(by_numpy.ROWS, K, dtype="float32"), by_numpy.normal(4, K, N, dtype="float32")
+    dout, given_sizes = by_numpy.normal(by_numpy.ROWS, N, dtype="float32", seed=1), jnp.asarray(sizes)
+    behind = [by_numpy.with_nan_behind(x, sizes) for x in (lhs, dout)]
+    by_numpy.assert_near(by_numpy.product(lhs, rhs, sizes), grouped_matmul(behind[0], rhs, given_sizes), error=1e-5)
+    by_numpy.assert_near(
+        by_numpy.weights_gradient(lhs, dout, sizes), grouped_matmul_wgrad(*behind, given_sizes), error=1e-5
+    )
+
+
+def test_nothing_of_one_group_reaches_another():
+    lhs, rhs = LHS.at[3:12].set(jnp.nan), RHS.at[2].set(jnp.nan)
+    out, pull = jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, SIZES, cfg=TILES), lhs, rhs)
+    dlhs, drhs = pull(DOUT.at[3:12].set(jnp.inf))
+    assert [bool(jnp.isnan(x[3:12]).all()) for x in (out, dlhs, drhs[2:3])] == [True] * 3
+    for found in (out, dlhs):
+        assert np.isfinite(found[np.r_[:3, 12:20]]).all()
+    assert np.isfinite(drhs[np.array([0, 1, 3])]).all()
+
+
+def test_a_result_may_be_wider_than_the_operands():
+    lhs, rhs = LHS.astype("bfloat16"), RHS.astype("bfloat16")
+    out = grouped_matmul(lhs, rhs, SIZES, preferred_element_type=jnp.float32)
+    assert out.dtype == "float32"
+    by_numpy.assert_near(by_numpy.product(lhs, rhs, SIZES), out, error=1e-6)
+    gradient = jax.grad(lambda lhs: grouped_matmul(lhs, rhs, SIZES, preferred_element_type="float32").sum())(lhs)
+    assert gradient.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("empty", ["m", "groups", "k", "n"])
+def test_there_may_be_nothing_to_multiply(empty):
+    m, groups, k, n = (0 if name == empty else 3 for name in ("m", "groups", "k", "n"))
+    lhs, rhs, sizes = jnp.ones((m, k)), jnp.ones((groups, k, n)), jnp.ones(groups, int)
+    np.testing.assert_array_equal(grouped_matmul(lhs, rhs, sizes), np.zeros((m, n)))
+    np.testing.assert_array_equal(grouped_matmul_wgrad(lhs, jnp.ones((m, n)), sizes), np.zeros((groups, k, n)))
+
+
+@pytest.mark.slow
+def test_derivatives_of_every_kind_are_those_of_a_loop_over_groups():
+    ours, plain = loss_of(functools.partial(grouped_matmul, cfg=TILES)), loss_of(plainly)
+    for derivative in (jax.grad, jax.jacfwd, jax.hessian):
+        assert_equal(*(jax.jit(derivative(loss, (0, 1)))(LHS, RHS) for loss in (plain, ours)))
+
+
+@pytest.mark.slow
+def test_second_derivatives_of_the_sums_are_those_of_a_loop_over_groups():
+    def plain(lhs, rhs, sizes):
+        return jnp.stack([lhs[start:end].T @ rhs[start:end] for start, end in by_numpy.spans(sizes, ROWS)])
+
+    ours = functools.partial(grouped_matmul_wgrad, cfg=SUM_TILES)
+    assert_equal(*(jax.jit(jax.hessian(loss_of(product), (0, 1)))(LHS, DOUT) for product in (plain, ours)))
+
+
+@pytest.mark.slow
+def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
+    sizes = jnp.array([[3, 0, 9, 4], [20, 0, 0, 0], [1, 1, 1, 1]])
+    found = jax.vmap(jax.grad(lambda lhs, sizes: grouped_matmul(lhs, RHS, sizes).sum()), (None, 0))(LHS, sizes)
+    for own, of_example in zip(sizes, found, strict=True):
+        expected = by_numpy.product(np.ones((ROWS, N)), RHS, own, transpose_rhs=True)
+        np.testing.assert_allclose(of_example, expected, atol=1e-5)
+
+
+def test_64_bits_are_kept():
+    with jax.enable_x64(True):
+        lhs, rhs = LHS.astype("float64") + 1e-12, RHS.astype("float64")
+        out = grouped_matmul(lhs, rhs, SIZES.astype("int64"))
+        assert out.dtype == "float64"
+        np.testing.assert_allclose(out, plainly(lhs, rhs), rtol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_sizes_may_be_integers_of_any_width(dtype):
+    lhs = by_numpy.normal(by_numpy.ROWS, K, dtype="float32")
+    sizes = (120, 0, 100, 50)
+    found = grouped_matmul(lhs, RHS, jnp.asarray(sizes, dtype))
+    by_numpy.assert_near(by_numpy.product(lhs, RHS, sizes), found, error=1e-5)
+
+
+def test_whole_rows_by_xla_are_right_too():
+    """What runs on TPUs; without a NaN it is right everywhere."""
+    out = grouped_matmul(LHS, RHS, SIZES, cfg=GroupedMatmulConfig(implementation="xla", fwd=XlaParams()))
+    np.testing.assert_allclose(out, plainly(LHS, RHS), atol=1e-5)
+    sums = GroupedMatmulWgradConfig(implementation="xla", fwd=XlaParams())
+    found = grouped_matmul_wgrad(*(by_numpy.with_nan_behind(x, SIZES) for x in (LHS, DOUT)), SIZES, cfg=sums)
+    np.testing.assert_allclose(found, by_numpy.weights_gradient(LHS, DOUT, SIZES), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_and_rows_may_be_split_by_shard_map():
+    """Each device has two groups and their rows; the sizes of the others are none of its business."""
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    split = jax.shard_map(grouped_matmul, mesh=mesh, in_specs=(P("expert"),) * 3, out_specs=P("expert"))
+    sizes = jnp.array([3, 5, 9, 1])
+
+    def loss(product, lhs, rhs):
+        return jnp.sin(product(lhs, rhs, sizes)).sum()
+
+    def plain(lhs, rhs, sizes):
+        halves = [plainly(lhs[i * 10 :][:10], rhs[i * 2 :][:2], sizes[i * 2 :][:2]) for i in range(2)]
+        return jnp.concatenate(halves)
+
+    found = jax.jit(jax.grad(functools.partial(loss, split), (0, 1)))(LHS, RHS)
+    expected = jax.grad(functools.partial(loss, plain), (0, 1))(LHS, RHS)
+    assert_equal(expected, found)
+
+
+# Keys.
+
+
+def test_a_gradient_is_calls_with_keys_of_their_own():
+    grad = jax.jit(jax.grad(loss_of(grouped_matmul), (0, 1)))
+    labels = find_labels_in_lowered(grad.lower(LHS, RHS))
+    named = sorted(re.sub(r".*#|@.*", "", label) for label in labels)
+    assert named == ["grouped_matmul", "grouped_matmul", "grouped_matmul.bwd", "grouped_matmul_wgrad"]
+    transposed = jax.jit(lambda dout: grouped_matmul(dout, RHS, SIZES, transpose_rhs=True)).lower(DOUT)
+    assert set(find_labels_in_lowered(transposed)) < set(labels)
+
+
+def test_who_is_asked_for_by_name_is_asked_for_the_gradients_calls_if_they_have_it():
+    grad = jax.grad(loss_of(functools.partial(grouped_matmul, implementation=("jax_mgpu", "xla"))), (0, 1))
+    assert_equal(jax.grad(loss_of(plainly), (0, 1))(LHS, RHS), grad(LHS, RHS))
+
+
+def test_options_that_say_nothing_are_not_in_the_key():
+    def key(**options):
+        args, kwargs = KERNEL.prepare(LHS, RHS, SIZES, **options)
+        return Invocation(kernel=KERNEL, args=args, kwargs=kwargs).call_key
+
+    assert key() == key(transpose_rhs=False, preferred_element_type="float32", precision=None)
+    assert len({key(), key(preferred_element_type="bfloat16"), key(precision="highest")}) == 3
+
+
+def test_a_backward_has_nothing_to_choose():
+    call = Invocation(kernel=KERNEL, args=(LHS, RHS, SIZES), kwargs={}, op_id="grouped_matmul.bwd")
+    assert len(KERNEL.config_space(call)) == 1
+
+
+@given(st.integers(0, 5000), st.integers(1, 64), st.integers(0, 20))
+@settings(max_examples=60)
+def test_sizes_to_measure_with_add_up(rows, groups, seed):
+    sizes = example_sizes(rows, groups, np.random.default_rng(seed))
+    assert sizes.shape == (groups,)
+    assert (sizes >= 0).all()
+    assert sizes.sum() == rows
