@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.modules import flash_attention, layer_norm, rms_norm
+from ejkernel.modules import flash_attention, grouped_matmul, layer_norm, rms_norm
 from ejkernel.ops import recording
 from ejkernel.ops.execution.discovery import discover
 
@@ -261,3 +261,22 @@ def test_mesh_whose_axes_have_different_factors_is_split_in_its_own_order(shape)
     calls = discover(attention, *given)
     assert [inv.array_types[0].shape for inv in calls] == [(6 // shape[0], 8, 6 // shape[1], 8)]
     close(jax.jit(attention)(*given), plain_attention(*arrays))
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("axis", ["columns", "inner"])
+def test_grouped_product_is_split_by_columns_and_by_what_is_summed_over(axis, transposed, mode):
+    sizes = jnp.asarray([5, 0, 9], jnp.int32)
+    lhs, rhs = random(16, 8), random(3, 8, 16, seed=1)
+    lhs_spec = P(None, "model" if axis == "inner" else None)
+    rhs_spec = P(None, "model", None) if axis == "inner" else P(None, None, "model")
+    if transposed:
+        rhs, rhs_spec = rhs.swapaxes(1, 2), P(rhs_spec[0], rhs_spec[2], rhs_spec[1])
+
+    def product(lhs, rhs, sizes):
+        return grouped_matmul(lhs, rhs, sizes, transpose_rhs=transposed)
+
+    both = jax.value_and_grad(loss(product), argnums=(0, 1))
+    _, found = compiled(both, (lhs, rhs, sizes), [lhs_spec, rhs_spec, P()], mesh_of(mode))
+    close(found, both(lhs, rhs, sizes))

@@ -18,6 +18,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
@@ -167,6 +168,11 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         """See `_Bilinear`."""
         return call.rows * call.columns
 
+    def sharding_rule(self, inv: Invocation[GroupedMatmulConfig, jax.Array]) -> ShardingRule:
+        """Return that columns, and what is summed over, may be split; rows belong to groups that begin anywhere."""
+        rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
+        return ShardingRule(f"rows inner, {rhs}, groups -> rows columns", split="columns inner")
+
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the product, with sums in float32."""
         lhs, rhs, group_sizes = args
@@ -253,6 +259,10 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
     def result_size(self, call: GroupedMatmulCall) -> int:
         """See `_Bilinear`."""
         return call.groups * call.inner * call.columns
+
+    def sharding_rule(self, inv: Invocation[GroupedMatmulWgradConfig, jax.Array]) -> ShardingRule:
+        """Return that both axes of the matrices may be split."""
+        return ShardingRule("rows inner, rows columns, groups -> groups inner columns", split="columns inner")
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the sums, in float32."""
