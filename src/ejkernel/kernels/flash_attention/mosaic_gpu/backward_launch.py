@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
 
@@ -65,20 +66,29 @@ def _run(
     queries, keys = (-(-length // size) * size for length, size in lengths)
     shape = (problem.batch, queries, problem.heads, problem.head_dim)
     fused = params.form == "fused"
-    sums = Sums(
-        dquery=jax.new_ref(jnp.zeros(shape, jnp.float32)) if fused else None,
-        dbias=None if problem.bias is None else jax.new_ref(jnp.zeros((*problem.bias, keys, queries), jnp.float32)),
+    empty = Sums(
+        dquery=jnp.zeros(shape, jnp.float32) if fused else None,
+        dbias=None if problem.bias is None else jnp.zeros((*problem.bias, keys, queries), jnp.float32),
     )
     kernel = _BY_KEY_BLOCKS[params.division](problem, params, machine)
     ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
     transposed = None if inputs.bias is None else inputs.bias.swapaxes(2, 3)
-    dkey, dvalue = kernel.run(inputs._replace(ranges=jnp.asarray(ranges), bias=transposed), sums)
+    by_keys = inputs._replace(ranges=jnp.asarray(ranges), bias=transposed)
+
+    def add_up(state: Any) -> None:
+        places, gradients = state
+        for place, gradient in zip(gradients, kernel.run(by_keys, places), strict=True):
+            place[...] = gradient
+
+    # References that end here: under `custom_jvp` JAX lowers no program that makes some for itself.
+    initial = (empty, (jnp.zeros_like(inputs.key), jnp.zeros_like(inputs.value)))
+    sums, (dkey, dvalue) = pl.run_state(add_up)(initial)
     if fused:
-        dquery = (sums.dquery[...] * problem.rules.scale).astype(problem.dtype)
+        dquery = (sums.dquery * problem.rules.scale).astype(problem.dtype)
     else:
         ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
         dquery = QueriesKernel(problem, params, machine).run(inputs._replace(ranges=jnp.asarray(ranges)))
-    return (dquery, dkey, dvalue), None if sums.dbias is None else sums.dbias[...]
+    return (dquery, dkey, dvalue), sums.dbias
 
 
 def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
