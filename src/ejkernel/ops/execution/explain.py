@@ -58,11 +58,17 @@ class Explanation:
     def __str__(self) -> str:
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
         lines = [f"{self.op_id_v}  key {key}"]
-        lines += [f"  {t.tier:<10} {t.resolution.config if t.resolution else '- ' + t.note}" for t in self.tiers]
+        lines += [f"  {consulted.tier:<10} {_said(consulted)}" for consulted in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
         lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
         return "\n".join(map(printable, lines))
+
+
+def _said(consulted: Consulted) -> str:
+    if consulted.resolution is None:
+        return f"- {consulted.note}"
+    return f"{consulted.resolution.config}{f'  ({consulted.note})' if consulted.note else ''}"
 
 
 class Explanations(tuple[Explanation, ...]):
