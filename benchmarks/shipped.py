@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the configurations that the package ships: attention as published models call it, tuned on one H200.
 
-    python -m benchmarks.shipped compile BUNDLES    # anywhere with JAX's CUDA plugin: hours of a processor
-    python -m benchmarks.shipped tune BUNDLES CACHE # on the H200: seconds a call
-    python -m benchmarks.shipped ship CACHE         # what was found, into src/ejkernel/data/configs
+    python -m benchmarks.shipped compile models BUNDLES     # anywhere with JAX's CUDA plugin
+    python -m benchmarks.shipped tune models BUNDLES CACHE  # on the H200: seconds a call
+    python -m benchmarks.shipped ship CACHE                 # what was found, into src/ejkernel/data/configs
 
-The candidates of a call are its heuristic's neighbours and what else was once the best of some shape: a few dozen, each
-compiled once. All of them race; what was decided is what `ejkernel tune` would have saved.
+`cases` in place of `models` does the same to what `benchmarks.attention` compares. The candidates of a call are the
+neighbours of its heuristic and what else was once the best of some shape, each compiled once. All of them race, and
+what is decided is what `ejkernel tune` would have saved.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import shutil
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks import attention
 from ejkernel.kernels.flash_attention.mosaic_gpu import backward_support, forward_support
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
@@ -32,12 +34,13 @@ from ejkernel.modules import flash_attention
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.errors import ConfigError, TuningError
 from ejkernel.ops.execution.discovery import discover_for
+from ejkernel.ops.utils.storage.serialize import stable_json
 
 TARGET = "nvidia_h200"
 SHIPPED = Path(__file__).resolve().parents[1] / "src" / "ejkernel" / "data" / "configs"
-CHECKED_UP_TO = 2**31  # scores of a call, which the reference has in memory several times over, in float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,8 +131,26 @@ USES: list[tuple[str, Model, Use]] = [
 ]
 
 
+Works = dict[str, Callable[[], list[Invocation[Any, Any]]]]  # what is tuned, by name
+
+
+def works_of(what: str) -> Works:
+    """Return the calls of all models, or of the cases that are compared."""
+    if what == "cases":
+        return {name: functools.partial(attention.calls_of, case) for name, case in attention.CASES.items()}
+    return {f"{name}, {use}": functools.partial(calls_of, model, use) for name, model, use in USES}
+
+
+def aimed(find: Callable[[], list[Invocation[Any, Any]]]) -> list[Invocation[Any, Any]]:
+    """Return calls as they are on the target."""
+    target = Target.named(TARGET)
+    with target.entered():
+        found = find()
+    return [dataclasses.replace(inv.abstract(), device=target.fingerprint) for inv in found]
+
+
 def calls_of(model: Model, use: Use) -> list[Invocation[Any, Any]]:
-    """Return the forward of a use, and its backward if it is for training, as calls of the target."""
+    """Return the forward of a use, and its backward if it is for training."""
     size, like = (use.batch, use.seq), jax.ShapeDtypeStruct
     query = like((*size, model.heads[0], model.dims[0]), jnp.bfloat16)
     key = like((*size, model.heads[1], model.dims[0]), jnp.bfloat16)
@@ -151,11 +172,8 @@ def calls_of(model: Model, use: Use) -> list[Invocation[Any, Any]]:
     def gradient(*arrays: jax.Array) -> Any:
         return jax.grad(lambda *own: attend(*own, *arrays[3:]).astype(jnp.float32).sum(), (0, 1, 2))(*arrays[:3])
 
-    target = Target.named(TARGET)
-    with target.entered():
-        program = jax.jit(gradient if use.training else attend)
-        found = discover_for(program, (query, key, value, *segments), {}, platform="gpu")
-    return [dataclasses.replace(inv.abstract(), device=target.fingerprint) for inv in found]
+    program = jax.jit(gradient if use.training else attend)
+    return discover_for(program, (query, key, value, *segments), {}, platform="gpu")
 
 
 def candidates(inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
@@ -180,6 +198,8 @@ def _forward_params(call: Any) -> list[ForwardParams]:
         {"warpgroups": 5 - first.warpgroups},
         {"pack_heads": not first.pack_heads},
         {"heads_first": not first.heads_first},
+        {**full, "share_buffer": True, "pack_heads": True, "heads_first": True},
+        {"pack_heads": True, "ping_pong": False},
         *(
             {"share_buffer": share, "heads_first": heads_first, **(full if persistent else _NOT_PERSISTENT)}
             for share, heads_first, persistent in itertools.product((False, True), repeat=3)
@@ -217,52 +237,63 @@ def _folder(bundles: Path, number: int) -> Path:
     return bundles / f"{number:03d}"
 
 
-def compile_all(bundles: Path, processes: int, only: Sequence[int]) -> None:
-    """Compile the candidates of every use, each into a bundle of its own; bundles that are there stay."""
-    for number, (name, model, use) in enumerate(USES):
+def compile_all(works: Works, bundles: Path, processes: int) -> None:
+    """Compile the candidates of every work, each into a bundle of its own; bundles that are there stay."""
+    for number, (name, find) in enumerate(works.items()):
         folder = _folder(bundles, number)
-        if (only and number not in only) or (folder / "manifest.json").exists():
+        if (folder / "manifest.json").exists():
             continue
-        started = time.monotonic()
-        made = compile_bundle(
-            calls_of(model, use), Target.named(TARGET), folder, candidates=candidates, processes=processes
-        )
+        started, target = time.monotonic(), Target.named(TARGET)
+        made = compile_bundle(aimed(find), target, folder, candidates=candidates, processes=processes)
         programs = sum(len(call.programs) for call in made)
-        print(f"{number} {name} {use}: {programs} programs in {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{number} {name}: {programs} programs in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def tune_all(bundles: Path, cache: Path, seconds: float, budget: float) -> None:
-    """Measure what was compiled, use after use, for about so many seconds; what is in the cache already stays."""
-    from ejkernel.ops.autotuner.process.worker import worker_session
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What tuning may take.
 
-    end = time.monotonic() + seconds
+    Attributes:
+        seconds: After which no search is begun.
+        budget: Seconds of a search.
+        checked: How many scores a call may have for its candidates to be compared with the reference, which has all of
+            them in memory several times over.
+    """
+
+    seconds: float
+    budget: float
+    checked: int
+
+
+def tune_all(works: Works, bundles: Path, cache: Path, limits: Limits) -> None:
+    """Measure what was compiled, work after work, for about so many seconds; what is in the cache already stays."""
+    end = time.monotonic() + limits.seconds
     store = PersistentCache(cache, shipped=False)
     with worker_session():
-        for number, (name, model, use) in enumerate(USES):
+        for number, (name, find) in enumerate(works.items()):
             folder = _folder(bundles, number)
             if not (folder / "manifest.json").exists():
                 continue
-            compiled = {str(call.description): call for call in read_bundle(folder)}
-            for inv in calls_of(model, use):
-                if time.monotonic() > end or inv.key in store:
-                    continue
-                _tune(inv, compiled.get(str(inv.description)), store, name, use, budget)
+            compiled = {stable_json(call.description): call for call in read_bundle(folder)}
+            for inv in aimed(find):
+                if time.monotonic() < end and inv.key not in store:
+                    _tune(inv, compiled.get(stable_json(inv.description)), store, name, limits)
 
 
-def _tune(inv: Invocation[Any, Any], compiled: Any, store: PersistentCache, name: str, use: Use, budget: float) -> None:
+def _tune(inv: Invocation[Any, Any], compiled: Any, store: PersistentCache, name: str, limits: Limits) -> None:
     call = inv.kernel.call_of(inv)  # type: ignore[union-attr]  # as above
     scores = call.query[0] * call.query[2] * call.query[1] * call.key[1]
-    policy = AutotunePolicy(isolate=True, budget_s=budget, validate=scores <= CHECKED_UP_TO)
+    policy = AutotunePolicy(isolate=True, budget_s=limits.budget, validate=scores <= limits.checked)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=store, policy=policy)
     more = {"candidates": candidates(inv)} if compiled is None else {"compiled": compiled}
     started = time.monotonic()
     try:
         found = chain.search(inv, inv.kernel, policy=policy, **more)
     except TuningError as error:
-        print(f"{name} {use} {inv.op_id}: {error}", flush=True)
+        print(f"{name} {inv.op_id}: {error}", flush=True)
         return
     took = time.monotonic() - started
-    print(f"{name} {use} {inv.op_id}: {found.config} {found.speedup}, {took:.1f} s", flush=True)
+    print(f"{name} {inv.op_id}: {found.config} {found.speedup}, {took:.1f} s", flush=True)
     print(found.summary(), flush=True)
 
 
@@ -287,20 +318,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = parser.add_subparsers(dest="step", required=True)
     for name, folders in (("compile", ("bundles",)), ("tune", ("bundles", "cache")), ("ship", ("cache",))):
         step = steps.add_parser(name)
+        if name != "ship":
+            step.add_argument("what", choices=("models", "cases"))
         for folder in folders:
             step.add_argument(folder, type=Path)
         if name == "compile":
             step.add_argument("--processes", type=int, default=2, help="that compile (default: %(default)s)")
-            step.add_argument("--only", type=int, nargs="*", default=[], help="numbers of uses; all by default")
         if name == "tune":
             step.add_argument("--seconds", type=float, default=3600.0, help="after which no search is begun")
+            step.add_argument("--checked", type=int, default=2**29, help="scores of a call that is checked, at most")
             step.add_argument("--budget", type=float, default=30.0, help="seconds of a search (default: %(default)s)")
     args = parser.parse_args(argv)
-    warnings.simplefilter("always")
     if args.step == "compile":
-        compile_all(args.bundles, args.processes, args.only)
+        compile_all(works_of(args.what), args.bundles, args.processes)
     elif args.step == "tune":
-        tune_all(args.bundles, args.cache, args.seconds, args.budget)
+        tune_all(works_of(args.what), args.bundles, args.cache, Limits(args.seconds, args.budget, args.checked))
     else:
         ship(args.cache)
     return 0

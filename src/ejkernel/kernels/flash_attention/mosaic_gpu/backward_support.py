@@ -47,7 +47,7 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     elif wide <= 128:
         choices = [BackwardParams(), BackwardParams(dout_stages=1)]
     elif head_dim + value_dim <= 320:
-        choices = [BackwardParams(division="products"), BackwardParams(division="products", dout_stages=1)]
+        choices = [dataclasses.replace(_split(2, 2), kv_stages=2), BackwardParams(division="products"), _split(2, 1)]
     else:
         choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
     if call.deterministic:

@@ -11,7 +11,7 @@ from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
-from ._forward_plan import REGISTERS, ROWS, ForwardPlan, plan_of, swizzle
+from ._forward_plan import REGISTERS, ROWS, ForwardPlan, plan_of
 from .availability import SHARED_MEMORY, unavailable
 from .params import ForwardParams
 
@@ -34,7 +34,7 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
     return (
         _packing_fault(plan, call)
         or _sharing_fault(plan)
-        or _mask_fault(plan)
+        or _block_fault(plan)
         or _shared_memory_fault(plan)
         or _register_fault(plan)
     )
@@ -67,7 +67,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
 
     def registers(kv_block: int, warpgroups: int) -> bool:
         plan = plan_of(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups))
-        return (_mask_fault(plan) or _register_fault(plan)) is None
+        return (_block_fault(plan) or _register_fault(plan)) is None
 
     def packing(pack_heads: bool, warpgroups: int) -> bool:
         plan = plan_of(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
@@ -101,7 +101,7 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     if max(call.query[3], call.value[3]) > 192:
         return ForwardParams(kv_block=64, share_buffer=True, ping_pong=rules.right is not None)
     if call.query[3] > 128:
-        return ForwardParams(share_buffer=True)
+        return ForwardParams(share_buffer=True, ping_pong=False)
     if call.segments:
         return ForwardParams(pack_heads=(call.query[2] // call.key[2]) % 2 == 0)
     if rules.left is not None and rules.left < call.key[1] // 2:
@@ -157,9 +157,12 @@ def _sharing_fault(plan: ForwardPlan) -> str | None:
     return None
 
 
-def _mask_fault(plan: ForwardPlan) -> str | None:
-    if plan.mask and not swizzle(plan.params.kv_block):
-        return f"kv_block must be a multiple of 32 where there is a mask, and is {plan.params.kv_block}"
+def _block_fault(plan: ForwardPlan) -> str | None:
+    # Copies begin at multiples of 128 bytes in shared memory, where a number of each key takes 4.
+    by_key = plan.segments or plan.key_bias or plan.key_mask
+    if plan.params.kv_block % 32 and (plan.mask or by_key):
+        what = "a mask" if plan.mask else "segment ids" if plan.segments else "a bias or mask of keys"
+        return f"kv_block must be a multiple of 32 where there is {what}, and is {plan.params.kv_block}"
     return None
 
 
