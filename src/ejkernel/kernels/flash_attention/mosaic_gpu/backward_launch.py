@@ -68,7 +68,7 @@ def _run(
     fused = params.form == "fused"
     empty = Sums(
         dquery=jnp.zeros(shape, jnp.float32) if fused else None,
-        dbias=None if problem.bias is None else jnp.zeros((*problem.bias, keys, queries), jnp.float32),
+        dbias=None if problem.bias is None else _empty_bias(problem, visibility, keys, queries),
     )
     kernel = _BY_KEY_BLOCKS[params.division](problem, params, machine)
     ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
@@ -89,6 +89,15 @@ def _run(
         ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
         dquery = QueriesKernel(problem, params, machine).run(inputs._replace(ranges=jnp.asarray(ranges)))
     return (dquery, dkey, dvalue), sums.dbias
+
+
+def _empty_bias(problem: Problem, visibility: Visibility, keys: int, queries: int) -> jax.Array:
+    """Return what the gradient of the bias is added to, or stored over: zeros, unless every tile is stored over."""
+    assert problem.bias is not None  # who asks has one
+    shape, rules = (*problem.bias, keys, queries), problem.rules
+    skips = problem.segments or visibility.mask is not None or (rules.left, rules.right) != (None, None)
+    make = jnp.zeros if skips or not problem.bias_whole else jax.lax.empty
+    return make(shape, problem.bias_gradient_dtype)
 
 
 def _padded_lengths(params: BackwardParams) -> tuple[int, int]:

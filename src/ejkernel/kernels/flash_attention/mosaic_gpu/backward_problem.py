@@ -58,6 +58,8 @@ class Problem:
         segments: Whether there are segment ids.
         added: The first two sizes of what is added to the scores for a bias, a mask or both; `None`: nothing is.
         bias: The first two sizes of the bias, whose gradient is wanted; `None` if there is none.
+        bias_whole: Whether the bias has an element of its own for every score, in `dtype`: then no element of its
+            gradient is a sum.
     """
 
     batch: int
@@ -72,6 +74,7 @@ class Problem:
     segments: bool = False
     added: tuple[int, int] | None = None
     bias: tuple[int, int] | None = None
+    bias_whole: bool = False
 
     @property
     def heads_per_group(self) -> int:
@@ -87,6 +90,11 @@ class Problem:
     def shift_in_scores(self) -> bool:
         """Whether a row's shift can be where its sum of products starts from: nothing happens to the score between."""
         return self.rules.soft_cap is None and self.added is None
+
+    @property
+    def bias_gradient_dtype(self) -> Any:
+        """The dtype that the gradient of the bias leaves the kernel in."""
+        return self.dtype if self.bias_whole else jnp.dtype(jnp.float32)
 
     def needed_masks(self, keys_per_block: int, *, walks_queries: bool) -> tuple[bool, bool]:
         """Return whether a block may meet masked tiles before, and after, those without a mask.
@@ -132,6 +140,7 @@ def leading_sizes(*shapes: tuple[int, ...] | None) -> tuple[int, int] | None:
 
 def problem_of(call: AttentionCall) -> Problem:
     """Return what is static about a backward, from its description."""
+    scores = (call.query[0], call.query[2])
     return Problem(
         batch=call.query[0],
         queries=call.query[1],
@@ -145,6 +154,7 @@ def problem_of(call: AttentionCall) -> Problem:
         segments=call.segments or call.key_lengths,
         added=leading_sizes(call.bias, call.attention_mask),
         bias=leading_sizes(call.bias),
+        bias_whole=call.bias == (*scores, call.query[1], call.key[1]) and call.bias_dtype == call.dtype,
     )
 
 
