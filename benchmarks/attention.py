@@ -163,6 +163,8 @@ CASES = {
     "soft cap D256 8k": _case(8192, (16, 8), 256, 1, cap=50.0),
     "D192/128 8k": Case(batch=1, seq=8192, heads=(16, 16), dims=(192, 128)),
     "window 1k D256": _case(8192, (8, 4), 256, 2, window=1024),
+    "causal D128 512": _case(512, (32, 8), 128, 16),
+    "causal D64 512": _case(512, (16, 16), 64, 16),
 }
 
 

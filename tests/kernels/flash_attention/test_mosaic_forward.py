@@ -268,6 +268,15 @@ def test_parameters_that_do_not_fit_are_refused(change, fault):
     assert fault in params_fault(FINE, ForwardParams(**change))
 
 
+@pytest.mark.parametrize(
+    "extra", [{"segments": True}, {"attention_mask": (2, 1, 1, 512)}, {"bias": (2, 1, 1, 512), "bias_dtype": "float32"}]
+)
+def test_blocks_whose_numbers_of_keys_a_copy_cannot_address_are_refused(extra):
+    call = dataclasses.replace(FINE, **extra)
+    assert "kv_block must be a multiple of 32" in params_fault(call, ForwardParams(kv_block=80))
+    assert params_fault(call, ForwardParams(kv_block=96)) is None
+
+
 def test_heads_with_masks_of_their_own_are_not_packed():
     call = dataclasses.replace(FINE, attention_mask=(1, 4, 512, 512))
     assert "one mask" in params_fault(call, ForwardParams(pack_heads=True, kv_block=64))
