@@ -36,10 +36,8 @@ def test_an_entry_says_what_it_is_of_and_how_it_was_found(found):
     key, entry = found
     assert rebuild(entry.call, key=key.call, op=key.op).call_key == key.call
     assert entry.provenance["device"] == key.device in DEVICES
-    assert entry.provenance["driver"]
-    assert entry.provenance["jax"]
-    assert entry.provenance["time"]
-    assert entry.measured["candidates"] > 1
+    assert None not in [entry.provenance[name] for name in ("driver", "jax", "jaxlib", "time")]
+    assert entry.measured["winner"]["median_us"] > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -123,6 +123,18 @@ def test_rows_without_keys_are_zero(mosaic):
     np.testing.assert_array_equal(lse[..., :50], np.float32(EMPTY_ROW_LSE))
 
 
+@pytest.mark.parametrize("given", [("query_lengths", "key_lengths"), ("key_lengths",)])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.usefixtures("soon_compiled")
+def test_what_is_behind_the_lengths_is_not_seen_and_sees_nothing(mosaic, given, segments):
+    case = Small(batch=2, segments=segments, rules=CAUSAL)
+    lengths = {"query_lengths": jnp.asarray([40, 70], jnp.int32), "key_lengths": jnp.asarray([50, 0], jnp.int32)}
+    operands = case.operands("bfloat16")._replace(**{name: lengths[name] for name in given})
+    (out, lse), expected = simulated(mosaic, case, ONE, operands=operands)
+    assert_close((out, lse), expected)
+    np.testing.assert_array_equal(np.asarray(out[1], np.float32), 0)
+
+
 @pytest.mark.usefixtures("soon_compiled")
 def test_the_lowest_float_as_a_bias_hides_nothing_from_a_row_that_has_nothing_else(mosaic):
     """As in plain JAX: masks made of it leave a row that they hide altogether with the average of all values."""

@@ -148,6 +148,7 @@ def imbalance(plan: ForwardPlan) -> float:
 def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
     """Return what is static of a launch."""
     bias, mask = _kind(call.bias, call), _kind(call.attention_mask, call)
+    segments = call.segments or call.query_lengths or call.key_lengths
     return ForwardPlan(
         batch=call.query[0],
         queries=call.query[1],
@@ -163,8 +164,8 @@ def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         mask=mask == "block",
         key_bias=bias == "keys",
         key_mask=mask == "keys",
-        segments=call.segments,
-        table=call.segments or mask != "",
+        segments=segments,
+        table=segments or mask != "",
     )
 
 

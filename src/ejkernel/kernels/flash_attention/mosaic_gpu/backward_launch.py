@@ -20,9 +20,9 @@ from .backward_params import BackwardParams
 from .backward_problem import Inputs, Problem, pad_axis, problem_of, row_inputs
 from .backward_visibility import Blocks, Visibility, ranges_of_keys, ranges_of_queries
 from .machine import Hopper, Interpreter, Machine
+from .visibility import lengths_as_segments
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
-_HIDDEN_SEGMENT = 2**31 - 1
 _BY_KEY_BLOCKS = {"keys": KeysKernel, "products": ProductsKernel}
 
 
@@ -35,7 +35,7 @@ def gradients(
     interpret: Any,
 ) -> Gradients:
     """See `backward`; every array is there as it is, no axis is mapped over it."""
-    operands = _with_lengths_as_segments(operands)
+    operands = lengths_as_segments(operands)
     problem = problem_of(describe(operands, rules))
     machine = Hopper() if interpret is None else Interpreter(interpret)
     inputs = _inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
@@ -44,18 +44,6 @@ def gradients(
         x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)
     )
     return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
-
-
-def _with_lengths_as_segments(operands: Operands) -> Operands:
-    """Return operands whose hidden keys are of a segment of their own; hidden queries have empty rows already."""
-    lengths, queries, keys = operands.key_lengths, operands.query_segments, operands.key_segments
-    if lengths is None:
-        return operands
-    if queries is None or keys is None:
-        queries, keys = (jnp.zeros(x.shape[:2], jnp.int32) for x in operands[:2])
-    hidden = jnp.arange(keys.shape[1], dtype=jnp.int32)[None] >= lengths[:, None]
-    keys = jnp.where(hidden, _HIDDEN_SEGMENT, keys.astype(jnp.int32))
-    return operands._replace(query_segments=queries, key_segments=keys)
 
 
 def _run(

@@ -151,7 +151,7 @@ def problem_of(call: AttentionCall) -> Problem:
         value_dim=padded_dim(call.value[3]),
         dtype=jnp.dtype(call.dtype),
         rules=call.rules,
-        segments=call.segments or call.key_lengths,
+        segments=call.segments or call.query_lengths or call.key_lengths,
         added=leading_sizes(call.bias, call.attention_mask),
         bias=leading_sizes(call.bias),
         bias_whole=call.bias == (*scores, call.query[1], call.key[1]) and call.bias_dtype == call.dtype,

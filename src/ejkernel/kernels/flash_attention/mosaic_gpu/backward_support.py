@@ -68,10 +68,10 @@ def is_preferred(call: AttentionCall) -> bool:
     if problem.bias is not None:
         return problem.bias_whole
     # A block of threads owns keys of one group: where those are few, most of the chip is idle.
-    if call.query[1] < 1024 or problem.batch * problem.groups * problem.keys < _LEAST_KEYS:
+    if call.query[1] < 512 or problem.batch * problem.groups * problem.keys < _LEAST_KEYS:
         return False
     hides = call.rules.right is not None or call.attention_mask is not None
-    return dim > 128 or (dim >= 64 and (hides or dim < 128))
+    return dim > 128 or (dim >= 64 and (hides or (dim < 128 and call.query[1] >= 1024)))
 
 
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:

@@ -22,7 +22,7 @@ class MosaicGpu(AttentionImplementation):
     name = "mosaic_gpu"
     params = ForwardParams
     bwd_params = BackwardParams
-    features = frozenset({"deterministic"})
+    features = frozenset(("query_lengths", "key_lengths", "deterministic"))
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels of this direction do not run the call."""
@@ -44,8 +44,8 @@ class MosaicGpu(AttentionImplementation):
         if call.bias is not None:
             return 1
         if dim >= 128 or (dim >= 64 and not hides):
-            return int(queries >= (1024 if hides or dim > 128 else 512))
-        return int(dim >= 64 and queries >= 8192)
+            return int(queries >= (1024 if dim > 128 else 512))
+        return int(dim >= 64 and (queries >= 8192))
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """Return what was fast on calls like this one."""
