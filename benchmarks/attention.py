@@ -383,7 +383,7 @@ def _kinds(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "|---" * (2 + 2 * len(OURS)) + "|"
     for kind in [*kinds, "all"]:
         ratios = [case["ratios"] for title, case in cases.items() if kind in ("all", CASES[title].kind)]
-        cells = [str(len(ratios))]
+        cells = [str(sum(map(bool, ratios)))]  # in the others no rival ran
         for name in OURS:
             own = [found[name] for found in ratios if name in found]
             cells += [f"{np.exp(np.mean(np.log(own))):.2f}", f"{min(own):.2f}"] if own else ["", ""]

@@ -70,7 +70,8 @@ def is_preferred(call: AttentionCall) -> bool:
     # A block of threads owns keys of one group: where those are few, most of the chip is idle.
     if call.query[1] < 512 or problem.batch * problem.groups * problem.keys < _LEAST_KEYS:
         return False
-    hides = call.rules.right is not None or call.attention_mask is not None
+    masks = call.attention_mask is not None or call.query_lengths or call.key_lengths
+    hides = masks or call.rules.right is not None
     return dim > 128 or (dim >= 64 and (hides or (dim < 128 and call.query[1] >= 1024)))
 
 
