@@ -2,8 +2,10 @@
 """`python -m benchmarks.attention`: attention, tuned and as the library guesses, beside what else JAX users have.
 
 Of each case, all contenders are timed in turn, forward and forward with backward, on normally distributed inputs that
-are not in the cache; what is reported is their medians, and the best alternative's time over that of ours: tuned, or
-as it guesses if `--contenders` leaves `tuned` out. A contender that cannot run a case says why.
+are not in the cache. What is reported is their medians; of ours, by what was tuned (`--cache`, which
+`python -m benchmarks.shipped tune` fills), as it guesses, and by our own kernels alone, the ratio to the best of the
+others; and for each kind of call the geometric mean of these ratios and the worst. A contender that cannot run a case
+says why.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,13 +28,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report
+from ejkernel import compat
 from ejkernel.modules import flash_attention
-from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, autotune, set_default_executor
+from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, PersistentCache, set_default_executor
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
+from ejkernel.ops.autotuner.trials.programs import Program
+from ejkernel.ops.execution.discovery import discover_for
+from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.telling import error_text
 
 Attention = Callable[..., jax.Array]
+OURS = ("tuned", "untuned", "mosaic_gpu")
 RIVALS = ("jax.nn cudnn", "jax.nn xla", "tokamax")  # what a user would pick instead
+DIRECTIONS = ("forward", "forward and backward")
+UNEVEN = (500, 1300, 300, 1900, 900, 300, 2200, 792)
+SIXTEEN = (1500, 300, 2100, 700, 1200, 900, 400, 1800, 1000, 1300, 200, 1600, 800, 1100, 600, 884)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +55,7 @@ class Case:
         segments: Lengths of documents packed into each row.
         bias: Whether a full bias is added.
         mask: Whether a random boolean mask hides keys.
+        lengths: Whether only some keys of each example count.
     """
 
     batch: int
@@ -56,50 +68,103 @@ class Case:
     segments: tuple[int, ...] = ()
     bias: bool = False
     mask: bool = False
+    lengths: bool = False
 
-    def inputs(self, seed: int) -> dict[str, jax.Array]:
-        """Return bfloat16 arrays, and segment ids."""
-        keys = iter(jax.random.split(jax.random.key(seed), 5))
-        size = (self.batch, self.seq)
-
-        def normal(*shape: int) -> jax.Array:
-            return jax.random.normal(next(keys), shape, jnp.bfloat16)
-
-        arrays = {
-            "query": normal(*size, self.heads[0], self.dims[0]),
-            "key": normal(*size, self.heads[1], self.dims[0]),
-            "value": normal(*size, self.heads[1], self.dims[1]),
-        }
-        if self.bias:
-            arrays["bias"] = normal(self.batch, self.heads[0], self.seq, self.seq)
-        if self.mask:
-            shown = jax.random.bernoulli(next(keys), 0.5, (self.batch, 1, self.seq, self.seq))
-            arrays["attention_mask"] = shown | jnp.eye(self.seq, dtype=bool)
+    @property
+    def kind(self) -> str:
+        """What the call is an example of."""
         if self.segments:
-            ids = np.repeat(np.arange(len(self.segments), dtype=np.int32), self.segments)
-            arrays["segment_ids"] = jnp.asarray(np.broadcast_to(ids, size))
+            return "packed, 8 or more" if len(self.segments) >= 8 else "packed, fewer"
+        special = {"soft cap": self.cap, "window": self.window, "bias, mask, lengths": self._extras}
+        named = next((name for name, given in special.items() if given), None)
+        if self.dims[0] != self.dims[1]:
+            return "D192/128"
+        return named or f"causal and full, D{self.dims[0]}"
+
+    @property
+    def _extras(self) -> bool:
+        return self.bias or self.mask or self.lengths
+
+    def types(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the types of the inputs."""
+        size, scores = (self.batch, self.seq), (self.batch, self.heads[0], self.seq, self.seq)
+        shapes = {
+            "query": (*size, self.heads[0], self.dims[0]),
+            "key": (*size, self.heads[1], self.dims[0]),
+            "value": (*size, self.heads[1], self.dims[1]),
+        }
+        types = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+        if self.bias:
+            types["bias"] = jax.ShapeDtypeStruct(scores, jnp.bfloat16)
+        if self.mask:
+            types["attention_mask"] = jax.ShapeDtypeStruct((self.batch, 1, *scores[2:]), jnp.bool_)
+        if self.lengths:
+            types["key_lengths"] = jax.ShapeDtypeStruct(size[:1], jnp.int32)
+        if self.segments:
+            types["segment_ids"] = jax.ShapeDtypeStruct(size, jnp.int32)
+        return types
+
+    def arguments(self, *, backward: bool) -> tuple[Any, ...]:
+        """Return the types of a program's arguments: a cotangent, if it has a backward, and the inputs."""
+        out = jax.ShapeDtypeStruct((self.batch, self.seq, self.heads[0], self.dims[1]), jnp.bfloat16)
+        return (out, self.types()) if backward else (self.types(),)
+
+    def inputs(self, seed: int, *, backward: bool) -> tuple[Any, ...]:
+        """Return arrays of these types."""
+        rng = np.random.default_rng(seed)
+
+        def made(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+            name = getattr(path[-1], "key", "")
+            if name == "segment_ids":
+                ids = np.repeat(np.arange(len(self.segments), dtype=np.int32), self.segments)
+                return jnp.asarray(np.broadcast_to(ids, like.shape))
+            if name == "key_lengths":
+                return jnp.asarray(rng.integers(self.seq // 4, self.seq + 1, like.shape), jnp.int32)
+            array = random_array(like, rng)
+            return array | jnp.eye(self.seq, dtype=bool) if name == "attention_mask" else array
+
+        arrays: tuple[Any, ...] = jax.tree_util.tree_map_with_path(made, self.arguments(backward=backward))
         return arrays
 
 
+def _case(seq: int, heads: tuple[int, int], dim: int, batch: int, **more: Any) -> Case:
+    return Case(batch=batch, seq=seq, heads=heads, dims=(dim, dim), **more)
+
+
 CASES = {
-    "causal D128": Case(batch=4, seq=4096, heads=(32, 8), dims=(128, 128)),
-    "causal D128 16k": Case(batch=1, seq=16384, heads=(32, 8), dims=(128, 128)),
-    "causal D128 1k": Case(batch=8, seq=1024, heads=(16, 16), dims=(128, 128)),
-    "causal D64": Case(batch=4, seq=4096, heads=(32, 32), dims=(64, 64)),
-    "causal D256": Case(batch=2, seq=4096, heads=(16, 8), dims=(256, 256)),
-    "full D128": Case(batch=4, seq=4096, heads=(16, 16), dims=(128, 128), causal=False),
-    "full D64 512": Case(batch=16, seq=512, heads=(16, 16), dims=(64, 64), causal=False),
-    "8 segments": Case(
-        batch=1, seq=8192, heads=(32, 8), dims=(128, 128), segments=(500, 1300, 300, 1900, 900, 300, 2200, 792)
-    ),
-    "8 equal segments": Case(batch=1, seq=8192, heads=(32, 8), dims=(128, 128), segments=(1024,) * 8),
-    "3 segments": Case(batch=1, seq=8192, heads=(32, 8), dims=(128, 128), segments=(2000, 5000, 1192)),
-    "window 1k": Case(batch=1, seq=16384, heads=(16, 8), dims=(128, 128), window=1024),
-    "soft cap D256": Case(batch=2, seq=4096, heads=(16, 8), dims=(256, 256), cap=50.0),
-    "soft cap D128": Case(batch=2, seq=4096, heads=(32, 8), dims=(128, 128), cap=30.0),
+    "causal D128 B4 4k": _case(4096, (32, 8), 128, 4),
+    "8 segments": _case(8192, (32, 8), 128, 1, segments=UNEVEN),
+    "soft cap D256": _case(4096, (16, 8), 256, 2, cap=50.0),
     "D192/128": Case(batch=2, seq=4096, heads=(16, 16), dims=(192, 128)),
-    "bias": Case(batch=384, seq=384, heads=(4, 4), dims=(32, 32), causal=False, bias=True),
-    "mask": Case(batch=4, seq=2048, heads=(16, 16), dims=(128, 128), causal=False, mask=True),
+    "window 1k in 16k": _case(16384, (16, 8), 128, 1, window=1024),
+    "bias": _case(384, (4, 4), 32, 384, causal=False, bias=True),
+    "full D64 512": _case(512, (16, 16), 64, 16, causal=False),
+    "causal D256 4k": _case(4096, (16, 8), 256, 2),
+    "causal D64 4k": _case(4096, (32, 32), 64, 4),
+    "full D128 4k": _case(4096, (16, 16), 128, 4, causal=False),
+    "mask": _case(2048, (16, 16), 128, 4, causal=False, mask=True),
+    "lengths": _case(2048, (16, 16), 128, 8, causal=False, lengths=True),
+    "8 equal segments": _case(8192, (32, 8), 128, 1, segments=(1024,) * 8),
+    "3 segments": _case(8192, (32, 8), 128, 1, segments=(2000, 5000, 1192)),
+    "16 segments": _case(16384, (16, 4), 128, 1, segments=SIXTEEN),
+    "causal D128 16k": _case(16384, (32, 8), 128, 1),
+    "causal D128 1k": _case(1024, (16, 16), 128, 8),
+    "causal D128 8k": _case(8192, (64, 8), 128, 1),
+    "full D128 512": _case(512, (16, 16), 128, 16, causal=False),
+    "full D128 8k": _case(8192, (32, 8), 128, 1, causal=False),
+    "causal D64 1k": _case(1024, (32, 8), 64, 16),
+    "causal D64 16k": _case(16384, (16, 4), 64, 1),
+    "full D64 4k": _case(4096, (32, 8), 64, 2, causal=False),
+    "causal D256 1k": _case(1024, (16, 8), 256, 8),
+    "causal D256 16k": _case(16384, (8, 4), 256, 1),
+    "full D256 4k": _case(4096, (16, 16), 256, 2, causal=False),
+    "full D256 512": _case(512, (16, 16), 256, 16, causal=False),
+    "soft cap D128": _case(4096, (32, 8), 128, 2, cap=30.0),
+    "soft cap D256 8k": _case(8192, (16, 8), 256, 1, cap=50.0),
+    "D192/128 8k": Case(batch=1, seq=8192, heads=(16, 16), dims=(192, 128)),
+    "window 1k D256": _case(8192, (8, 4), 256, 2, window=1024),
+    "causal D128 512": _case(512, (32, 8), 128, 16),
+    "causal D64 512": _case(512, (16, 16), 64, 16),
 }
 
 
@@ -114,29 +179,27 @@ def ours(case: Case, *, implementation: str | None = None) -> Attention:
     )
 
 
+def _mask(given: dict[str, Any]) -> jax.Array | None:
+    """Return the mask of a call that has no segment ids to take."""
+    segments = given.get("segment_ids")
+    mask: jax.Array | None = given.get("attention_mask")
+    return mask if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+
+
 def by_jax(case: Case, *, implementation: str) -> Attention:
     """Return the call of `jax.nn.dot_product_attention`, with a mask where the segments need one."""
 
-    def attend(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: jax.Array | None = None,
-        attention_mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-    ) -> jax.Array:
-        mask = attention_mask
-        if segment_ids is not None:
-            mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
         window: Any = None if case.window is None else (case.window - 1, 0)
         return jax.nn.dot_product_attention(
             query,
             key,
             value,
-            bias,
-            mask,
+            given.get("bias"),
+            _mask(given),
             is_causal=case.causal,
             local_window_size=window,
+            key_value_seq_lengths=given.get("key_lengths"),
             implementation=implementation,  # type: ignore[arg-type]  # one of two literals
         )
 
@@ -149,35 +212,21 @@ def by_tokamax(case: Case) -> Attention:
     """Return the call of Tokamax's attention, if that library is there."""
     import tokamax
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, **others: Any) -> jax.Array:
-        segments = others.get("segment_ids")
-        mask = others.get("attention_mask")
-        if segments is not None:
-            mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
         result: jax.Array = tokamax.dot_product_attention(
             query,
             key,
             value,
-            bias=others.get("bias"),
-            mask=mask,
+            bias=given.get("bias"),
+            mask=_mask(given),
             is_causal=case.causal,
             logits_soft_cap=case.cap,
             local_window_size=None if case.window is None else (case.window - 1, 0),
+            key_value_seq_lengths=given.get("key_lengths"),
         )
         return result
 
     return attend
-
-
-def with_gradient(attention: Attention) -> Callable[..., Any]:
-    """Return what computes the gradients of all floating-point inputs, for a random cotangent."""
-
-    def both(cotangent: jax.Array, arrays: dict[str, jax.Array]) -> Any:
-        inexact = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-        _, pull = jax.vjp(lambda some: attention(**{**arrays, **some}), inexact)
-        return pull(cotangent)
-
-    return both
 
 
 CONTENDERS: dict[str, Callable[[Case], Attention]] = {
@@ -190,113 +239,155 @@ CONTENDERS: dict[str, Callable[[Case], Attention]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How the cases are measured.
+def program_of(attention: Attention, *, backward: bool) -> Callable[..., Any]:
+    """Return the forward, or what computes the gradients of all floating-point inputs, for a random cotangent."""
+    if not backward:
+        return lambda arrays: attention(**arrays)
 
-    Attributes:
-        contenders: Who takes part.
-        rounds: Samples of each.
-        budget: Seconds that tuning one call may take.
-    """
+    def both(cotangent: jax.Array, arrays: dict[str, jax.Array]) -> Any:
+        inexact = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+        _, pull = jax.vjp(lambda some: attention(**{**arrays, **some}), inexact)
+        return pull(cotangent)
 
-    contenders: Sequence[str]
-    rounds: int
-    budget: float
+    return both
 
 
-class Contest:
-    """One case in one direction: its contenders are compiled side by side, and timed in turn later."""
-
-    def __init__(self, case: Case, plan: Plan, *, backward: bool) -> None:
-        self.case, self.plan, self.backward = case, plan, backward
-        self.reasons: dict[str, str] = {}
-        self.configurations: list[str] = []
-        self._programs: dict[str, concurrent.futures.Future[Any]] = {}
-
-    def prepare(self, pool: concurrent.futures.Executor) -> None:
-        """Tune, if that is wanted, and begin to compile."""
-        arguments = jax.eval_shape(lambda: self._arguments(0))
-        tuned, untuned = (ConfigSelectorChain(policy=AutotunePolicy(budget_s=self.plan.budget)) for _ in range(2))
-        if "tuned" in self.plan.contenders:
-            with executor_of(tuned):
-                found = autotune(jax.jit(self._program(ours(self.case))), *arguments)
-            self.configurations = [repr(entry.cfg) for entry in found.entries]
-        for name in self.plan.contenders:
-            with executor_of(tuned if name == "tuned" else untuned):
-                try:
-                    program = jax.jit(self._program(CONTENDERS[name](self.case))).lower(*arguments)
-                except Exception as error:  # noqa: BLE001 - whatever a contender does is a result
-                    self.reasons[name] = error_text(error)[:300]
-                else:
-                    self._programs[name] = pool.submit(program.compile)
-
-    def measure(self) -> dict[str, Any]:
-        """Return each contender's median in microseconds, or why it has none, and what was tuned."""
-        first = self._arguments(0)
-        sets = [first, *(self._arguments(seed) for seed in range(1, min(4, sets_for_cold(_bytes(first)))))]
-        runners: dict[str, Runner] = {}
-        for name, program in self._programs.items():
-            try:
-                runners[name] = Runner(program.result(), sets)
-            except Exception as error:  # noqa: BLE001 - as above
-                self.reasons[name] = error_text(error)[:300]
-        names = list(runners)
-
-        def failed(index: int, error: BaseException) -> None:
-            self.reasons[names[index]] = error_text(error)[:300]
-
-        times = interleaved(list(runners.values()), rounds=self.plan.rounds, on_error=failed)
-        medians = {name: 1e6 * time.median for name, time in zip(names, times, strict=True) if time.samples}
-        own = medians.get("tuned", medians.get("untuned"))
-        rivals = [time for name, time in medians.items() if name in RIVALS]
-        return {
-            "us": medians,
-            "ratio": min(rivals) / own if rivals and own else None,
-            "reasons": self.reasons,
-            "configurations": self.configurations,
-        }
-
-    def _arguments(self, seed: int) -> tuple[Any, ...]:
-        case = self.case
-        if not self.backward:
-            return (case.inputs(seed),)
-        out = (case.batch, case.seq, case.heads[0], case.dims[1])
-        return jax.random.normal(jax.random.key(seed + 100), out, jnp.bfloat16), case.inputs(seed)
-
-    def _program(self, attention: Attention) -> Callable[..., Any]:
-        return with_gradient(attention) if self.backward else lambda arrays: attention(**arrays)
+def calls_of(case: Case) -> list[Invocation[Any, Any]]:
+    """Return the forward and the backward of a case as calls of ours."""
+    program = jax.jit(program_of(ours(case), backward=True))
+    return discover_for(program, case.arguments(backward=True), {}, platform="gpu")
 
 
 @contextlib.contextmanager
-def executor_of(chain: ConfigSelectorChain[Any, Any]) -> Iterator[None]:
-    """Make calls inside run with what a chain knows."""
-    set_default_executor(Executor(chain))
+def executor_of(cache: Path | None) -> Iterator[None]:
+    """Make calls inside run with what a folder knows, or as the library guesses."""
+    persistent = None if cache is None else PersistentCache(cache, shipped=False)
+    set_default_executor(Executor(ConfigSelectorChain(persistent=persistent)))
     try:
         yield
     finally:
         set_default_executor(None)
 
 
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Who takes part in what; compiled in a process of its own, since tracing takes most of the time."""
+
+    case: str
+    direction: str
+    contender: str
+    cache: Path | None
+
+    def compiled(self) -> Program | str:
+        """Return the program, or why there is none."""
+        case, backward = CASES[self.case], self.direction != "forward"
+        try:
+            with executor_of(self.cache if self.contender == "tuned" else None):
+                program = jax.jit(program_of(CONTENDERS[self.contender](case), backward=backward))
+                arguments = case.arguments(backward=backward)
+                lowered = program.lower(*arguments)
+            code = compat.serialized(lowered.compile())
+        except Exception as error:  # noqa: BLE001 - whatever a contender does is a result
+            return error_text(error)[:300]
+        text = lowered.as_text()
+        return Program(
+            code=code,
+            inputs=len(jax.tree.leaves(arguments)),
+            outputs=len(jax.tree.leaves(lowered.out_info)),
+            mosaic="mosaic_gpu" in text,
+        )
+
+
+def measured(case: Case, programs: dict[str, Program | str], rounds: int, *, backward: bool) -> dict[str, Any]:
+    """Return each contender's median in microseconds, or why it has none, and how ours stand."""
+    reasons = {name: found for name, found in programs.items() if isinstance(found, str)}
+    first = case.inputs(0, backward=backward)
+    sets = [first, *(case.inputs(s, backward=backward) for s in range(1, min(3, sets_for_cold(_bytes(first)))))]
+    flat = [jax.tree.leaves(arguments) for arguments in sets]
+    runners: dict[str, Runner] = {}
+    for name, found in programs.items():
+        if isinstance(found, Program):
+            try:
+                runners[name] = Runner(found.load(), flat)
+            except Exception as error:  # noqa: BLE001 - as above
+                reasons[name] = error_text(error)[:300]
+    names = list(runners)
+    apart = _apart(runners)
+
+    def failed(index: int, error: BaseException) -> None:
+        reasons[names[index]] = error_text(error)[:300]
+
+    times = interleaved(list(runners.values()), rounds=rounds, on_error=failed)
+    medians = {name: 1e6 * time.median for name, time in zip(names, times, strict=True) if time.samples}
+    rivals = [time for name, time in medians.items() if name in RIVALS]
+    ratios = {name: min(rivals) / medians[name] for name in OURS if name in medians and rivals}
+    return {"us": medians, "ratios": ratios, "apart": apart, "reasons": reasons}
+
+
+def _apart(runners: dict[str, Runner]) -> dict[str, float]:
+    """Return how far each contender's results are from those of the first, at most, by the norms of both."""
+    first: list[jax.Array] | None = None
+    apart = {}
+    for name, runner in runners.items():
+        try:
+            found = jax.tree.leaves(runner.function(*runner.argument_sets[0]))
+        except Exception:  # noqa: BLE001 - timing it tells why
+            continue
+        first = found if first is None else first
+        pairs = zip(found, first, strict=True)
+        apart[name] = max(float(_distance(one, other)) for one, other in pairs)
+    return apart
+
+
+@jax.jit
+def _distance(one: jax.Array, other: jax.Array) -> jax.Array:
+    one, other = one.astype(jnp.float32), other.astype(jnp.float32)
+    return jnp.linalg.norm((one - other).ravel()) / jnp.linalg.norm(other.ravel())
+
+
 def _bytes(arguments: tuple[Any, ...]) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(arguments))
 
 
-def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Return Markdown tables, one a direction, a line a case."""
+Found = dict[str, dict[str, dict[str, Any]]]
+
+
+def table(found: Found) -> str:
+    """Return Markdown tables: for each direction a line a case, and then a line a kind."""
     lines = []
-    for direction, cases in found.items():
+    for direction in DIRECTIONS:
+        cases = found.get(direction, {})
         names = list(dict.fromkeys(name for case in cases.values() for name in case["us"]))
-        lines += [f"### {direction}, us", f"| | {' | '.join(names)} | best of the others / ours |"]
-        lines.append("|---" * (len(names) + 2) + "|")
+        lines += [f"### {direction}, us", "", f"| | {' | '.join(names)} | {' | '.join(map(_over, OURS))} |"]
+        lines.append("|---" * (len(names) + len(OURS) + 1) + "|")
         for title, case in cases.items():
             cells = [f"{case['us'][name]:,.0f}" if name in case["us"] else "" for name in names]
-            ratio = "" if case["ratio"] is None else f"{case['ratio']:.2f}"
-            lines.append(f"| {title} | {' | '.join(cells)} | {ratio} |")
-        ratios = [case["ratio"] for case in cases.values() if case["ratio"]]
-        mean = float(np.exp(np.mean(np.log(ratios)))) if ratios else float("nan")
-        lines += [f"| geometric mean |{' |' * len(names)} {mean:.2f} |", ""]
+            cells += [_number(case["ratios"].get(name)) for name in OURS]
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+        lines += ["", *_kinds(cases), ""]
     return "\n".join(lines)
+
+
+def _over(name: str) -> str:
+    return f"best of the others / {name}"
+
+
+def _number(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _kinds(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of the geometric mean and the worst of the ratios of each kind."""
+    kinds = dict.fromkeys(CASES[title].kind for title in cases)
+    yield f"| kind | cases | {' | '.join(f'{name}: mean | worst' for name in OURS)} |"
+    yield "|---" * (2 + 2 * len(OURS)) + "|"
+    for kind in [*kinds, "all"]:
+        ratios = [case["ratios"] for title, case in cases.items() if kind in ("all", CASES[title].kind)]
+        cells = [str(sum(map(bool, ratios)))]  # in the others no rival ran
+        for name in OURS:
+            own = [found[name] for found in ratios if name in found]
+            cells += [f"{np.exp(np.mean(np.log(own))):.2f}", f"{min(own):.2f}"] if own else ["", ""]
+        yield f"| {kind} | {' | '.join(cells)} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -305,27 +396,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write attention_<device>.json and .md there")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE", help="which")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--cache", type=Path, help="folder of what was tuned; without one nobody is `tuned`")
     parser.add_argument("--rounds", type=int, default=15, help="samples of each contender (default: %(default)s)")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds to tune a call (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile (default: one a core)")
     args = parser.parse_args(argv)
-    plan = Plan(contenders=args.contenders, rounds=args.rounds, budget=args.budget)
-    contests = {
-        direction: {name: Contest(CASES[name], plan, backward=direction != "forward") for name in args.cases}
-        for direction in ("forward", "forward and backward")
-    }
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for contest in itertools.chain(*(cases.values() for cases in contests.values())):
-            contest.prepare(pool)
-    found: dict[str, dict[str, dict[str, Any]]] = {direction: {} for direction in contests}
-    for direction, cases in contests.items():
-        for name, contest in cases.items():
-            found[direction][name] = contest.measure()
-            print(name, direction, json.dumps(found[direction][name]), file=sys.stderr, flush=True)
-            if args.out is not None:  # what was measured is kept, should a later case end the process
-                kept = {"environment": report.environment(), **found}
-                report.write(args.out, f"attention_{report.platform_name()}", kept, table(found))
+    names = [name for name in args.contenders if name != "tuned" or args.cache is not None]
+    found: Found = {}
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all these processes have the device
+    with concurrent.futures.ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        jobs = {
+            (case, direction): {name: pool.submit(Entry(case, direction, name, args.cache).compiled) for name in names}
+            for case in args.cases
+            for direction in DIRECTIONS
+        }
+        concurrent.futures.wait([job for jobs_of in jobs.values() for job in jobs_of.values()])
+    for (name, direction), programs in jobs.items():
+        ready = {contender: _result(job) for contender, job in programs.items()}
+        case = measured(CASES[name], ready, args.rounds, backward=direction != "forward")
+        found.setdefault(direction, {})[name] = case
+        print(name, direction, json.dumps(case), file=sys.stderr, flush=True)
+        if args.out is not None:  # what was measured is kept, should a later case end the process
+            kept = {"environment": report.environment(), **found}
+            report.write(args.out, f"attention_{report.platform_name()}", kept, table(found))
     print(table(found))
     return 0
+
+
+def _result(job: concurrent.futures.Future[Program | str]) -> Program | str:
+    try:
+        return job.result()
+    except concurrent.futures.BrokenExecutor as error:
+        return error_text(error)
 
 
 if __name__ == "__main__":

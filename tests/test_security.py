@@ -74,7 +74,8 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
 from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.config import agreement, persistent
+from ejkernel.ops.config import persistent
+from ejkernel.ops.config.agreement import agreement
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.declared import names_of
 from ejkernel.ops.core.description import rebuild

@@ -9,11 +9,13 @@ It tunes the step in this process, and then trains plain JAX, ejkernel as it gue
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 import tempfile
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo"))
@@ -42,7 +44,8 @@ def main() -> int:
         set_default_executor(Executor(ConfigSelectorChain(persistent=PersistentCache(cache), policy=policy)))
         step, arguments = training_step(model=MODEL)
         print(autotune(step, *arguments))
-        result = compare(cache, args.turns, MODEL)
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        result = {"jax": jax.__version__, "date": today, **compare(cache, args.turns, MODEL)}
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     show(result)

@@ -80,7 +80,7 @@ def test_explain_as_json_has_every_tier(folder, capsys):
     assert status == 0
     assert (forward["op"], forward["source"]) == ("explained@v0", "persistent")
     assert set(forward["config"]) == {"rows_of_first", "rows_of_second"}
-    assert [tier["tier"] for tier in backward["tiers"]][-2:] == ["autotune", "forward"]
+    assert [tier["tier"] for tier in backward["tiers"]][-3:] == ["autotune", "sister", "forward"]
 
 
 def test_explain_measures_and_saves_nothing(folder, capsys, monkeypatch):

@@ -17,7 +17,7 @@ from ejkernel.cli.sources import Source, find
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
-from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, PERSISTENT
+from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, PERSISTENT, SHIPPED
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor
@@ -27,7 +27,7 @@ from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
 from ejkernel.ops.utils.tables import arguments, compact, counted
 
-_MEASURED = (PERSISTENT.name, AUTOTUNE.name, MEMORY.name)
+_MEASURED = (PERSISTENT.name, SHIPPED.name, AUTOTUNE.name, MEMORY.name)
 
 
 def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: Path | None, as_json: bool) -> None:
@@ -72,7 +72,9 @@ def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
 
 
 def _answer(tier: Consulted) -> str:
-    return tier.note if tier.resolution is None else compact(tier.resolution.config)
+    if tier.resolution is None:
+        return tier.note
+    return f"{compact(tier.resolution.config)}{f'; {tier.note}' if tier.note else ''}"
 
 
 def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:

@@ -123,6 +123,16 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         """See `Kernel`; where implementations were asked for by name, of these."""
         return self._sorted_out_for(inv)[1]
 
+    def why_not(self, inv: Invocation[OpCfg, Out], config: OpCfg) -> str:
+        """See `Kernel`: the implementation may not run here, or not with these parameters."""
+        reason = self.refusals(inv).get(config.implementation)
+        if reason is None:
+            call = self.call_of(inv)
+            params = _params_of(config, call)
+            chosen = self.implementations[config.implementation]
+            reason = None if params is None else chosen.params_fault(call, params)
+        return reason or ""
+
     def reasons(self, call: CallT) -> dict[str, str]:
         """Return why each implementation does not run a call; `""` if it does."""
         return {name: self.implementations.unsupported(name, call) or "" for name in self.implementations}

@@ -104,6 +104,7 @@ def error(expected, actual):
         (Small(keys=136, segments=True, head_dim=128, rules=CAUSAL), WIDE),
         (Small(queries=192, keys=64, head_dim=128, rules=CAUSAL), WIDE),
         (Small(queries=100, bias=(1, 1, 100, 128), mask=(1, 1, 100, 128)), FUSED),
+        (Small(queries=100, bias=(1, 1, 100, 128)), FUSED),
         (Small(head_dim=40, value_dim=24, queries=60, rules=CAUSAL), WIDE_SPLIT),
     ],
     ids=[
@@ -112,6 +113,7 @@ def error(expected, actual):
         "segments, products",
         "causal, products",
         "bias and mask",
+        "bias alone",
         "odd dims, split",
     ],
 )
@@ -206,6 +208,21 @@ def test_configurations_are_lowered(request, mosaic, name):
     call = described(case)
     for params in space(call) if request.config.getoption("--whole-spaces") else [heuristic(call)]:
         assert "attention_backward" in lower(mosaic, case, params)
+
+
+def test_it_is_lowered_where_tangents_may_be_asked_for(mosaic):
+    """As a candidate is, which is compiled by itself."""
+    case = SAMPLE["bias 32"]
+    operands = jax.eval_shape(lambda: case.operands("bfloat16"))
+    lse = jax.ShapeDtypeStruct((case.batch, case.heads, case.queries), jnp.float32)
+
+    @jax.custom_jvp
+    def run(operands, lse, dout):
+        return mosaic.backward(operands, (dout, lse), dout, case.rules, BackwardParams(q_block=128))
+
+    run.defjvp(lambda primals, tangents: (run(*primals), run(*tangents)))
+    text = jax.jit(run).trace(operands, lse, operands.query).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dot_general" not in text  # which would have to be compiled where the device is
 
 
 @pytest.mark.parametrize(

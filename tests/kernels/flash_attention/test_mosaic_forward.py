@@ -123,6 +123,18 @@ def test_rows_without_keys_are_zero(mosaic):
     np.testing.assert_array_equal(lse[..., :50], np.float32(EMPTY_ROW_LSE))
 
 
+@pytest.mark.parametrize("given", [("query_lengths", "key_lengths"), ("key_lengths",)])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.usefixtures("soon_compiled")
+def test_what_is_behind_the_lengths_is_not_seen_and_sees_nothing(mosaic, given, segments):
+    case = Small(batch=2, segments=segments, rules=CAUSAL)
+    lengths = {"query_lengths": jnp.asarray([40, 70], jnp.int32), "key_lengths": jnp.asarray([50, 0], jnp.int32)}
+    operands = case.operands("bfloat16")._replace(**{name: lengths[name] for name in given})
+    (out, lse), expected = simulated(mosaic, case, ONE, operands=operands)
+    assert_close((out, lse), expected)
+    np.testing.assert_array_equal(np.asarray(out[1], np.float32), 0)
+
+
 @pytest.mark.usefixtures("soon_compiled")
 def test_the_lowest_float_as_a_bias_hides_nothing_from_a_row_that_has_nothing_else(mosaic):
     """As in plain JAX: masks made of it leave a row that they hide altogether with the average of all values."""
@@ -266,6 +278,15 @@ def test_what_cannot_be_imported_is_refused_with_a_reason(monkeypatch):
 )
 def test_parameters_that_do_not_fit_are_refused(change, fault):
     assert fault in params_fault(FINE, ForwardParams(**change))
+
+
+@pytest.mark.parametrize(
+    "extra", [{"segments": True}, {"attention_mask": (2, 1, 1, 512)}, {"bias": (2, 1, 1, 512), "bias_dtype": "float32"}]
+)
+def test_blocks_whose_numbers_of_keys_a_copy_cannot_address_are_refused(extra):
+    call = dataclasses.replace(FINE, **extra)
+    assert "kv_block must be a multiple of 32" in params_fault(call, ForwardParams(kv_block=80))
+    assert params_fault(call, ForwardParams(kv_block=96)) is None
 
 
 def test_heads_with_masks_of_their_own_are_not_packed():

@@ -37,8 +37,8 @@ from ejkernel.ops import (
     policy_override,
     stable_json,
 )
-from ejkernel.ops.config import agreement
-from ejkernel.ops.config.decisions import Book
+from ejkernel.ops.config.agreement import agreement
+from ejkernel.ops.config.agreement.decisions import Book
 
 
 class Client:
@@ -119,7 +119,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: found.now.index)
     monkeypatch.setattr(compat, "coordination_store", lambda: found.now.store)
     monkeypatch.setattr(agreement, "book_in_force", lambda: found.now.book)
-    monkeypatch.setattr("ejkernel.ops.config.digest.book_in_force", lambda: found.now.book)
+    monkeypatch.setattr("ejkernel.ops.config.agreement.digest.book_in_force", lambda: found.now.book)
     return found
 
 
@@ -153,7 +153,7 @@ def test_explain_names_the_process_that_decided(ranks, kernel, x):
         why = ranks[0].executor.explain(ranks[0].program(kernel), x)[0]
     assert (why.config, why.source) == (1, "agreed with process 1")
     assert [tier.tier for tier in why.tiers] == ["override", "overlay", "agreed"]
-    assert "agreed     1 - process 1 had it from its heuristic tier" in str(why)
+    assert "agreed     1  (process 1 had it from its heuristic tier)" in str(why)
 
 
 def test_explain_decides_nothing(ranks, kernel, x):

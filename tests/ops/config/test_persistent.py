@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -328,33 +327,6 @@ def test_an_entry_of_another_type_lets_the_next_folder_answer(tmp_path):
     stacked.put(KEY, {"gone": 2})
     with pytest.warns(CacheWarning, match="cannot be decoded"):
         assert stacked.get(KEY, FwdParams) == CFG
-
-
-def test_the_shipped_entries_come_last(tmp_path, monkeypatch):
-    package = tmp_path / "package"
-    PersistentCache(package / "data" / "configs", shipped=False).put(KEY, 1)
-    monkeypatch.setattr(persistent.resources, "files", lambda _: package)
-    assert PersistentCache(tmp_path / "user").get(KEY) == 1
-    assert PersistentCache(tmp_path / "user").keys() == [KEY]
-    assert PersistentCache(tmp_path / "user", shipped=False).get(KEY) is None
-
-
-def test_the_package_may_be_in_an_archive(tmp_path, monkeypatch):
-    PersistentCache(tmp_path / "data" / "configs", shipped=False).put(KEY, 1)
-    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
-        for file in files(tmp_path / "data"):
-            archive.write(file, file.relative_to(tmp_path))
-    monkeypatch.setattr(persistent.resources, "files", lambda _: zipfile.Path(tmp_path / "package.zip"))
-    cache = PersistentCache(tmp_path / "user")
-    assert cache.get(KEY) == 1
-    assert cache.get(OTHER) is None
-    assert [(key, entry.path) for key, entry in cache.entries()] == [(KEY, None)]
-
-
-def test_a_package_without_entries_is_fine(tmp_path, monkeypatch):
-    monkeypatch.setattr(persistent.resources, "files", lambda _: tmp_path / "nowhere")
-    assert PersistentCache(tmp_path / "user").keys() == []
-    assert PersistentCache(tmp_path / "user").get(KEY) is None
 
 
 def test_one_path_is_no_sequence_of_layers(tmp_path):

@@ -115,8 +115,9 @@ def test_choosing_is_resolving(kernel, inv):
 def test_no_answer_is_an_error_that_says_who_was_asked_and_what_to_do():
     kernel = Bare()
     text = (
-        "; tried override, overlay, memory, persistent, autotune, forward, heuristic. Pass cfg=..., tune the call "
-        "(`ejkernel tune`), give the kernel a heuristic_cfg, or allow that with AutotunePolicy(heuristic=True), or "
+        "; tried override, overlay, memory, persistent, shipped, autotune, sister, forward, heuristic. Pass cfg=..., "
+        "tune the call (`ejkernel tune`), give the kernel a heuristic_cfg, or allow that with "
+        "AutotunePolicy(heuristic=True), or "
         "without EJKERNEL_ON_MISS=error."
     )
     inv = Invocation(kernel=kernel, args=(X,))

@@ -165,7 +165,7 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
         return out, jnp.where(counts[:, None], lse, EMPTY_ROW_LSE)
     if total is None:  # then every query sees a key
         return out, lse
-    empty = lse < _HIDDEN[str(out.dtype)] / 2
+    empty = ~(lse > _HIDDEN[str(out.dtype)] / 2)
     out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
     return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
 
@@ -213,7 +213,8 @@ def _total_bias(bias: jax.Array | None, operands: Operands) -> jax.Array | None:
     if bias is None and mask is None:
         return None
     hidden = jnp.asarray(_HIDDEN[str(query.dtype)], query.dtype)
-    total = jnp.zeros((), query.dtype) if bias is None else jnp.maximum(bias.astype(query.dtype), hidden)
+    # A bias of minus infinity hides a key, too: cuDNN gives rows of nothing else zeros, as is wanted.
+    total = jnp.zeros((), query.dtype) if bias is None else bias.astype(query.dtype)
     if mask is not None:
         total = jnp.where(mask, total, hidden)
     return jnp.broadcast_to(total, (*total.shape[:2], query.shape[1], operands.key.shape[1]))

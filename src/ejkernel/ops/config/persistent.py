@@ -9,7 +9,6 @@ import functools
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final, overload
@@ -101,7 +100,7 @@ class PersistentCache:
         Args:
             path: The only folder that is written; `None` means `EJKERNEL_CACHE_DIR`, or `~/.cache/ejkernel/configs`.
             layers: Folders that are read after it, in this order.
-            shipped: Whether the entries that the package brings along are read last.
+            shipped: Whether a chain that finds nothing here goes on to what the package brings along.
             clock: Source of the entries' time.
         """
         if isinstance(layers, (str, Path)):
@@ -122,6 +121,11 @@ class PersistentCache:
     def layers(self) -> tuple[Path, ...]:
         """The folders that are read after `path`."""
         return self._layers
+
+    @property
+    def shipped(self) -> bool:
+        """Whether a chain that finds nothing here goes on to what the package brings along."""
+        return self._shipped
 
     @property
     def clock(self) -> Callable[[], datetime.datetime]:
@@ -197,7 +201,7 @@ class PersistentCache:
         """
         parts, cfg_type = _split_type(key_and_type, cfg_type)
         key = _key(parts)
-        return next((config for config in self._answers(key, lambda entry: _decode(entry, cfg_type))), None)
+        return next((config for config in self._answers(key, lambda entry: decoded(entry, cfg_type))), None)
 
     def load(self, *key: object) -> StoredEntry | None:
         """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
@@ -228,7 +232,7 @@ class PersistentCache:
     def problem(self, key: object, cfg_type: object = None) -> str | None:
         """Return why the entries of a key cannot be used; `None` if there is none, or one that can be used."""
         problems: list[str] = []
-        found = next(self._answers(_key((key,)), lambda entry: (_decode(entry, cfg_type),), problems.append), None)
+        found = next(self._answers(_key((key,)), lambda entry: (decoded(entry, cfg_type),), problems.append), None)
         return "; ".join(problems) or None if found is None else None
 
     def entries(self, operation: str | None = None) -> Iterator[tuple[Any, StoredEntry]]:
@@ -266,8 +270,7 @@ class PersistentCache:
                 entry = read()
                 if entry is None:
                     continue
-                if identity(entry.key) != canonical:
-                    raise UnusableError(f"it holds another key: {describe(entry.key)}")
+                _check_key(entry, canonical)
                 answer = use(entry)
             except UnusableError as error:
                 if problem is None:
@@ -286,13 +289,11 @@ class PersistentCache:
             file = folder.joinpath(*parts)
             yield str(file), functools.partial(_read, file)
 
-    def folders(self) -> Iterator[Traversable]:
+    def folders(self) -> Iterator[Path]:
         """Yield the folders that are read, in their order."""
         if self._path is not None:
             yield self._path
         yield from self._layers
-        if self._shipped:
-            yield resources.files("ejkernel") / "data" / "configs"
 
     def _store(self, key: object, text: str) -> None:
         canonical = identity(key)
@@ -363,6 +364,23 @@ def read_entry(file: Path) -> StoredEntry | None:
     return None if found is None else found[1]
 
 
+def entry_in(folder: Traversable, key: ConfigKey) -> StoredEntry | None:
+    """Return the entry of a key in a folder that is laid out as a cache's, or `None` if it has none.
+
+    Raises:
+        UnusableError: it cannot be used.
+    """
+    entry = _read(folder.joinpath(*location(key)))
+    if entry is not None:
+        _check_key(entry, identity(key))
+    return entry
+
+
+def _check_key(entry: StoredEntry, canonical: str) -> None:
+    if identity(entry.key) != canonical:
+        raise UnusableError(f"it holds another key: {describe(entry.key)}")
+
+
 def _found(name: str, place: Traversable | str) -> tuple[str, StoredEntry] | None:
     """Return the canonical form of the key of an entry that lies in a folder under that name, and the entry."""
     entry = _read(place)
@@ -406,7 +424,12 @@ def _is_entry(data: Mapping[str, object]) -> bool:
 # --- what an entry holds ---
 
 
-def _decode(entry: StoredEntry, cfg_type: object) -> Any:
+def decoded(entry: StoredEntry, cfg_type: object) -> Any:
+    """Return the configuration of an entry; for the type see `PersistentCache.get`.
+
+    Raises:
+        UnusableError: it is no such configuration.
+    """
     try:
         if cfg_type is None:
             return decode_config(entry.config, entry.config_type)

@@ -15,6 +15,7 @@ from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
+from ejkernel.ops.config.shipped import Shipped, ShippedConfigs, shipped_configs
 from ejkernel.ops.config.tiers import (
     AUTOTUNE,
     CHOOSER,
@@ -24,6 +25,8 @@ from ejkernel.ops.config.tiers import (
     OVERLAY,
     OVERRIDE,
     PERSISTENT,
+    SHIPPED,
+    SISTER,
     Tier,
     tier_named,
 )
@@ -73,13 +76,23 @@ class Resolution(Generic[Cfg]):
         return tier_named(self.source)
 
 
+_Answer = Resolution[Any] | tuple[Resolution[Any], str] | str  # an answer, also with a note; or why there is none
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Consulted:
-    """What one tier said: an answer, which a note may say more about, or a note why it had none."""
+    """What one tier said: an answer, with a note where there is more to say of it, or a note why it had none."""
 
     tier: str
     resolution: Resolution[Any] | None
     note: str = ""
+
+    @classmethod
+    def of(cls, tier: Tier, answer: _Answer) -> Consulted:
+        """Return what a tier said, of what it answered."""
+        if isinstance(answer, str):
+            return cls(tier.name, None, answer)
+        return cls(tier.name, *answer) if isinstance(answer, tuple) else cls(tier.name, answer)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "note", printable(self.note))  # it tells of what files hold
@@ -99,11 +112,11 @@ class _Request:
 
 
 class ConfigSelectorChain(Generic[Cfg, Out]):
-    """Finds configurations: override, overlay, memory, persistent, autotune, the forward's, heuristic - in this order.
+    """Finds configurations, by the tiers that the README lists, in their order.
 
     Args:
         cache: Memory; a new `ConfigCache` by default.
-        persistent: Disk; none by default.
+        persistent: Disk; none by default, and then nothing that the package ships either.
         autotune: Short for `policy=AutotunePolicy(autotune=...)`.
         policy: What may happen on a miss.
         tuner: Who measures; an `Autotuner` by default.
@@ -281,21 +294,22 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             warnings.warn(text, KernelWarning, stacklevel=2)
 
     def _consult(self, request: _Request) -> Iterator[Consulted]:
-        tiers = (  # the order is the contract
+        tiers: tuple[tuple[Tier, Callable[[_Request], _Answer]], ...] = (  # the order is the contract
             (OVERRIDE, self._from_override),
             (OVERLAY, self._from_overlay),
             (MEMORY, self._from_memory),
             (PERSISTENT, self._from_persistent),
+            (SHIPPED, self._from_shipped),
             (AUTOTUNE, self._from_tuning),
+            (SISTER, self._from_sister),
             (FORWARD, self._from_forward),
             (HEURISTIC, self._from_heuristic),
         )
         for tier, ask in tiers:
-            found = ask(request)
-            if isinstance(found, Resolution):
-                yield Consulted(tier.name, found)
+            consulted = Consulted.of(tier, ask(request))
+            yield consulted
+            if consulted.resolution is not None:
                 return
-            yield Consulted(tier.name, None, found)
 
     def _from_override(self, request: _Request) -> Resolution[Any] | str:
         if request.inv.override_cfg is None:
@@ -348,6 +362,27 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return "no entry"
         misfit = self._misfit(request, config, "its entry in the persistent cache")
         return misfit or request.answer(config, PERSISTENT)
+
+    def _from_shipped(self, request: _Request) -> _Answer:
+        return self._shipped(request, SHIPPED, ShippedConfigs.find)
+
+    def _from_sister(self, request: _Request) -> _Answer:
+        return self._shipped(request, SISTER, ShippedConfigs.find_of_sister)
+
+    def _shipped(self, request: _Request, tier: Tier, find: Callable[..., Shipped | None]) -> _Answer:
+        """Return what `find` finds among what the package ships, where the call runs with it."""
+        if request.key is None:
+            return request.no_key
+        if not getattr(self.persistent, "shipped", False):
+            return "the chain does not ask for it"
+        note_config_types(request.inv, request.kernel)
+        found = find(shipped_configs(), request.key, request.kernel.config_type)
+        if found is None:
+            return "no entry"
+        misfit = self._misfit(request, found.config, "what is shipped")
+        if not misfit:  # it was measured elsewhere, with other versions: here it may not run at all
+            misfit = request.kernel.why_not(request.inv, found.config)
+        return misfit or (request.answer(found.config, tier), found.note)
 
     def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.autotune:

@@ -215,6 +215,10 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Return why implementations that there are do not run a call, by their names; for people to read."""
         return {}
 
+    def why_not(self, inv: Invocation[Cfg, Out], config: Cfg) -> str:
+        """Return why a configuration that was measured elsewhere must not run a call here; empty if it may."""
+        return ""
+
     def _check_cfg(self, config: Any, name: str) -> None:
         """Raise unless `config`, which the message calls `name`, is a configuration of this kernel."""
         expected = self.config_type

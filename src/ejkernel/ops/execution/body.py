@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ejkernel import compat, settings
-from ejkernel.ops.config.agreement import agreed, is_from_elsewhere
+from ejkernel.ops.config.agreement.agreement import agreed, is_from_elsewhere
 from ejkernel.ops.config.cache import same_config
 from ejkernel.ops.config.selection import Resolution
 from ejkernel.ops.config.tiers import HEURISTIC

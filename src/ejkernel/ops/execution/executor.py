@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, cast, overload
 import jax
 
 from ejkernel import compat, settings
-from ejkernel.ops.config.agreement import agreed, agrees
+from ejkernel.ops.config.agreement.agreement import agreed, agrees
 from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.config.agreement import agreed_before
+from ejkernel.ops.config.agreement.agreement import agreed_before
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
 from ejkernel.ops.config.tiers import OVERLAY, OVERRIDE, PERSISTENT
@@ -64,7 +64,7 @@ class Explanation:
     def __str__(self) -> str:
         key = f"{self.key.call} on {self.key.device}" if self.key is not None else f"none: {self.key_note}"
         lines = [f"{self.op_id_v}  key {key}"]
-        lines += [f"  {tier.tier:<10} {_said(tier)}" for tier in self.tiers]
+        lines += [f"  {consulted.tier:<10} {_said(consulted)}" for consulted in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
         if self.split or self.split_note:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
@@ -73,9 +73,10 @@ class Explanation:
         return "\n".join(map(printable, lines))
 
 
-def _said(tier: Consulted) -> str:
-    note = f"- {tier.note}" if tier.note else ""
-    return f"{tier.resolution.config} {note}".rstrip() if tier.resolution else note
+def _said(consulted: Consulted) -> str:
+    if consulted.resolution is None:
+        return f"- {consulted.note}"
+    return f"{consulted.resolution.config}{f'  ({consulted.note})' if consulted.note else ''}"
 
 
 class Explanations(tuple[Explanation, ...]):

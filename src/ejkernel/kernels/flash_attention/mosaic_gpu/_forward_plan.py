@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
 
 from .availability import DTYPES
@@ -126,9 +128,27 @@ class ForwardPlan:
 _ALIGNMENT = 1024  # that every buffer begins at a multiple of
 
 
+def imbalance(plan: ForwardPlan) -> float:
+    """Return how long the program with the most work of a persistent causal launch takes, over their mean.
+
+    Whoever deals tiles in turns may deal the long ones to the same programs again and again.
+    """
+    heads = plan.heads // plan.tile_heads
+    together = heads // plan.groups if plan.params.heads_first and heads % plan.groups == 0 else heads
+    numbers = np.arange(plan.tiles)
+    row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * heads) % (plan.row_tiles * together) // together
+    seen = np.clip((row_tile + 1) * plan.tile_rows + plan.keys - plan.queries, 0, plan.keys)
+    blocks = -(-seen // plan.params.kv_block) + 1  # a tile takes as long as one more, to begin and to end
+    turn, place = np.divmod(numbers, plan.programs)
+    program = np.where(turn % 2, plan.programs - 1 - place, place)
+    work = np.bincount(program, blocks, plan.programs)
+    return float(work.max() / work.mean())
+
+
 def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
     """Return what is static of a launch."""
     bias, mask = _kind(call.bias, call), _kind(call.attention_mask, call)
+    segments = call.segments or call.query_lengths or call.key_lengths
     return ForwardPlan(
         batch=call.query[0],
         queries=call.query[1],
@@ -144,8 +164,8 @@ def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         mask=mask == "block",
         key_bias=bias == "keys",
         key_mask=mask == "keys",
-        segments=call.segments,
-        table=call.segments or mask != "",
+        segments=segments,
+        table=segments or mask != "",
     )
 
 

@@ -65,7 +65,7 @@ def key_block_buffers(problem: Problem, params: BackwardParams) -> dict[str, Buf
     if params.division == "products":
         buffers["weights"] = Buffer((2, 64, rows))
     if problem.bias is not None:
-        buffers["dbias"] = Buffer((slabs, 64, rows), 4)
+        buffers["dbias"] = Buffer((slabs, 64, rows), problem.bias_gradient_dtype.itemsize)
     if fused:
         buffers["dscores"] = Buffer((2, slabs, 64, rows), columns=used)
         buffers["dquery"] = Buffer((params.warpgroups, 64, part), 4)

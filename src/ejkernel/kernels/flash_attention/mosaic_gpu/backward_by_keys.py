@@ -62,7 +62,7 @@ class KeysKernel(KeyBlockKernel):
             multiply(dvalue, weights.astype(self.problem.dtype), dout)
             dscores = weights * dscores
             if self.problem.bias is not None:
-                self._add_dbias(block, tile, dscores)
+                self._send_dbias(block, tile, dscores)
             dscores = (dscores if slope is None else dscores * slope).astype(self.problem.dtype)
             if self.fused:
                 self._share(block, step, dscores)
@@ -84,13 +84,15 @@ class KeysKernel(KeyBlockKernel):
         plgpu.commit_smem()
         plgpu.barrier_arrive(block.scratch.dscores_full)
 
-    def _add_dbias(self, block: Block, tile: Tile, dscores: jax.Array) -> None:
+    def _send_dbias(self, block: Block, tile: Tile, dscores: jax.Array) -> None:
+        """Start to store a tile of the gradient of the bias, or to add it to what other examples and heads have."""
         place, target = block.scratch.dbias.at[lax.axis_index("wg")], block.sums.dbias
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        place[...] = dscores
+        place[...] = dscores.astype(self.problem.bias_gradient_dtype)
         plgpu.commit_smem()
         at = (*pick(target, tile), pl.ds(tile.key, 64), pl.ds(tile.query, tile.shape[1]))
-        self.machine.add_to_memory(place, target.at[at])
+        send = self.machine.store_to_memory if self.problem.bias_whole else self.machine.add_to_memory
+        send(place, target.at[at])
 
     def _add_dquery(self, block: Block, step: Step) -> None:
         """Form this warpgroup's part of the tile's dQ, some of the rows or of the columns, and add it to memory."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from ejkernel.kernels.flash_attention.common import Operands, Rules, describe
 
@@ -19,9 +20,9 @@ from .backward_params import BackwardParams
 from .backward_problem import Inputs, Problem, pad_axis, problem_of, row_inputs
 from .backward_visibility import Blocks, Visibility, ranges_of_keys, ranges_of_queries
 from .machine import Hopper, Interpreter, Machine
+from .visibility import lengths_as_segments
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
-_HIDDEN_SEGMENT = 2**31 - 1
 _BY_KEY_BLOCKS = {"keys": KeysKernel, "products": ProductsKernel}
 
 
@@ -34,7 +35,7 @@ def gradients(
     interpret: Any,
 ) -> Gradients:
     """See `backward`; every array is there as it is, no axis is mapped over it."""
-    operands = _with_lengths_as_segments(operands)
+    operands = lengths_as_segments(operands)
     problem = problem_of(describe(operands, rules))
     machine = Hopper() if interpret is None else Interpreter(interpret)
     inputs = _inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
@@ -45,18 +46,6 @@ def gradients(
     return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
 
 
-def _with_lengths_as_segments(operands: Operands) -> Operands:
-    """Return operands whose hidden keys are of a segment of their own; hidden queries have empty rows already."""
-    lengths, queries, keys = operands.key_lengths, operands.query_segments, operands.key_segments
-    if lengths is None:
-        return operands
-    if queries is None or keys is None:
-        queries, keys = (jnp.zeros(x.shape[:2], jnp.int32) for x in operands[:2])
-    hidden = jnp.arange(keys.shape[1], dtype=jnp.int32)[None] >= lengths[:, None]
-    keys = jnp.where(hidden, _HIDDEN_SEGMENT, keys.astype(jnp.int32))
-    return operands._replace(query_segments=queries, key_segments=keys)
-
-
 def _run(
     inputs: Inputs, visibility: Visibility, problem: Problem, params: BackwardParams, machine: Machine
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
@@ -65,20 +54,38 @@ def _run(
     queries, keys = (-(-length // size) * size for length, size in lengths)
     shape = (problem.batch, queries, problem.heads, problem.head_dim)
     fused = params.form == "fused"
-    sums = Sums(
-        dquery=jax.new_ref(jnp.zeros(shape, jnp.float32)) if fused else None,
-        dbias=None if problem.bias is None else jax.new_ref(jnp.zeros((*problem.bias, keys, queries), jnp.float32)),
+    empty = Sums(
+        dquery=jnp.zeros(shape, jnp.float32) if fused else None,
+        dbias=None if problem.bias is None else _empty_bias(problem, visibility, keys, queries),
     )
     kernel = _BY_KEY_BLOCKS[params.division](problem, params, machine)
     ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
     transposed = None if inputs.bias is None else inputs.bias.swapaxes(2, 3)
-    dkey, dvalue = kernel.run(inputs._replace(ranges=jnp.asarray(ranges), bias=transposed), sums)
+    by_keys = inputs._replace(ranges=jnp.asarray(ranges), bias=transposed)
+
+    def add_up(state: Any) -> None:
+        places, gradients = state
+        for place, gradient in zip(gradients, kernel.run(by_keys, places), strict=True):
+            place[...] = gradient
+
+    # References that end here: under `custom_jvp` JAX lowers no program that makes some for itself.
+    initial = (empty, (jnp.zeros_like(inputs.key), jnp.zeros_like(inputs.value)))
+    sums, (dkey, dvalue) = pl.run_state(add_up)(initial)
     if fused:
-        dquery = (sums.dquery[...] * problem.rules.scale).astype(problem.dtype)
+        dquery = (sums.dquery * problem.rules.scale).astype(problem.dtype)
     else:
         ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
         dquery = QueriesKernel(problem, params, machine).run(inputs._replace(ranges=jnp.asarray(ranges)))
-    return (dquery, dkey, dvalue), None if sums.dbias is None else sums.dbias[...]
+    return (dquery, dkey, dvalue), sums.dbias
+
+
+def _empty_bias(problem: Problem, visibility: Visibility, keys: int, queries: int) -> jax.Array:
+    """Return what the gradient of the bias is added to, or stored over: zeros, unless every tile is stored over."""
+    assert problem.bias is not None  # who asks has one
+    shape, rules = (*problem.bias, keys, queries), problem.rules
+    skips = problem.segments or visibility.mask is not None or (rules.left, rules.right) != (None, None)
+    make = jnp.zeros if skips or not problem.bias_whole else jax.lax.empty
+    return make(shape, problem.bias_gradient_dtype)
 
 
 def _padded_lengths(params: BackwardParams) -> tuple[int, int]:

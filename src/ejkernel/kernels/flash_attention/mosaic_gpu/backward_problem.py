@@ -58,6 +58,8 @@ class Problem:
         segments: Whether there are segment ids.
         added: The first two sizes of what is added to the scores for a bias, a mask or both; `None`: nothing is.
         bias: The first two sizes of the bias, whose gradient is wanted; `None` if there is none.
+        bias_whole: Whether the bias has an element of its own for every score, in `dtype`: then no element of its
+            gradient is a sum.
     """
 
     batch: int
@@ -72,6 +74,7 @@ class Problem:
     segments: bool = False
     added: tuple[int, int] | None = None
     bias: tuple[int, int] | None = None
+    bias_whole: bool = False
 
     @property
     def heads_per_group(self) -> int:
@@ -87,6 +90,11 @@ class Problem:
     def shift_in_scores(self) -> bool:
         """Whether a row's shift can be where its sum of products starts from: nothing happens to the score between."""
         return self.rules.soft_cap is None and self.added is None
+
+    @property
+    def bias_gradient_dtype(self) -> Any:
+        """The dtype that the gradient of the bias leaves the kernel in."""
+        return self.dtype if self.bias_whole else jnp.dtype(jnp.float32)
 
     def needed_masks(self, keys_per_block: int, *, walks_queries: bool) -> tuple[bool, bool]:
         """Return whether a block may meet masked tiles before, and after, those without a mask.
@@ -132,6 +140,7 @@ def leading_sizes(*shapes: tuple[int, ...] | None) -> tuple[int, int] | None:
 
 def problem_of(call: AttentionCall) -> Problem:
     """Return what is static about a backward, from its description."""
+    scores = (call.query[0], call.query[2])
     return Problem(
         batch=call.query[0],
         queries=call.query[1],
@@ -142,9 +151,10 @@ def problem_of(call: AttentionCall) -> Problem:
         value_dim=padded_dim(call.value[3]),
         dtype=jnp.dtype(call.dtype),
         rules=call.rules,
-        segments=call.segments or call.key_lengths,
+        segments=call.segments or call.query_lengths or call.key_lengths,
         added=leading_sizes(call.bias, call.attention_mask),
         bias=leading_sizes(call.bias),
+        bias_whole=call.bias == (*scores, call.query[1], call.key[1]) and call.bias_dtype == call.dtype,
     )
 
 
@@ -153,6 +163,7 @@ def row_inputs(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `Inputs.shift` and `Inputs.delta`; rows of the padding are such that see no key."""
     out, lse = residuals
-    delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=jnp.float32)
+    # Not an einsum: a program without a matrix product can be compiled where the device is not.
+    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=3).transpose(0, 2, 1)
     shift = row_shift(pad_axis(lse, 2, q_block, EMPTY_ROW_LSE), problem)
     return shift, pad_axis(-delta, 2, q_block)

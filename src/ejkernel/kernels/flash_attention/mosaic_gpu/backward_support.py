@@ -14,6 +14,7 @@ from .backward_problem import Problem, padded_dim, problem_of
 
 _LARGEST_DIM = 256
 _LARGEST_DIM_WITH_BIAS = 128
+_LEAST_KEYS = 132 * 128  # of all groups together: a block of threads for each multiprocessor
 # Of a thread that computes, by how many warpgroups do, less what addresses and a tile's numbers take at least.
 _SUM_REGISTERS = {1: 208, 2: 208, 3: 128}
 
@@ -46,8 +47,10 @@ def heuristic(call: AttentionCall) -> BackwardParams:
         choices = [BackwardParams(q_block=128), BackwardParams(q_block=64)]
     elif wide <= 128:
         choices = [BackwardParams(), BackwardParams(dout_stages=1)]
+        if call.attention_mask is not None:
+            choices.insert(0, BackwardParams(q_stages=3, dout_stages=3))
     elif head_dim + value_dim <= 320:
-        choices = [BackwardParams(division="products"), BackwardParams(division="products", dout_stages=1)]
+        choices = [dataclasses.replace(_split(2, 2), kv_stages=2), BackwardParams(division="products"), _split(2, 1)]
     else:
         choices = [_split(2, 2), _split(2, 1), _split(1, 1)]
     if call.deterministic:
@@ -57,6 +60,19 @@ def heuristic(call: AttentionCall) -> BackwardParams:
         ]
     fitting = [params for params in choices if params_fault(call, params) is None]
     return fitting[0] if fitting else space(call)[0]
+
+
+def is_preferred(call: AttentionCall) -> bool:
+    """Return whether it was faster than cuDNN on one H200, which `benchmarks/attention.py` compares it with."""
+    problem, dim = problem_of(call), min(call.query[3], call.value[3])
+    if problem.bias is not None:
+        return problem.bias_whole
+    # A block of threads owns keys of one group: where those are few, most of the chip is idle.
+    if call.query[1] < 512 or problem.batch * problem.groups * problem.keys < _LEAST_KEYS:
+        return False
+    masks = call.attention_mask is not None or call.query_lengths or call.key_lengths
+    hides = masks or call.rules.right is not None
+    return dim > 128 or (dim >= 64 and (hides or (dim < 128 and call.query[1] >= 1024)))
 
 
 def space(call: AttentionCall) -> tuple[BackwardParams, ...]:

@@ -13,7 +13,7 @@ from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rul
 
 from ._forward_plan import ForwardPlan, padded_dim, plan_of, swizzle
 from .params import ForwardParams
-from .visibility import block_table
+from .visibility import block_table, lengths_as_segments
 
 
 def forward(
@@ -30,7 +30,7 @@ def forward(
     from ._forward_kernel import launch  # needs what not every environment has
     from ._forward_types import Inputs, Outputs
 
-    operands, by_row = _without_row_terms(unify_varying(operands))
+    operands, by_row = _without_row_terms(lengths_as_segments(unify_varying(operands)))
     plan = plan_of(describe(operands, rules), params)
     query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, padded_dim(1)) for x in operands[:3])
     types = Outputs(

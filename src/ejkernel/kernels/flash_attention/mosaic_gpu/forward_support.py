@@ -11,12 +11,13 @@ from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
-from ._forward_plan import REGISTERS, ROWS, ForwardPlan, plan_of, swizzle
+from ._forward_plan import REGISTERS, ROWS, ForwardPlan, imbalance, plan_of
 from .availability import SHARED_MEMORY, unavailable
 from .params import ForwardParams
 
 _REGISTERS_LEFT = 32  # of a thread, for all but logits, weights, output and bias: with fewer, products wait in line
 _KV_BLOCKS = (64, 96, 128, 160)
+_EVEN = {False: 1.02, True: 1.05}  # imbalance up to which a launch was the faster one, by whether heads come first
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -34,7 +35,7 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
     return (
         _packing_fault(plan, call)
         or _sharing_fault(plan)
-        or _mask_fault(plan)
+        or _block_fault(plan)
         or _shared_memory_fault(plan)
         or _register_fault(plan)
     )
@@ -67,7 +68,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
 
     def registers(kv_block: int, warpgroups: int) -> bool:
         plan = plan_of(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups))
-        return (_mask_fault(plan) or _register_fault(plan)) is None
+        return (_block_fault(plan) or _register_fault(plan)) is None
 
     def packing(pack_heads: bool, warpgroups: int) -> bool:
         plan = plan_of(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
@@ -98,20 +99,33 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
 def _preferred(call: AttentionCall) -> ForwardParams:
     """Return what was fastest on an H200 for calls like this one, whether or not it fits."""
     rules, short, narrow = call.rules, call.query[1] < 2048, call.query[3] <= 64
+    grouped = (call.query[2] // call.key[2]) % 2 == 0
     if max(call.query[3], call.value[3]) > 192:
-        return ForwardParams(kv_block=64, share_buffer=True, ping_pong=rules.right is not None)
+        return ForwardParams(kv_block=64, share_buffer=True, ping_pong=False, pack_heads=short and grouped)
     if call.query[3] > 128:
-        return ForwardParams(share_buffer=True)
+        return ForwardParams(share_buffer=True, ping_pong=False)
     if call.segments:
-        return ForwardParams(pack_heads=(call.query[2] // call.key[2]) % 2 == 0)
+        return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
         return ForwardParams(persistent=True, query_buffers=2, share_buffer=True)
     if call.bias is not None:
         return ForwardParams(persistent=True, query_buffers=2, warpgroups=3 if narrow else 2)
     if rules.right is not None:
-        return ForwardParams(warpgroups=3 if narrow and not short else 2, heads_first=not (short or narrow))
-    full = ForwardParams(persistent=True, query_buffers=2, share_buffer=not narrow, heads_first=not short)
-    return dataclasses.replace(full, warpgroups=3) if narrow and not short else full
+        return _preferred_causal(call, warpgroups=3 if narrow and not short else 2)
+    full = ForwardParams(persistent=True, query_buffers=2, share_buffer=not narrow, heads_first=True)
+    return dataclasses.replace(full, warpgroups=3) if narrow else full
+
+
+def _preferred_causal(call: AttentionCall, warpgroups: int) -> ForwardParams:
+    """Return a persistent launch, if its tiles can be dealt out evenly, else one whose blocks come as there is room."""
+    short, narrow = call.query[1] < 2048, call.query[3] <= 64
+    for heads_first in (False, True):
+        params = ForwardParams(
+            persistent=True, query_buffers=2, share_buffer=True, heads_first=heads_first, warpgroups=warpgroups
+        )
+        if imbalance(plan_of(call, params)) < _EVEN[heads_first]:
+            return params
+    return ForwardParams(warpgroups=warpgroups, heads_first=not (short or narrow))
 
 
 def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:
@@ -157,9 +171,12 @@ def _sharing_fault(plan: ForwardPlan) -> str | None:
     return None
 
 
-def _mask_fault(plan: ForwardPlan) -> str | None:
-    if plan.mask and not swizzle(plan.params.kv_block):
-        return f"kv_block must be a multiple of 32 where there is a mask, and is {plan.params.kv_block}"
+def _block_fault(plan: ForwardPlan) -> str | None:
+    # Copies begin at multiples of 128 bytes in shared memory, where a number of each key takes 4.
+    by_key = plan.segments or plan.key_bias or plan.key_mask
+    if plan.params.kv_block % 32 and (plan.mask or by_key):
+        what = "a mask" if plan.mask else "segment ids" if plan.segments else "a bias or mask of keys"
+        return f"kv_block must be a multiple of 32 where there is {what}, and is {plan.params.kv_block}"
     return None
 
 

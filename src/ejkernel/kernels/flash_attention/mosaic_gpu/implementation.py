@@ -22,7 +22,7 @@ class MosaicGpu(AttentionImplementation):
     name = "mosaic_gpu"
     params = ForwardParams
     bwd_params = BackwardParams
-    features = frozenset({"deterministic"})
+    features = frozenset(("query_lengths", "key_lengths", "deterministic"))
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels of this direction do not run the call."""
@@ -38,14 +38,14 @@ class MosaicGpu(AttentionImplementation):
 
     def preference(self, call: AttentionCall) -> int:
         """Return 1 where it was faster than cuDNN on one H200, as `benchmarks/attention.py` compares them, else 0."""
-        dim, hides = min(call.query[3], call.value[3]), call.rules.right is not None
-        if call.bias is not None:
-            return int(not call.backward)
-        if call.query[1] < 1024:
-            return 0
+        dim, hides, queries = min(call.query[3], call.value[3]), call.rules.right is not None, call.query[1]
         if call.backward:
-            return int(dim > 128 or (dim >= 64 and (hides or call.attention_mask is not None)))
-        return int(dim >= 128 or (dim >= 64 and not hides))
+            return int(_support(call).is_preferred(call))
+        if call.bias is not None:
+            return 1
+        if dim >= 128 or (dim >= 64 and not hides):
+            return int(queries >= (1024 if dim > 128 else 512))
+        return int(dim >= 64 and (queries >= 8192))
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
         """Return what was fast on calls like this one."""

@@ -38,6 +38,10 @@ class Hopper:
         """Start adding a tile in shared memory to one in global memory."""
         plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
 
+    def store_to_memory(self, source: Any, target: Any) -> None:
+        """Start to store a tile in shared memory in global memory."""
+        plgpu.copy_smem_to_gmem(source, target)
+
 
 class Interpreter:
     """The same, at once and in order, for the interpreter.
@@ -70,6 +74,10 @@ class Interpreter:
     def add_to_memory(self, source: Any, target: Any) -> None:
         """See `Hopper.add_to_memory`; blocks run one after the other here."""
         target[...] = target[...] + source[...]
+
+    def store_to_memory(self, source: Any, target: Any) -> None:
+        """See `Hopper.store_to_memory`."""
+        target[...] = source[...]
 
 
 class _Cell:

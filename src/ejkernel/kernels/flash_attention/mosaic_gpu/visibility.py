@@ -18,6 +18,31 @@ from jax import lax
 
 from ejkernel.kernels.flash_attention.common import Operands, Rules
 
+_NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # ids of segments that are no user's, and of each other's sight
+
+
+def lengths_as_segments(operands: Operands) -> Operands:
+    """Return operands whose queries and keys behind the lengths are of segments of their own: nobody sees those."""
+    if operands.query_lengths is None and operands.key_lengths is None:
+        return operands
+    queries, keys = operands.query_segments, operands.key_segments
+    if queries is None or keys is None:
+        queries, keys = (jnp.zeros(x.shape[:2], jnp.int32) for x in operands[:2])
+    return operands._replace(
+        query_segments=_hidden_from(queries, operands.query_lengths, _NO_QUERY),
+        key_segments=_hidden_from(keys, operands.key_lengths, _NO_KEY),
+        query_lengths=None,
+        key_lengths=None,
+    )
+
+
+def _hidden_from(segments: jax.Array, lengths: jax.Array | None, segment: int) -> jax.Array:
+    segments = segments.astype(jnp.int32)
+    if lengths is None:
+        return segments
+    hidden = jnp.arange(segments.shape[1], dtype=jnp.int32)[None] >= lengths[:, None]
+    return jnp.where(hidden, jnp.int32(segment), segments)
+
 
 class BlockRange(NamedTuple):
     """Blocks of keys, by number; integers, or int32 arrays of one shape.

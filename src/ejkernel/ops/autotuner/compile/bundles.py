@@ -15,7 +15,7 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,7 @@ def compile_bundle(
     target: Target,
     folder: Path,
     *,
+    candidates: Callable[[Invocation[Any, Any]], Collection[Any]] | None = None,
     max_candidates: int = 100,
     processes: int = 0,
     executor: concurrent.futures.Executor | None = None,
@@ -148,6 +149,7 @@ def compile_bundle(
         calls: The calls, abstract, with their kernels.
         target: What to compile for.
         folder: Where to write; made if it is not there, and must be empty.
+        candidates: Returns what to compile for a call beside its heuristic; the kernel's `config_space` by default.
         max_candidates: How many candidates of a `ConfigSpace` are compiled, chosen at random.
         processes: How many processes compile; 0: threads of this process do, and spills of registers stay unknown.
         executor: Who compiles instead, such as a cluster's.
@@ -170,7 +172,7 @@ def compile_bundle(
         with worker_session():
             for number, inv in enumerate(calls):
                 aimed = dataclasses.replace(inv.abstract(), device=target.fingerprint).representative
-                configs = _configs(aimed, max_candidates)
+                configs = _configs(aimed, candidates, max_candidates)
                 if not configs:
                     text = f"{inv.op_id}: there is nothing to compile; config_space(inv) returned no configuration."
                     warnings.warn(text, TuningWarning, stacklevel=2)
@@ -235,9 +237,11 @@ def _compile_call(
     return [ended[index] for index in range(len(jobs))]
 
 
-def _configs(inv: Invocation[Cfg, Out], max_candidates: int) -> list[Any]:
+def _configs(
+    inv: Invocation[Cfg, Out], candidates: Callable[[Invocation[Any, Any]], Collection[Any]] | None, max_candidates: int
+) -> list[Any]:
     assert inv.kernel is not None
-    space = candidates_of(inv.kernel, inv)
+    space = candidates_of(inv.kernel, inv) if candidates is None else candidates(inv)
     if isinstance(space, ConfigSpace) and not space.has_at_most(max(LISTED, max_candidates)):
         others = space.sample(np.random.default_rng(0), max_candidates)
     else:

@@ -15,8 +15,8 @@ from typing import Any, Final
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.config.agreement.decisions import NO_OVERLAY, SCHEMA, Book, Decision, book_in_force, unusable
 from ejkernel.ops.config.cache import config_token
-from ejkernel.ops.config.decisions import NO_OVERLAY, SCHEMA, Book, Decision, book_in_force, unusable
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.config.tiers import AGREED, OVERLAY

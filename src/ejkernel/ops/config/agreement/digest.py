@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Final
 
-from ejkernel.ops.config.decisions import book_in_force
+from ejkernel.ops.config.agreement.decisions import book_in_force
 from ejkernel.ops.errors import AgreementError
 from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.storage.serialize import stable_json

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every configuration that the package ships is one that the code of today would run, on the device it was found on."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import ejkernel.modules  # noqa: F401 - makes the kernels that entries are of
+from ejkernel import compat
+from ejkernel.ops.config.persistent import PersistentCache, decoded
+from ejkernel.ops.config.shipped import shipped_configs, sister_of
+from ejkernel.ops.core.description import rebuild
+
+FOLDER = Path(str(resources.files("ejkernel") / "data" / "configs"))
+ENTRIES = list(PersistentCache(FOLDER, shipped=False).entries())
+DEVICES = {"gpu:nvidia_h200": "gpu:nvidia_h200", "gpu:nvidia_h100_80gb_hbm3": "gpu:nvidia_h200"}
+
+
+def called(value):
+    return value[0].call
+
+
+def test_there_are_some_and_all_can_be_read():
+    files = list(FOLDER.rglob("*.json"))
+    assert files
+    assert len(files) == len(ENTRIES)
+    assert sum(file.stat().st_size for file in files) < 1 << 20
+
+
+@pytest.mark.parametrize("found", ENTRIES, ids=called)
+def test_an_entry_says_what_it_is_of_and_how_it_was_found(found):
+    key, entry = found
+    assert rebuild(entry.call, key=key.call, op=key.op).call_key == key.call
+    assert entry.provenance["device"] == key.device in DEVICES
+    assert None not in [entry.provenance[name] for name in ("driver", "jax", "jaxlib", "time")]
+    assert entry.measured["winner"]["median_us"] > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("found", ENTRIES, ids=called)
+def test_an_entry_runs_on_its_device_and_on_a_sister(found, device):
+    key, entry = found
+    inv = dataclasses.replace(rebuild(entry.call, key=key.call, op=key.op), device=device)
+    config = decoded(entry, inv.kernel.config_type)
+    reason = inv.kernel.why_not(inv, config)
+    if config.implementation == "mosaic_gpu" and compat.mosaic_gpu_reason() is not None:
+        pytest.skip(reason)
+    assert reason == ""
+    find = shipped_configs().find if sister_of(device) is None else shipped_configs().find_of_sister
+    assert find(inv.key, inv.kernel.config_type).config == config

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How soon a search finds the best of our own kernels' configurations: whole spaces, timed on one H200, are replayed.
+
+`benchmarks/record.py` made the files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.search import Space, record_of, replay
+
+from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
+from ejkernel.ops.autotuner.search.strategies import ModelSearch
+
+FILES = sorted((Path(__file__).parents[2] / "recorded_spaces").glob("*.json.gz"))
+SEEDS = range(4)
+
+
+@pytest.fixture(scope="module")
+def spaces():
+    return [Space.load(file) for file in FILES]
+
+
+def best_after(space, evaluations, seed, records=()):
+    run = replay(space, lambda declared: ModelSearch(declared, records=records, seed=seed), evaluations)
+    return run.curve[-1] / space.optimum
+
+
+def test_what_was_recorded_are_parameters_of_the_kernel(spaces):
+    assert [len(space.configurations) for space in spaces] == [284, 528]
+    for space in spaces:
+        assert np.isfinite(space.times).all()
+        for config in space.configurations:
+            kept = {n: bool(v) if isinstance(getattr(ForwardParams(), n), bool) else v for n, v in config.items()}
+            assert ForwardParams(**kept)
+
+
+@pytest.mark.parametrize("index", range(len(FILES)), ids=[file.name.partition("__")[0] for file in FILES])
+def test_a_search_finds_the_best_within_32_measurements(spaces, index):
+    assert max(best_after(spaces[index], 32, seed) for seed in SEEDS) <= 1.01
+
+
+def test_what_is_known_of_another_shape_leads_there_sooner(spaces):
+    causal, full = spaces
+    known = [record_of(full, range(len(full.times)))]
+    cold = np.mean([best_after(causal, 8, seed) for seed in SEEDS])
+    warm = np.mean([best_after(causal, 8, seed, known) for seed in SEEDS])
+    assert warm <= cold
