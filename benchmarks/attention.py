@@ -278,28 +278,36 @@ class Entry:
     contender: str
     cache: Path | None
 
+    def lowered(self) -> Any:
+        """Return the program, lowered for flat arrays."""
+        case, backward = CASES[self.case], self.direction != "forward"
+        leaves, tree = jax.tree.flatten(case.arguments(backward=backward))
+        with executor_of(self.cache if self.contender == "tuned" else None):
+            program = program_of(CONTENDERS[self.contender](case), backward=backward)
+            return jax.jit(lambda *flat: program(*jax.tree.unflatten(tree, flat))).lower(*leaves)
+
     def compiled(self) -> Program | str:
         """Return the program, or why there is none."""
-        case, backward = CASES[self.case], self.direction != "forward"
         try:
-            with executor_of(self.cache if self.contender == "tuned" else None):
-                program = jax.jit(program_of(CONTENDERS[self.contender](case), backward=backward))
-                arguments = case.arguments(backward=backward)
-                lowered = program.lower(*arguments)
+            lowered = self.lowered()
             code = compat.serialized(lowered.compile())
         except Exception as error:  # noqa: BLE001 - whatever a contender does is a result
             return error_text(error)[:300]
-        text = lowered.as_text()
-        return Program(
-            code=code,
-            inputs=len(jax.tree.leaves(arguments)),
-            outputs=len(jax.tree.leaves(lowered.out_info)),
-            mosaic="mosaic_gpu" in text,
-        )
+        counts = [len(jax.tree.leaves(tree)) for tree in (lowered.in_avals, lowered.out_info)]
+        return Program(code=code, inputs=counts[0], outputs=counts[1], mosaic="mosaic_gpu" in lowered.as_text())
+
+    def loaded(self, program: Program) -> Any:
+        """Return what runs: not all that others wrote can be carried between processes, and is compiled anew."""
+        try:
+            return program.load()
+        except Exception:  # noqa: BLE001 - if it does not compile here either, that is the reason
+            return self.lowered().compile()
 
 
-def measured(case: Case, programs: dict[str, Program | str], rounds: int, *, backward: bool) -> dict[str, Any]:
+def measured(entries: Sequence[Entry], programs: dict[str, Program | str], rounds: int) -> dict[str, Any]:
     """Return each contender's median in microseconds, or why it has none, and how ours stand."""
+    case, backward = CASES[entries[0].case], entries[0].direction != "forward"
+    by_name = {entry.contender: entry for entry in entries}
     reasons = {name: found for name, found in programs.items() if isinstance(found, str)}
     first = case.inputs(0, backward=backward)
     sets = [first, *(case.inputs(s, backward=backward) for s in range(1, min(3, sets_for_cold(_bytes(first)))))]
@@ -308,7 +316,7 @@ def measured(case: Case, programs: dict[str, Program | str], rounds: int, *, bac
     for name, found in programs.items():
         if isinstance(found, Program):
             try:
-                runners[name] = Runner(found.load(), flat)
+                runners[name] = Runner(by_name[name].loaded(found), flat)
             except Exception as error:  # noqa: BLE001 - as above
                 reasons[name] = error_text(error)[:300]
     names = list(runners)
@@ -404,15 +412,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: Found = {}
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all these processes have the device
     with concurrent.futures.ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
-        jobs = {
-            (case, direction): {name: pool.submit(Entry(case, direction, name, args.cache).compiled) for name in names}
+        entries = {
+            (case, direction): [Entry(case, direction, name, args.cache) for name in names]
             for case in args.cases
             for direction in DIRECTIONS
         }
-        concurrent.futures.wait([job for jobs_of in jobs.values() for job in jobs_of.values()])
-    for (name, direction), programs in jobs.items():
-        ready = {contender: _result(job) for contender, job in programs.items()}
-        case = measured(CASES[name], ready, args.rounds, backward=direction != "forward")
+        jobs = {key: [pool.submit(entry.compiled) for entry in each] for key, each in entries.items()}
+        concurrent.futures.wait([job for each in jobs.values() for job in each])
+    for (name, direction), each in entries.items():
+        ready = {entry.contender: _result(job) for entry, job in zip(each, jobs[name, direction], strict=True)}
+        case = measured(each, ready, args.rounds)
         found.setdefault(direction, {})[name] = case
         print(name, direction, json.dumps(case), file=sys.stderr, flush=True)
         if args.out is not None:  # what was measured is kept, should a later case end the process

@@ -18,6 +18,8 @@ def demo(monkeypatch):
     """Return a function that imports a module of the demo, as the demo itself does."""
     names = ("train", "compare", "demo")
     monkeypatch.syspath_prepend(str(HERE))
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)  # another's, of the same name
     yield importlib.import_module
     for name in names:
         sys.modules.pop(name, None)

@@ -107,6 +107,11 @@ def test_the_heuristic_comes_first_and_every_candidate_has_its_fate(twice, tmp_p
     assert reasons[5].startswith("it calls back to the host")
 
 
+def test_only_the_candidates_that_are_wanted_are_compiled_beside_the_heuristic(twice, tmp_path):
+    call = bundle(twice, tmp_path, candidates=lambda inv: [3, 4])
+    assert call.configs == [2, 3, 4]
+
+
 def test_each_program_is_a_file_and_so_is_the_reference(twice, tmp_path):
     call = bundle(twice, tmp_path)
     files = {program.code.path.name for _, program in call.programs} | {call.reference.code.path.name}
