@@ -35,7 +35,8 @@ def cudnn_attention_forward(
     causal: bool,
     window: int,
     lengths: CudnnLengths | None = None,
-) -> tuple[Any, Any]:
+    with_lse: bool = True,
+) -> tuple[Any, ...]:
     """Run cuDNN's fused attention, and return its output and the float32 log-sum-exp `[batch, heads, queries]`.
 
     `jax.nn.dot_product_attention` rounds the log-sum-exp to the output's dtype and has no way to hand it to a
@@ -49,10 +50,10 @@ def cudnn_attention_forward(
         window: How many keys a query sees, itself included; 0: all. Needs `causal`.
         lengths: What is behind them is not computed, and its results are left as they are. With offsets the log-sum-exp
             is of segments, `[batch * segments, heads, queries]`, one after the other, each from its own first query on.
+        with_lse: Whether the log-sum-exp is returned; without it cuDNN has a kernel that does not write it.
     """
-    static = _cudnn_parameters(scale, causal, window, (bias is not None, False), lengths) | {"is_training": True}
-    out, stats = _call_cudnn_attention("fwd", _cudnn_operands(query, key, value, bias, lengths), static)
-    return out, stats
+    static = _cudnn_parameters(scale, causal, window, (bias is not None, False), lengths) | {"is_training": with_lse}
+    return tuple(_call_cudnn_attention("fwd", _cudnn_operands(query, key, value, bias, lengths), static))
 
 
 def cudnn_attention_backward(

@@ -165,7 +165,12 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def run(self, *args: Any, cfg: OpCfg, **options: Any) -> Any:
         """Return the output."""
-        return self.fwd_with_residuals(*args, cfg=cfg, **options)[0]
+        running = self._running(cfg, args, options)
+
+        def output(running: _Running, *args: Any) -> Any:
+            return running.implementation.output(running.call, *args, params=running.params)
+
+        return self._differentiable(output, running, args)
 
     def fwd_with_residuals(self, *args: Any, cfg: OpCfg, **options: Any) -> tuple[Any, Any]:
         """Return the output, and what the implementations' contract leaves for the backward."""

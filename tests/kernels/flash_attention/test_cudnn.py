@@ -14,6 +14,7 @@ from tests.kernels.attention_cases import CASES, CAUSAL
 
 from ejkernel.kernels.flash_attention import cudnn, xla
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
+from ejkernel.modules import flash_attention
 from ejkernel.ops import BwdParams, FwdParams, NoParams
 
 FINE = AttentionCall(
@@ -97,6 +98,26 @@ def test_forward_asks_for_a_causal_kernel():
     operands, causal = arguments("causal")
     config = backend_config(lowered(lambda x: cudnn.forward(x, causal), operands), "__cudnn$fmhaSoftmax")
     assert (config["mask_type"], config["fmha_scale"], config["sliding_window_length"]) == ("CAUSAL", 0.3, 0)
+
+
+def results_of(text):
+    """Return the types of what the one call of cuDNN returns."""
+    (found,) = re.findall(r"@__cudnn\$\w+\(.*?\) -> \((.*?)\)", text)
+    return re.findall(r"tensor<([^>]*)>", found)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "has_lse"),
+    [("causal", {}, False), ("causal", {"return_lse": True}, True), ("bias per head", {}, True)],
+)
+def test_log_sum_exp_is_written_where_something_needs_it(name, options, has_lse):
+    operands, rules = arguments(name)
+
+    def attend(query, key, value, bias):
+        return flash_attention(query, key, value, bias=bias, causal=rules.right == 0, implementation="cudnn", **options)
+
+    results = results_of(lowered(attend, *operands[:4]))
+    assert any(result.endswith("xf32") for result in results) is has_lse
 
 
 def test_a_window_counts_the_query_itself():

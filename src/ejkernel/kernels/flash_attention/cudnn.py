@@ -14,7 +14,7 @@ from ejkernel import compat, settings
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules
+from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, operands_of
 
 _AMD = re.compile(r"amd|radeon|instinct|:gfx\d")
 _TOO_OLD = re.compile(r"(v100|t4|p100|titan|rtx_20\d\d)(_|$)")
@@ -38,6 +38,13 @@ class Cudnn(AttentionImplementation):
     def attend(self, operands: Operands, rules: Rules, params: object = None) -> tuple[jax.Array, jax.Array]:
         """See `forward`."""
         return forward(operands, rules)
+
+    def output(self, call: AttentionCall, /, *args: Any, params: Any) -> Any:
+        """See `Implementation`; the log-sum-exp is left out where nothing else needs it."""
+        operands = operands_of(args)
+        if call.return_lse or any(array is not None for array in operands[3:]):
+            return super().output(call, *args, params=params)
+        return _attended(operands, call.rules, None, (None, None), with_lse=False)[0]
 
     def differentiate(
         self,
@@ -144,21 +151,8 @@ def _static(operands: Operands, rules: Rules) -> dict[str, Any]:
 def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
     """Return the output `[batch, queries, heads, head_dim]` and the log-sum-exp `[batch, heads, queries]`."""
     operands = unify_varying(operands)
-    static = _static(operands, rules)
-
-    @custom_vmap
-    def attend(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-        query, key, value, bias, *lengths = arrays
-        return compat.cudnn_attention_forward(query, key, value, bias, **static, **_lengths(*lengths))
-
-    @attend.def_vmap
-    def _folded(size: int, batched: Any, *arrays: Any) -> Any:
-        folded = [fold(x, size, b) for x, b in zip(arrays, batched, strict=True)]
-        folded[3] = _fold_bias(arrays[3], size, batched[3], arrays[0].shape[-4])
-        return tuple(unfold(x, size) for x in attend(*folded)), (True, True)
-
     total, lengths = _total_bias(operands.bias, operands), _both_lengths(operands)
-    out, lse = attend(*operands[:3], total, *lengths)
+    out, lse = _attended(operands, rules, total, lengths)
     if lengths[0] is not None:
         counts, _ = _counting(operands)
         out = jnp.where(counts[:, :, None, None], out, 0)
@@ -168,6 +162,29 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
     empty = ~(lse > _HIDDEN[str(out.dtype)] / 2)
     out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
     return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
+
+
+def _attended(
+    operands: Operands, rules: Rules, total: jax.Array | None, lengths: tuple[Any, Any], *, with_lse: bool = True
+) -> tuple[jax.Array, ...]:
+    """Return what cuDNN finds, with the sum of bias and mask; the log-sum-exp too, if it is asked for."""
+    operands = unify_varying(operands)
+    static = _static(operands, rules) | {"with_lse": with_lse}
+
+    @custom_vmap
+    def attend(*arrays: Any) -> tuple[jax.Array, ...]:
+        query, key, value, bias, *lengths = arrays
+        return compat.cudnn_attention_forward(query, key, value, bias, **static, **_lengths(*lengths))
+
+    @attend.def_vmap
+    def _folded(size: int, batched: Any, *arrays: Any) -> Any:
+        folded = [fold(x, size, b) for x, b in zip(arrays, batched, strict=True)]
+        folded[3] = _fold_bias(arrays[3], size, batched[3], arrays[0].shape[-4])
+        found = tuple(unfold(x, size) for x in attend(*folded))
+        return found, (True,) * len(found)
+
+    attended: tuple[jax.Array, ...] = attend(*operands[:3], total, *lengths)
+    return attended
 
 
 def backward(
