@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import config as _config
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -232,3 +233,19 @@ def test_check_of_a_kernel_holds_its_rule_against_the_whole_call():
     wrong = rows(Product(rule=ShardingRule("m k, l n -> m n", split="l")))
     assert wrong["split along l"].status == "failed"
     assert rows(Product(rule=None))["split"].status == "skipped"
+
+
+def test_program_that_gspmd_partitions_keeps_the_whole_call_and_says_so():
+    kernel, arrays = Product(_name="product_g"), placed((X, P("a")), (Y, P()))
+    with _config.use_shardy_partitioner(False), pytest.warns(ShardingWarning, match="product_g: .* GSPMD"):
+        found = jax.jit(kernel)(*arrays)
+    close(found, X @ Y)
+
+
+def test_mesh_of_more_devices_than_there_are_keeps_the_whole_call_and_says_so():
+    kernel = Product(_name="product_m")
+    mesh = jax.sharding.AbstractMesh((64,), ("a",), axis_types=(AxisType.Auto,))
+    shapes = [jax.ShapeDtypeStruct((64, 64), X.dtype, sharding=NamedSharding(mesh, P("a"))) for _ in range(2)]
+    with pytest.warns(ShardingWarning, match="product_m: .* fewer devices"):
+        jax.jit(kernel).trace(*shapes).lower(lowering_platforms=("cpu",))
+    assert {seen[0] for seen in kernel.seen} == {(64, 64)}
