@@ -34,8 +34,8 @@ from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, PersistentCa
 from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
 from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.execution.discovery import discover_for
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array
-from ejkernel.ops.utils.telling import error_text
 
 Attention = Callable[..., jax.Array]
 OURS = ("tuned", "untuned", "mosaic_gpu")

@@ -77,9 +77,9 @@ from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import persistent
 from ejkernel.ops.config.agreement import agreement
 from ejkernel.ops.config.missed import MissedNotes
-from ejkernel.ops.core.declared import names_of
+from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.core.description import rebuild
-from ejkernel.ops.execution.texts import calls_in_text
+from ejkernel.ops.execution.program_text import calls_in_text
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
 from ejkernel.ops.utils.values.signature import JAX_MODULES, describe

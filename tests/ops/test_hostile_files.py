@@ -43,9 +43,9 @@ from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import location
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.execution.nearest import why_no_entry
+from ejkernel.ops.execution.why_missed import why_no_entry
+from ejkernel.ops.utils.formatting import arguments, compact
 from ejkernel.ops.utils.storage.sealed import sealed_json
-from ejkernel.ops.utils.tables import arguments, compact
 
 pytestmark = pytest.mark.slow
 

@@ -29,7 +29,7 @@ from ejkernel.ops.errors import (
     TuningError,
     UnstableKeyError,
 )
-from ejkernel.ops.utils.telling import value_text
+from ejkernel.ops.utils.error_text import value_text
 
 X = np.ones(8, np.float32)
 

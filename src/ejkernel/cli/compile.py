@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import default_width
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.utils.tables import counted
+from ejkernel.ops.utils.formatting import counted
 
 
 def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path, processes: int | None) -> None:

@@ -22,10 +22,10 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor
 from ejkernel.ops.execution.explain import Explanation, explain_call
+from ejkernel.ops.utils.formatting import arguments, compact, counted
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
-from ejkernel.ops.utils.tables import arguments, compact, counted
 
 _MEASURED = (PERSISTENT.name, SHIPPED.name, AUTOTUNE.name, MEMORY.name)
 

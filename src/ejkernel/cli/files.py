@@ -19,9 +19,9 @@ from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, OfflineWarning
-from ejkernel.ops.execution.texts import calls_in_text, listed
+from ejkernel.ops.execution.program_text import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.tables import counted
+from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.values.payloads import text_of_bytecode
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file

@@ -23,8 +23,8 @@ from ejkernel.ops.config._files import ENTRY, UnusableError, files
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache, read_entry
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.tables import counted
 
 _KINDS: Final = {"entry": "entries", "search": "searches", "note": "notes"}
 # What is written here is called so; what somebody else keeps in the same folder is not.

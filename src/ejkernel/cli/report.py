@@ -19,9 +19,9 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, program_name, ra
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
 from ejkernel.ops.utils.printable import printable, printable_json, printable_lines
 from ejkernel.ops.utils.storage.serialize import to_data
-from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
 
 
 def width() -> int | None:

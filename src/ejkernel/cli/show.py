@@ -15,8 +15,8 @@ from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
 from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.utils.formatting import arguments, compact, ratio
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.tables import arguments, compact, ratio
 
 
 def opened(cache: Path | None) -> PersistentCache:

@@ -29,12 +29,12 @@ from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.declared import note_config_types
+from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
 from ejkernel.ops.execution.offline import tune_invocations
 from ejkernel.ops.utils.fingerprint import device_fingerprint
-from ejkernel.ops.utils.tables import counted
+from ejkernel.ops.utils.formatting import counted
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.process.worker import WorkerStatus

@@ -17,8 +17,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
-from ejkernel.ops.utils.checks import asked, named
 from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.validation import asked, named
 from ejkernel.ops.utils.values.plain import plain
 
 Config = dict[str, Any]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import jax
 
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.error_text import error_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,7 +153,7 @@ def test_an_executor_keeps_nothing_of_kernels_that_are_gone():
 
 
 def test_calls_that_differ_in_static_values_alone_fill_a_bounded_table(monkeypatch):
-    monkeypatch.setattr("ejkernel.ops.utils.perobject._MOST", 8)
+    monkeypatch.setattr("ejkernel.ops.utils.weak_caches._MOST", 8)
 
     class Scales(Applies):
         def run(self, x, scale, *, cfg):

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from ejkernel.ops.utils.perobject import Bounded, IdentitySet, PerObject
 from ejkernel.ops.utils.values.identity import by_is, identity, identity_of_node, token_of
+from ejkernel.ops.utils.weak_caches import Bounded, IdentitySet, PerObject
 
 NAN, OTHER_NAN = (struct.unpack("<d", struct.pack("<Q", bits))[0] for bits in (0x7FF8 << 48, (0x7FF8 << 48) + 1))
 
@@ -390,7 +390,7 @@ def test_a_table_by_object_goes_by_identity_and_lets_go_of_what_is_gone():
 
 
 def test_a_bounded_table_lets_go_of_its_oldest_entries(monkeypatch):
-    monkeypatch.setattr("ejkernel.ops.utils.perobject._MOST", 8)
+    monkeypatch.setattr("ejkernel.ops.utils.weak_caches._MOST", 8)
     table = Bounded()
     for number in range(100):
         assert table.keep(number, str(number)) == str(number)

@@ -18,7 +18,7 @@ import pytest
 
 from ejkernel.ops import Invocation, Kernel, KernelError, PersistentCache, nameable, tune
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.declared import names_of
+from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.utils.values import typenames
 from ejkernel.ops.utils.values.nameable import Names, marked, quoted
 from ejkernel.ops.utils.values.signature import describe

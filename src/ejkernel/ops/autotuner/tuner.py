@@ -28,8 +28,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
-from ejkernel.ops.utils.checks import check_argument, is_count
-from ejkernel.ops.utils.tables import ratio
+from ejkernel.ops.utils.formatting import ratio
+from ejkernel.ops.utils.validation import check_argument, is_count
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall

@@ -31,7 +31,7 @@ from ejkernel.ops.config.tiers import (
     tier_named,
 )
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared import note_config_types
+from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import (
     Kernel,
@@ -54,10 +54,10 @@ from ejkernel.ops.errors import (
 )
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.checks import check_argument
-from ejkernel.ops.utils.perobject import IdentitySet
+from ejkernel.ops.utils.formatting import arguments, counted
 from ejkernel.ops.utils.printable import printable
-from ejkernel.ops.utils.tables import arguments, counted
+from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.weak_caches import IdentitySet
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ejkernel.ops.core.transformations.autodiff import with_spec
 from ejkernel.ops.core.transformations.nodes import Node
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, KernelError
-from ejkernel.ops.utils.checks import asked
+from ejkernel.ops.utils.validation import asked
 from ejkernel.ops.utils.values.signature import abstract, is_array
 
 if TYPE_CHECKING:

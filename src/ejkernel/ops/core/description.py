@@ -11,7 +11,7 @@ import jax
 
 from ejkernel import compat
 from ejkernel.ops.core.callspec import METHODS, take_apart
-from ejkernel.ops.core.declared import names_of
+from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.core.hooks import Kernel, living_kernels
 from ejkernel.ops.core.invocation import DEFAULT_PRNG, DEFAULT_PROMOTION, Invocation, invocation_of
 from ejkernel.ops.core.primitive import Call, call_of, residual_trees, types_of

@@ -19,9 +19,9 @@ from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.checks import asked
+from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.random_arrays import LARGE, random_array
-from ejkernel.ops.utils.telling import value_text
+from ejkernel.ops.utils.validation import asked
 from ejkernel.ops.utils.values.signature import is_array
 
 

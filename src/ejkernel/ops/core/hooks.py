@@ -18,11 +18,11 @@ import numpy as np
 from ejkernel.ops.core.types import Cfg, Cost, Out
 from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.checks import asked, check_candidates, named
+from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 from ejkernel.ops.utils.instances import Noted, living
 from ejkernel.ops.utils.random_arrays import random_inputs
-from ejkernel.ops.utils.telling import value_text
+from ejkernel.ops.utils.validation import asked, check_candidates, named
 
 if typing.TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation

@@ -22,8 +22,8 @@ from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, UnstableKeyError
-from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
+from ejkernel.ops.utils.validation import check_argument
 from ejkernel.ops.utils.values.payloads import key_of
 from ejkernel.ops.utils.values.signature import HasType, abstract, abstract_tree, describe, describe_static, is_array
 

@@ -26,9 +26,9 @@ from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVm
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
 from ejkernel.ops.errors import ArgumentError, GradientError, NoConfigError
 from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
-from ejkernel.ops.utils.perobject import Bounded, PerObject
 from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.values.signature import HasType, abstract_tree
+from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 
 
 class Body(Protocol):

@@ -12,7 +12,7 @@ import jax
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.utils.checks import check_argument
+from ejkernel.ops.utils.validation import check_argument
 
 
 def vmap_with_config(

@@ -17,9 +17,9 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.utils.perobject import Bounded, PerObject
 from ejkernel.ops.utils.values.identity import identity, identity_of_node, token_of
 from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
+from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 
 Plan = Callable[..., Any]
 

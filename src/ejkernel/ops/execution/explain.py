@@ -18,7 +18,7 @@ from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
-from ejkernel.ops.execution.nearest import why_no_entry
+from ejkernel.ops.execution.why_missed import why_no_entry
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.printable import printable
 

@@ -27,12 +27,12 @@ from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.texts import calls_in_text
+from ejkernel.ops.execution.program_text import calls_in_text
 from ejkernel.ops.registry import Recorded, get_invocations
-from ejkernel.ops.utils.checks import check_argument, is_count
+from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.meta import SPLIT
-from ejkernel.ops.utils.telling import value_text
+from ejkernel.ops.utils.validation import check_argument, is_count
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall

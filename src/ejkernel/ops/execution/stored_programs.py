@@ -26,8 +26,8 @@ from ejkernel.ops.core.kernel import hook
 from ejkernel.ops.core.primitive import Call
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
-from ejkernel.ops.utils.telling import error_text
 from ejkernel.ops.utils.values.signature import HasType
 from ejkernel.ops.utils.values.typenames import type_name
 

@@ -20,8 +20,8 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.validation import check_argument
 from ejkernel.ops.utils.values.signature import describe
 
 P = ParamSpec("P")

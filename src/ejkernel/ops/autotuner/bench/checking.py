@@ -15,7 +15,7 @@ from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.errors import CandidateError, DeviceLostError, TuningError
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.error_text import error_text
 
 
 def check(oracle: Oracle, candidate: Candidate, compiled: Any) -> None:

@@ -16,7 +16,7 @@ from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.values.signature import HasType
 
 logger = logging.getLogger(__name__)

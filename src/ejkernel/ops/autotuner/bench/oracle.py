@@ -22,7 +22,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import TuningError, TuningWarning
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.error_text import error_text
 
 REFERENCE: Final = "running the reference"  # what no candidate is to blame for
 

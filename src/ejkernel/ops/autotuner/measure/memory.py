@@ -10,7 +10,7 @@ from typing import Any
 from ejkernel import compat
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.fingerprint import default_device
-from ejkernel.ops.utils.tables import size
+from ejkernel.ops.utils.formatting import size
 
 
 def num_bytes(like: Any) -> int:

@@ -21,7 +21,7 @@ from ejkernel.ops.autotuner.process.messages import Began, Compiling, Message, R
 from ejkernel.ops.autotuner.process.outputs import Outputs
 from ejkernel.ops.autotuner.process.pipes import read_message, write_message
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.utils.telling import error_text, traceback_text
+from ejkernel.ops.utils.error_text import error_text, traceback_text
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

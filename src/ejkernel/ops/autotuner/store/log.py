@@ -24,10 +24,10 @@ from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.storage.sealed import check_schema, read_lines, sealed_lines
 from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, to_data
-from ejkernel.ops.utils.tables import arguments
 from ejkernel.ops.utils.values.typenames import PLAIN, decode_config, type_name
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from ejkernel.ops.config._files import (
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.spaces.space import ConfigSpace
-from ejkernel.ops.core.declared import note_config_types
+from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, ConfigError

@@ -46,9 +46,9 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
-from ejkernel.ops.utils.checks import check_candidates, named
-from ejkernel.ops.utils.tables import counted
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.validation import check_candidates, named
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.processes import Compiler

@@ -16,7 +16,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, hook
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
-from ejkernel.ops.utils.telling import error_text, message_of
+from ejkernel.ops.utils.error_text import error_text, message_of
 
 LISTED = 24  # configurations up to which a space is measured whole, as a list always is
 

@@ -14,9 +14,9 @@ from ejkernel.ops.autotuner.trials.candidates import config_id
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
-from ejkernel.ops.utils.checks import check_argument
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.printable import printable_lines
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.validation import check_argument
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from ejkernel.ops.autotuner.measure.race import PROCESSOR
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, ratio, text_table
 from ejkernel.ops.utils.printable import printable, printable_lines
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
-from ejkernel.ops.utils.tables import arguments, compact, counted, duration, ratio, text_table
 
 _REASON = 100  # characters of a reason that a table shows
 _KEPT_REASON = 400  # characters of one that a file keeps: a compiler's message may have thousands

@@ -21,7 +21,7 @@ from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.config.tiers import AGREED, OVERLAY
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared import note_config_types
+from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out

@@ -10,8 +10,8 @@ from typing import Final
 
 from ejkernel.ops.config.agreement.decisions import book_in_force
 from ejkernel.ops.errors import AgreementError
-from ejkernel.ops.utils.checks import check_argument
 from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.validation import check_argument
 
 _DIGITS: Final = 16
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.checks import check_argument
-from ejkernel.ops.utils.telling import error_text, where
+from ejkernel.ops.utils.error_text import error_text, where
+from ejkernel.ops.utils.validation import check_argument
 
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN = 16  # axes that a message names

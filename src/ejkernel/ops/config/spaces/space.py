@@ -19,8 +19,8 @@ from ejkernel.ops.config.spaces.constraints import given_constraints as given_co
 from ejkernel.ops.config.spaces.parts import Part, parts_of
 from ejkernel.ops.config.spaces.parts import Point as Point
 from ejkernel.ops.errors import ConfigError, EjkernelError, KernelError
-from ejkernel.ops.utils.checks import check_argument
-from ejkernel.ops.utils.telling import error_text, where
+from ejkernel.ops.utils.error_text import error_text, where
+from ejkernel.ops.utils.validation import check_argument
 
 Cfg = TypeVar("Cfg")
 

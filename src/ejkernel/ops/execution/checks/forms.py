@@ -28,7 +28,7 @@ from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.execution.discovery import discover
 from ejkernel.ops.execution.executor import Executor
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.error_text import error_text
 
 logger = logging.getLogger(__name__)
 

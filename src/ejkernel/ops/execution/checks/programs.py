@@ -16,8 +16,8 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.core.examples import stack, stacked
 from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.random_arrays import random_array
-from ejkernel.ops.utils.telling import error_text
 
 logger = logging.getLogger(__name__)
 

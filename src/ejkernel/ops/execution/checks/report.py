@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ejkernel.ops.errors import KernelCheckError
-from ejkernel.ops.utils.tables import compact, counted, text_table
+from ejkernel.ops.utils.formatting import compact, counted, text_table
 
 _WIDTH: Final = 80
 _NAME: Final = 36  # characters of a check's name that fit beside the rest

@@ -27,8 +27,8 @@ from ejkernel.ops.execution.checks.numbers import Numbers
 from ejkernel.ops.execution.checks.report import CheckReport, CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.splitting import split_rows
 from ejkernel.ops.execution.checks.subject import Subject
-from ejkernel.ops.utils.tables import arguments
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import arguments
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.execution.checks.programs import Arrays, alone, cotangents_of, pulled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
-from ejkernel.ops.utils.telling import error_text
+from ejkernel.ops.utils.error_text import error_text
 
 logger = logging.getLogger(__name__)
 _AXIS = "devices"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ejkernel.ops import Invocation
-from ejkernel.ops.utils.tables import arguments, compact, counted, duration, text_table
+from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
 
 
 def array(*shape, dtype=jnp.bfloat16):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ejkernel.ops.errors import ArgumentError, ConfigError, EjkernelError, KernelError, TuningError
-from ejkernel.ops.utils.telling import error_text, value_text
+from ejkernel.ops.utils.error_text import error_text, value_text
 
 T = TypeVar("T")
 
