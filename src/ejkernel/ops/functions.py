@@ -15,6 +15,7 @@ import numpy as np
 from ejkernel.ops.config.spaces.space import ConfigSpace, given_constraints
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
 from ejkernel.ops.utils.storage.serialize import stable_json
@@ -30,6 +31,7 @@ Heuristic = Callable[[Invocation[Any, Any]], Mapping[str, Any]]
 Examples = Callable[[Invocation[Any, Any], np.random.Generator], Any]
 T = TypeVar("T")
 Bucket = Callable[[Invocation[Any, Any]], tuple[Sequence[Any], Mapping[str, Any]]]
+Rule = ShardingRule | Callable[[Invocation[Any, Any]], ShardingRule | None]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -48,6 +50,7 @@ def tune(
     example_inputs: Examples | None = None,
     keeps_residuals: bool = False,
     bucket: Bucket | None = None,
+    sharding_rule: Rule | None = None,
     name: str | None = None,
     version: str = "0",
 ) -> TunedFunction[Out]: ...
@@ -63,6 +66,7 @@ def tune(
     example_inputs: Examples | None = None,
     keeps_residuals: bool = False,
     bucket: Bucket | None = None,
+    sharding_rule: Rule | None = None,
     name: str | None = None,
     version: str = "0",
 ) -> Callable[[Callable[..., Out]], TunedFunction[Out]]: ...
@@ -79,6 +83,7 @@ def tune(
     example_inputs: Examples | None = None,
     keeps_residuals: bool = False,
     bucket: Bucket | None = None,
+    sharding_rule: Rule | None = None,
     name: str | None = None,
     version: str = "0",
 ) -> Any:
@@ -120,6 +125,7 @@ def tune(
         keeps_residuals: Whether what JAX keeps of the forward, such as what a `jax.custom_vjp` in the function saves,
             serves the backward, instead of a second forward; see `Kernel.keeps_residuals` for what that promises.
         bucket: See `Kernel.bucket`.
+        sharding_rule: A `ShardingRule`, or a function from the invocation to one; see `Kernel.sharding_rule`.
         name: Name of the operation in keys and labels; the function's by default. Two operations need two names.
         version: Raise it when old configurations or measurements no longer apply.
 
@@ -163,6 +169,8 @@ def tune(
             members["reference"] = _reference(reference, declared)
         if bucket is not None:
             members["bucket"] = _bucket(bucket)
+        if sharding_rule is not None:
+            members["sharding_rule"] = _sharding_rule(sharding_rule, declared.called)
         # A class for each function, because a hook is something that a kernel's class has.
         cls = type(declared.called, (TunedFunction,), members)
         made: TunedFunction[Out] = cls(function, declared, name)
@@ -441,6 +449,12 @@ def _bucket(bucket: Bucket) -> Callable[..., Any]:
         return bucket(inv)
 
     return called
+
+
+def _sharding_rule(rule: Rule, called: str) -> Callable[..., Any]:
+    if not isinstance(rule, ShardingRule) and not callable(rule):
+        raise KernelError(f"{called}: sharding_rule must be a ShardingRule, or a function to one, got {rule!r}.")
+    return lambda self, inv: rule if isinstance(rule, ShardingRule) else rule(inv)
 
 
 def _example_inputs(examples: Examples) -> Callable[..., Any]:

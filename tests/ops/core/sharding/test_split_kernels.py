@@ -22,7 +22,9 @@ from ejkernel.ops import (
     check_kernel,
     default_executor,
     overlay_cache,
+    tune,
 )
+from ejkernel.ops.execution.discovery import discover
 
 
 class Product(Kernel[int, jax.Array]):
@@ -249,3 +251,22 @@ def test_mesh_of_more_devices_than_there_are_keeps_the_whole_call_and_says_so():
     with pytest.warns(ShardingWarning, match="product_m: .* fewer devices"):
         jax.jit(kernel).trace(*shapes).lower(lowering_platforms=("cpu",))
     assert {seen[0] for seen in kernel.seen} == {(64, 64)}
+
+
+@pytest.mark.parametrize("rule", [Product.rule, lambda inv: Product.rule])
+def test_function_under_tune_may_have_a_rule(rule):
+    @tune(space={"pieces": [1, 2]}, sharding_rule=rule)
+    def tuned_product(x, y, *, pieces=1):
+        return jnp.concatenate([part @ y for part in jnp.split(x, pieces)])
+
+    arrays = placed((X, P("a")), (Y, P()))
+    close(jax.jit(tuned_product)(*arrays), X @ Y)
+    assert [inv.array_types[0].shape for inv in discover(tuned_product, *arrays)] == [(4, 16)]
+
+
+def test_rule_of_a_function_that_is_none_is_an_error():
+    with pytest.raises(TypeError, match="twice: sharding_rule must be a ShardingRule, or a function to one, got 'm'"):
+
+        @tune(space={"pieces": [1, 2]}, sharding_rule="m")
+        def twice(x, *, pieces=1):
+            return x * 2
