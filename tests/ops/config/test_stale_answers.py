@@ -137,7 +137,7 @@ def _apart(first, second):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: (Factor("same"), Factor("same")),
+        lambda: (Factor("one_code"), Factor("one_code")),
         lambda: (Factor("one"), OtherFactor("two")),
         lambda: _apart(("versions", "0"), ("versions", "1")),
     ],
