@@ -13,6 +13,7 @@ import numpy as np
 
 from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
+from ejkernel.kernels._options import canonical_flag, canonical_precision
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -165,7 +166,7 @@ def _two_words(key: Any) -> Any:
 
 def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, int | None] | None]:
     """Return whether attention is causal, and the window as `(left, right)`; equal rules give equal answers."""
-    causal = flag("causal", causal)
+    causal = canonical_flag("causal", causal)
     sides = window if isinstance(window, tuple | list) else (window, window)
     if len(sides) != 2 or not all(side is None or (is_integer(side) and side >= 0) for side in sides):
         raise ArgumentError(
@@ -187,13 +188,6 @@ def positive(name: str, value: Any, default: float | None) -> float | None:
     return float(value)
 
 
-def flag(name: str, value: Any) -> bool:
-    """Return what is True or False, NumPy's too, as a bool."""
-    if not isinstance(value, bool | np.bool_):
-        raise ArgumentError(f"{name} must be True or False, got {value!r}; it is static under jit.")
-    return bool(value)
-
-
 def canonical_more(
     *,
     soft_cap_after_bias: Any = False,
@@ -203,24 +197,12 @@ def canonical_more(
 ) -> dict[str, Any]:
     """Return the options that say something."""
     found = {
-        "soft_cap_after_bias": flag("soft_cap_after_bias", soft_cap_after_bias),
+        "soft_cap_after_bias": canonical_flag("soft_cap_after_bias", soft_cap_after_bias),
         "precision": canonical_precision(precision),
-        "return_lse": flag("return_lse", return_lse),
-        "deterministic": flag("deterministic", deterministic) or settings.deterministic_ops(),
+        "return_lse": canonical_flag("return_lse", return_lse),
+        "deterministic": canonical_flag("deterministic", deterministic) or settings.deterministic_ops(),
     }
     return {name: value for name, value in found.items() if value}
-
-
-def canonical_precision(value: Any) -> str | None:
-    """Return the name of a precision in lower case; `None` is JAX's default."""
-    if value is None:
-        return None
-    name = value.name if isinstance(value, jax.lax.Precision) else value
-    if not isinstance(name, str) or name.upper() not in jax.lax.Precision.__members__:
-        raise ArgumentError(
-            f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}."
-        )
-    return name.lower()
 
 
 def _cast(x: Any, dtype: Any) -> Any:

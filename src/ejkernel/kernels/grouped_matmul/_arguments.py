@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array, is_known
@@ -55,22 +54,3 @@ def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
     if not jnp.issubdtype(wanted, jnp.floating):
         raise ArgumentError(f"preferred_element_type must be a floating-point dtype, got {wanted}.")
     return None if wanted == dtype else str(wanted)
-
-
-def canonical_flag(name: str, value: Any) -> bool:
-    """Return what is True or False, NumPy's too, as a bool."""
-    if not isinstance(value, bool | np.bool_):
-        raise ArgumentError(f"{name} must be True or False, got {value!r}; it is static under jit.")
-    return bool(value)
-
-
-def canonical_precision(value: Any) -> str | None:
-    """Return the name of a precision in lower case; `None` is JAX's default."""
-    if value is None:
-        return None
-    name = value.name if isinstance(value, jax.lax.Precision) else value
-    if not isinstance(name, str) or name.upper() not in jax.lax.Precision.__members__:
-        raise ArgumentError(
-            f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}."
-        )
-    return name.lower()

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel.kernels._options import canonical_flag, canonical_precision
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
@@ -130,7 +131,7 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
-        transpose_rhs = arguments.canonical_flag("transpose_rhs", transpose_rhs)
+        transpose_rhs = canonical_flag("transpose_rhs", transpose_rhs)
         arguments.check_operand("lhs", lhs, "[m, k]")
         arguments.check_operand("rhs", rhs, "[groups, n, k]" if transpose_rhs else "[groups, k, n]")
         arguments.check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), "have one k")
@@ -138,7 +139,7 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         said = {
             "transpose_rhs": transpose_rhs,
             "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
-            "precision": arguments.canonical_precision(precision),
+            "precision": canonical_precision(precision),
         }
         return (lhs, rhs, group_sizes), _said(said) | {"implementation": self.requested(implementation)}
 
@@ -232,7 +233,7 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         arguments.check_sizes(group_sizes)
         said = {
             "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
-            "precision": arguments.canonical_precision(precision),
+            "precision": canonical_precision(precision),
         }
         return (lhs, rhs, group_sizes), _said(said) | {"implementation": self.requested(implementation)}
 
