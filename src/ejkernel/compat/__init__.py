@@ -93,6 +93,7 @@ from ejkernel.compat.settings import x64_enabled as x64_enabled
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive
 from ejkernel.compat.tracing import cache_weakly as cache_weakly
+from ejkernel.compat.tracing import calls_of as calls_of
 from ejkernel.compat.tracing import evaluate as evaluate
 from ejkernel.compat.tracing import evaluate_without_arguments as evaluate_without_arguments
 from ejkernel.compat.tracing import has_references as has_references

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.compat.partitioning import AskedToSplit, LogicalMesh, asked_of, primes
 from ejkernel.compat.processes import Span
+from ejkernel.compat.tracing import calls_of
 
 _mlir: Any = mlir
 _ir: Any = _mlir.ir
@@ -40,9 +41,7 @@ class SplitOperation(NamedTuple):
 
     def calls(self, primitive: Any) -> list[tuple[dict[str, Any], list[Any]]]:
         """Return the parameters of each call of a primitive in one device's part, and the types of its arguments."""
-        jaxpr = jax.make_jaxpr(self.asked.part, axis_env=list(self.mesh.shape.items()))(*self.types)
-        found = [equation for equation in jaxpr.eqns if equation.primitive is primitive]
-        return [(equation.params, [var.aval for var in equation.invars]) for equation in found]
+        return calls_of(primitive, self.asked.part, self.types, axis_env=list(self.mesh.shape.items()))
 
 
 def split_operations(lowered: Any) -> Iterator[SplitOperation]:
@@ -57,10 +56,49 @@ def split_operations(lowered: Any) -> Iterator[SplitOperation]:
         copied = module.operation.clone()
         if not any(True for _ in _operations(copied.operation)):
             return
+        _inline(copied.operation)
         _mlir.passmanager.PassManager.parse(_PIPELINE).run(copied.operation)
         meshes = _meshes(copied.operation)
         for operation, asked in _operations(copied.operation):
             yield _split(operation, asked, meshes)
+
+
+def _inline(module: Any) -> None:
+    """Put functions in the place of their calls, as XLA does before it propagates: nothing is propagated through them.
+
+    The pass for that is not among those that jaxlib has.
+    """
+    functions = {
+        _ir.StringAttr(operation.attributes["sym_name"]).value: operation
+        for operation in _walked(module)
+        if operation.name == "func.func"
+    }
+    while calls := [operation for operation in _walked(module) if operation.name == "func.call"]:
+        for call in calls:
+            callee = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+            if any(inner.name == "func.call" for inner in _walked(functions[callee])):
+                continue  # its own calls come first
+            _put_in_place(call, functions[callee])
+    for name, function in functions.items():
+        if name != "main":
+            function.erase()
+
+
+def _put_in_place(call: Any, function: Any) -> None:
+    block = function.regions[0].blocks[0]
+    known = dict(zip(block.arguments, call.operands, strict=True))
+    for operation in block.operations:
+        if operation.operation.name == "func.return":
+            for result, value in zip(call.results, operation.operands, strict=True):
+                result.replace_all_uses_with(known.get(value, value))
+            break
+        copied = operation.operation.clone(_ir.InsertionPoint(call)).operation
+        known |= dict(zip(operation.operation.results, copied.results, strict=True))
+        for inner in (copied, *_walked(copied)):
+            for index, operand in enumerate(inner.operands):
+                if operand in known:
+                    inner.operands[index] = known[operand]
+    call.erase()
 
 
 def _operations(module: Any) -> Iterator[tuple[Any, Any]]:

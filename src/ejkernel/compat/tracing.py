@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -183,3 +183,19 @@ def evaluate_without_arguments(jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
     assert not any(used)  # who asks has looked at `origins`
     closed = pruned if _has_consts(pruned) else _core.ClosedJaxpr(pruned, jaxpr.consts)
     return list(_core.jaxpr_as_fun(closed)())
+
+
+def calls_of(
+    primitive: Any, function: Callable[..., Any], types: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
+) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Return the parameters of each call of a primitive in a function, and the types of its arguments."""
+    plain = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in types]
+    return list(_calls_in(primitive, jax.make_jaxpr(function, axis_env=list(axis_env))(*plain).jaxpr))
+
+
+def _calls_in(primitive: Any, jaxpr: Any) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+    for equation in jaxpr.eqns:
+        if equation.primitive is primitive:
+            yield equation.params, [var.aval for var in equation.invars]
+        for inner in _core.jaxprs_in_params(equation.params):
+            yield from _calls_in(primitive, inner)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,10 @@ from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.primitive import Call, call_p
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.registry import recording
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.values.signature import HasType, is_array
+
+logger = logging.getLogger(__name__)
 
 
 def discover(fn: Callable[..., Any], *args: object, **kwargs: object) -> list[Invocation[Any, Any]]:
@@ -53,10 +57,28 @@ def local_calls(lowered: object) -> list[Invocation[Any, Any]]:
     if not hasattr(lowered, "compiler_ir"):
         return []
     return [
-        _invocation(params["call"], avals, operation)
+        inv
         for operation in compat.split_operations(lowered)
         for params, avals in operation.calls(call_p)
+        for inv in _with_inner_calls(params["call"], avals, operation)
     ]
+
+
+def _with_inner_calls(
+    call: Call, avals: Sequence[HasType], operation: compat.SplitOperation
+) -> Iterator[Invocation[Any, Any]]:
+    """Yield a part's call, and the calls that its kernel makes, such as those of a gradient rule."""
+    own = _invocation(call, avals, operation)
+    yield own
+    try:
+        with call.settings.entered(), compat.on_one_device(), looking_only():
+            body = call.host.body_of(call, operation.platform, avals, None)
+            inner = compat.calls_of(call_p, body.compute, avals)
+    except NameError as error:  # it talks over axes of a mesh that is around its program
+        logger.debug("%s: its inner calls are not known: %s", own.op_id, error_text(error))
+        return
+    for params, types in inner:
+        yield from _with_inner_calls(params["call"], types, operation)
 
 
 def _invocation(call: Call, avals: Sequence[HasType], operation: compat.SplitOperation) -> Invocation[Any, Any]:

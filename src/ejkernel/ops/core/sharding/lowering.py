@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel import compat
@@ -94,14 +95,17 @@ def _check_nothing_is_left(node: Node, specs: Sequence[PartitionSpec], chosen: S
             if not left:
                 continue
             over = ", ".join(map(repr, left))
+            alone = ", ".join(mesh_axes(own)) or "nothing"
             why = (
-                f"which is split over {mesh_axes(own) or 'nothing'} there as the arguments before it ask"
+                f"and it can be split over {alone} here: another array asks for something else, or its parts would not "
+                "fit those of the axes that go with it"
                 if name in chosen.factors.splittable
-                else "which every device needs whole"
+                else "and every device needs all of it"
             )
+            shape = list(chosen.shapes.operands[index])
             raise ArgumentError(
-                f"{node.spec.kernel.op_id}: axis {axis} of array {index} is sharded over {over}, {why}; use "
-                f"jax.sharding.reshard to shard it as {taken} first."
+                f"{node.spec.kernel.op_id}: axis {axis} of array {index}, of shape {shape} as the kernel has it, is "
+                f"sharded over {over}, {why}; use jax.sharding.reshard to shard it as {taken} first."
             )
 
 
@@ -192,6 +196,13 @@ def _shapes(
             f"{node.spec.kernel.op_id}: sharding_rule names the axes of results {named!r}, and their shapes are "
             f"{', '.join(str(list(out.shape)) for out in outs)}."
         )
+    for names, out in zip(found.results, outs, strict=True):
+        lacking = found.splittable - set(names) - dict(found.follows).keys()
+        if out.dtype == np.bool_ and lacking & {name for axes in found.operands for name in axes}:
+            raise KernelError(
+                f"{node.spec.kernel.op_id}: sharding_rule lets {', '.join(sorted(lacking))} be split, and a result of "
+                "booleans that lacks them has no sum; leave them out of split."
+            )
     shapes = [tuple(tuple(array.shape) for array in arrays) for arrays in (avals, outs)]
     return Shapes(operands=shapes[0], results=shapes[1], mesh=mesh)
 

@@ -54,6 +54,9 @@ class ShardingRule:
         for text in (*self.operands, *self.results, *(self.kept or ())):
             if text.count(_ELLIPSIS) > 1:
                 raise KernelError(f"an array must have '...' once at most, got {' '.join(text)!r}.")
+            named = [name for name in text if name != _UNNAMED]
+            if len(named) > len(set(named)):
+                raise KernelError(f"an array must not have an axis twice, got {' '.join(text)!r}.")
 
     @property
     def splittable(self) -> tuple[str, ...]:
@@ -68,7 +71,7 @@ class ShardingRule:
     @property
     def results(self) -> list[list[str]]:
         """The axes of each result."""
-        return _arrays(self.axes.split("->")[1])
+        return _arrays(self.axes.split("->")[1]) or [[]]  # a result without axes is a number
 
     @property
     def kept(self) -> list[list[str]] | None:

@@ -107,72 +107,75 @@ def split(factors: Factors, shapes: Shapes, specs: Sequence[PartitionSpec], *, m
         move: Whether devices that share what cannot be split, such as a sequence, divide something else among them
             instead of all computing the same.
     """
-    return _Deciding(factors, shapes).split(specs, move=move)
+    most: dict[str, int] = {}  # parts that an axis which others follow may have: fewer, until all can follow
+    while True:
+        deciding = _Deciding(factors, shapes, most)
+        deciding.take(specs)
+        if move:
+            deciding.move(specs)
+        ahead = deciding.follow()
+        if ahead is None:
+            return Split(factors=factors, shapes=shapes, axes=deciding.axes, whole=frozenset(deciding.whole))
+        most[ahead] = shapes.size(deciding.axes[ahead]) - 1
 
 
 class _Deciding:
-    def __init__(self, factors: Factors, shapes: Shapes) -> None:
+    def __init__(self, factors: Factors, shapes: Shapes, most: Mapping[str, int]) -> None:
         self.factors = factors
         self.shapes = shapes
+        self.most = most
         self.lengths = shapes.lengths(factors)
         self.axes: dict[str, Axes] = {}
         self.used: set[str] = set()
+        self.whole: set[str] = set()
 
-    def split(self, specs: Sequence[PartitionSpec], *, move: bool) -> Split:
+    def take(self, specs: Sequence[PartitionSpec]) -> None:
+        """Split what the arrays ask for."""
         for names, spec in zip((*self.factors.operands, *self.factors.results), specs, strict=False):
             for name, entry in zip(names, spec, strict=False):
                 if name in self.factors.splittable and name not in self.axes:
-                    self._take(name, [axis for axis in mesh_axes(entry) if self._is_free(axis)])
-        if move:
-            self._move(specs)
-        whole = frozenset(name for name, leader in self.factors.follows if not self._follow(name, leader))
-        return Split(factors=self.factors, shapes=self.shapes, axes=self.axes, whole=whole & self._in_use(whole))
+                    axes = self._dividing(name, [axis for axis in mesh_axes(entry) if self._is_free(axis)])
+                    self.axes |= {name: axes} if axes else {}
+                    self.used.update(axes)
 
-    def _is_free(self, axis: str) -> bool:
-        return axis not in self.used and axis in self.shapes.mesh
-
-    def _take(self, name: str, axes: Sequence[str]) -> None:
-        taken = self._dividing(self.lengths[name], axes)
-        if taken:
-            self.axes[name] = taken
-            self.used.update(taken)
-
-    def _dividing(self, length: int, axes: Sequence[str]) -> Axes:
-        """Return the longest beginning of `axes` that divides a length."""
-        taken = tuple(axes)
-        while taken and length % self.shapes.size(taken):
-            taken = taken[:-1]
-        return taken
-
-    def _move(self, specs: Sequence[PartitionSpec]) -> None:
+    def move(self, specs: Sequence[PartitionSpec]) -> None:
+        """Split something else over what is left of the mesh's axes that the arguments ask for."""
         operands = specs[: len(self.factors.operands)]
         idle = [axis for spec in operands for entry in spec for axis in mesh_axes(entry) if self._is_free(axis)]
         for axis in dict.fromkeys(idle):
             for name in sorted(self.factors.splittable & self.lengths.keys()):
                 more = (*self.axes.get(name, ()), axis)
                 followers = [one for one, leader in self.factors.follows if leader == name]
-                if all(self.lengths[one] % self.shapes.size(more) == 0 for one in (name, *followers)):
+                fits = all(self.lengths[one] % self.shapes.size(more) == 0 for one in (name, *followers))
+                if fits and self.shapes.size(more) <= self.most.get(name, self.shapes.size(more)):
                     self.axes[name] = more
                     self.used.add(axis)
                     break
 
-    def _follow(self, name: str, leader: str) -> bool:
-        """Split an axis as the one that it follows; return whether that can be, or there is nothing to follow."""
-        axes = self.axes.get(leader, ())
-        parts, length, leading = self.shapes.size(axes), self.lengths[name], self.lengths[leader]
-        own = self._dividing(length, axes)
-        if self.shapes.size(own) in (parts, length):
-            if own:
-                self.axes[name] = own
-            return True
-        if (leading // length) % (leading // parts):
-            del self.axes[leader]  # a device's part would belong to two entries, and to parts of both
-            return True
-        return False
+    def follow(self) -> str | None:
+        """Split each axis as the one that it follows, or note that it goes whole; return one that is too far ahead."""
+        for name, leader in self.factors.follows:
+            axes = self.axes.get(leader, ())
+            parts, length, leading = self.shapes.size(axes), self.lengths[name], self.lengths[leader]
+            own = self._dividing(name, axes)
+            if self.shapes.size(own) in (parts, length):
+                self.axes |= {name: own} if own else {}
+            elif (leading // length) % (leading // parts):
+                return leader  # a device's part would belong to two entries, and to parts of both
+            else:
+                self.whole.add(name)
+        return None
 
-    def _in_use(self, names: frozenset[str]) -> set[str]:
-        leaders = dict(self.factors.follows)
-        return {name for name in names if leaders[name] in self.axes}
+    def _is_free(self, axis: str) -> bool:
+        return axis not in self.used and axis in self.shapes.mesh
+
+    def _dividing(self, name: str, axes: Sequence[str]) -> Axes:
+        """Return the longest beginning of `axes` over which an axis can be split."""
+        taken, length = tuple(axes), self.lengths[name]
+        most = self.most.get(name, length)
+        while taken and (length % self.shapes.size(taken) or self.shapes.size(taken) > most):
+            taken = taken[:-1]
+        return taken
 
 
 def mesh_axes(entry: Any) -> Axes:
