@@ -22,6 +22,7 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, Of
 from ejkernel.ops.execution.program_text import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.values.payloads import text_of_bytecode
 
 _LARGEST: Final = 1 << 30  # bytes of a program's file
@@ -73,6 +74,12 @@ def calls_in_file(path: Path) -> Found:
     program = calls_in_text(text)
     if not program.labels:
         _check_program(path, text)
+    if SPLIT in text:
+        _warn(
+            f"{text.count(SPLIT)} calls of {path} split themselves over devices, and a text does not say how; tune the "
+            "program itself, as MODULE:FUNCTION, with --mesh-devices if its mesh is not here."
+        )
+    elif not program.labels:
         _warn(f"no kernel call is named in {path}; was the program lowered with EJKERNEL_OPS_STAMP=none?")
     if program.bare:
         _warn(

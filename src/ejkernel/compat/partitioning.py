@@ -40,6 +40,11 @@ def explicit_sizes(mesh: Any) -> dict[str, int]:
     return {name: size for name, size, kind in named if kind == AxisType.Explicit}
 
 
+def has_auto_axes(mesh: Any) -> bool:
+    """Return whether XLA divides work over some axes of a mesh."""
+    return AxisType.Auto in mesh.axis_types
+
+
 def spec_of(aval: Any) -> PartitionSpec:
     """Return how an array of this type is sharded over explicit axes."""
     spec: PartitionSpec = aval.sharding.spec

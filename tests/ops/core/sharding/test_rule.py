@@ -126,3 +126,18 @@ def test_every_part_is_a_whole_number_and_no_axis_of_the_mesh_is_used_twice_in_a
     local_heads = shapes[0][2] // found.shapes.size(found.axes.get("h", ()))
     local_groups = 1 if "g" in found.whole else shapes[1][2] // found.shapes.size(found.axes.get("g", ()))
     assert local_heads % local_groups == 0
+
+
+def test_axis_is_split_as_far_as_all_that_follow_it_can_be():
+    rule = ShardingRule("b h, g, k -> b h", split="b h", follows={"g": "h", "k": "h"})
+    shapes = ((8, 12), (4,), (3,)), ((8, 12),)
+    for move, batch in ((False, None), (True, "x")):
+        found = divided(rule, *shapes, [(None, "x")], {"x": 2}, move=move)
+        assert found.operand_specs == (P(batch, None), P(None), P(None))
+    half = divided(HEADS, ((8, 4, 12, 2), (8, 4, 6, 2)), ((8, 4, 12, 2),), [(None, None, ("x", "y"))], {"x": 2, "y": 2})
+    assert half.operand_specs[0] == P("y", None, "x", None)
+
+
+def test_array_that_has_an_axis_twice_is_an_error():
+    with pytest.raises(KernelError, match="must not have an axis twice, got 'm m'"):
+        ShardingRule("m m -> m", split="m")

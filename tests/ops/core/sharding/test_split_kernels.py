@@ -12,6 +12,8 @@ from jax._src import config as _config
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ejkernel.cli.files import calls_in_file
+from ejkernel.modules import grouped_matmul, rms_norm
 from ejkernel.ops import (
     Kernel,
     OfflineWarning,
@@ -22,6 +24,7 @@ from ejkernel.ops import (
     check_kernel,
     default_executor,
     overlay_cache,
+    recording,
     tune,
 )
 from ejkernel.ops.execution.discovery import discover
@@ -270,3 +273,91 @@ def test_rule_of_a_function_that_is_none_is_an_error():
         @tune(space={"pieces": [1, 2]}, sharding_rule="m")
         def twice(x, *, pieces=1):
             return x * 2
+
+
+class OneArray(Product):
+    """A function of one array, with a rule of its own."""
+
+    def __init__(self, rule, function, name="one_array"):
+        super().__init__(rule=ShardingRule(*rule), function=function, _name=name)
+
+    def run(self, x, *, cfg):
+        return self.function(x)
+
+
+def test_number_may_be_the_sum_of_what_all_devices_have():
+    total = OneArray(("m n ->", "m n"), jnp.sum)
+    close(jax.jit(total)(*placed((X, P("a", "b")))), X.sum())
+    assert [inv.array_types[0].shape for inv in discover(total, *placed((X, P("a", "b"))))] == [(4, 4)]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_booleans_that_would_be_added_up_are_an_error_of_the_rule(kind):
+    kernel, mesh = OneArray(("m n -> m", "m n"), lambda x: (x > 0).any(1)), mesh_of(kind)
+    with jax.set_mesh(mesh), pytest.raises(TypeError, match="one_array: sharding_rule lets n be split, and a result"):
+        jax.jit(kernel)(*placed((X, P(None, "b")), mesh=mesh))
+
+
+def test_keys_of_random_keep_the_whole_call_and_say_so():
+    kernel = OneArray(("m ->  m _", "m"), jax.vmap(lambda key: jax.random.normal(key, (3,))), name="drawn")
+    keys = jax.random.split(jax.random.key(0), 8)
+    (arrays,) = placed((keys, P("a")))
+    with pytest.warns(ShardingWarning, match="drawn: .* keys of jax.random"):
+        found = jax.jit(kernel)(arrays)
+    close(found, kernel.function(keys))
+
+
+LOOPS = {
+    "map": lambda kernel, x: jax.lax.map(kernel, jnp.stack([x, x])),
+    "scan over stacked": lambda kernel, x: jax.lax.scan(lambda c, y: (c + kernel(y), None), x, jnp.stack([x, x]))[0],
+    "gradient of a scan": jax.grad(
+        lambda kernel, x: jax.lax.scan(lambda c, _: (kernel(c), None), x, length=2)[0].sum(), argnums=1
+    ),
+    "scan of remat": jax.grad(
+        lambda kernel, x: jax.lax.scan(lambda c, _: (jax.checkpoint(kernel)(c), None), x, length=2)[0].sum(), argnums=1
+    ),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_parts_in_loops_and_functions_are_found_as_they_are_compiled(loop):
+    kernel = OneArray(("m n -> m n", "m"), jnp.sin)
+
+    def program(x):
+        return LOOPS[loop](kernel, x)
+
+    (x,) = placed((X, P("b")))
+    with recording() as compiled:
+        jax.jit(program).lower(x).compile()
+    found = discover(program, x)
+    assert {inv.key for inv in found} == {inv.key for inv in compiled}
+    assert {inv.array_types[0].shape for inv in found} == {(2, 16)}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_calls_that_a_gradient_makes_are_found_too(kind):
+    sizes, mesh = jnp.asarray([5, 3], jnp.int32), mesh_of(kind)
+    with jax.set_mesh(mesh):
+        arrays = placed((X, P()), (random(2, 16, 8), P(None, None, "b")), mesh=mesh)
+        function = jax.grad(lambda x, w: (grouped_matmul(x, w, sizes) ** 2).sum(), argnums=(0, 1))
+        with recording() as compiled:
+            jax.jit(function).lower(*arrays).compile()
+        found = discover(function, *arrays)
+    assert {inv.key for inv in found} == {inv.key for inv in compiled}
+    assert "grouped_matmul_wgrad" in {inv.op_id for inv in found}
+
+
+def test_16_bit_gradients_are_added_up_beside_automatic_axes():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    x, weight = X.astype(jnp.bfloat16), jnp.ones(16, jnp.bfloat16)
+    function = jax.grad(lambda x, w: rms_norm(x, w).sum(), argnums=1)
+    with jax.set_mesh(mesh):
+        found = jax.jit(function)(*placed((x, P("a")), (weight, P()), mesh=mesh))
+    np.testing.assert_allclose(found.astype(jnp.float32), function(x, weight).astype(jnp.float32), atol=0.1)
+
+
+def test_file_of_a_program_whose_calls_split_themselves_says_what_to_tune(tmp_path):
+    text = tmp_path / "step.mlir"
+    text.write_text(jax.jit(Product()).lower(*placed((X, P("a")), (Y, P()))).as_text())
+    with pytest.warns(OfflineWarning, match="1 calls of .*step.mlir split themselves"):
+        assert calls_in_file(text).calls == ()

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -120,7 +122,9 @@ def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
 
 
 def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: ExplicitSplit) -> Any:
-    part = part_of(found.split, functools.partial(_bound, call, Part.OF_EXPLICIT_AXES))
+    run = functools.partial(_bound, call, Part.OF_EXPLICIT_AXES)
+    # Beside automatic axes XLA ends the process that compiles a sum of 16-bit numbers for a CPU.
+    part = part_of(found.split, run, wide_sums=compat.has_auto_axes(found.mesh))
     over_axes = compat.over_explicit_axes(
         part,
         found.mesh,
@@ -213,6 +217,8 @@ def _standing_back(ctx: Any, meshes: Sequence[compat.LogicalMesh]) -> str:
         return "a program that is exported cannot ask how to split it"
     if not compat.uses_shardy():
         return "GSPMD partitions this program, and Shardy alone knows the rule (jax_use_shardy_partitioner=True)"
+    if any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in (*ctx.avals_in, *ctx.avals_out)):
+        return "XLA's partitioner cannot be told of keys of jax.random (pass jax.random.key_data instead)"
     return "this process has fewer devices than the program's mesh" if not meshes else ""
 
 

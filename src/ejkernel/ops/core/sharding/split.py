@@ -185,13 +185,21 @@ def mesh_axes(entry: Any) -> Axes:
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def part_of(found: Split, run: Callable[..., Sequence[Any]]) -> Callable[..., tuple[Any, ...]]:
-    """Return the function of one device's part: `run` on what the device uses of its arguments, sums over devices."""
+def part_of(
+    found: Split, run: Callable[..., Sequence[Any]], *, wide_sums: bool = False
+) -> Callable[..., tuple[Any, ...]]:
+    """Return the function of one device's part: `run` on what the device uses of its arguments, sums over devices.
+
+    Args:
+        found: How the call is split.
+        run: The call on a part.
+        wide_sums: Whether 16-bit numbers are added up in float32.
+    """
 
     def part(*arrays: Any) -> tuple[Any, ...]:
         used = [_cut(found, names, array) for names, array in zip(found.factors.operands, arrays, strict=True)]
         results = zip(found.factors.results, found.shapes.results, run(*used), strict=True)
-        return tuple(_finished(found, names, shape, result) for names, shape, result in results)
+        return tuple(_finished(found, names, shape, result, wide=wide_sums) for names, shape, result in results)
 
     return part
 
@@ -203,11 +211,15 @@ def _cut(found: Split, names: Sequence[Factor], array: Any) -> Any:
     return array
 
 
-def _finished(found: Split, names: Sequence[Factor], shape: Shape, result: Any) -> Any:
+def _finished(found: Split, names: Sequence[Factor], shape: Shape, result: Any, *, wide: bool) -> Any:
     for axis, name in enumerate(names):
         if name in found.whole:
             full = (*result.shape[:axis], shape[axis], *result.shape[axis + 1 :])
             zeros = jnp.zeros(full, result.dtype)
             result = jax.lax.dynamic_update_slice_in_dim(zeros, result, found.start(name), axis)
     sums = found.sums(names)
-    return jax.lax.psum(result, sums) if sums else result
+    if not sums:
+        return result
+    is_narrow = jnp.issubdtype(result.dtype, jnp.floating) and result.dtype.itemsize < 4
+    own = result.astype(jnp.float32) if wide and is_narrow else result
+    return jax.lax.psum(own, sums).astype(result.dtype)
