@@ -51,6 +51,7 @@ from ejkernel.compat.partitioning import stores_split_programs as stores_split_p
 from ejkernel.compat.partitioning import summed as summed
 from ejkernel.compat.partitioning import uses_shardy as uses_shardy
 from ejkernel.compat.partitioning import whole as whole
+from ejkernel.compat.partitioning import wide_sum as wide_sum
 from ejkernel.compat.partitioning import with_spec as with_spec
 from ejkernel.compat.processes import CoordinationStore as CoordinationStore
 from ejkernel.compat.processes import Span as Span

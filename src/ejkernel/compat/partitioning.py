@@ -374,10 +374,20 @@ def missing_sums(ctx: Any) -> list[tuple[str, ...]]:
 
 def summed(arrays: Sequence[Any], missing: Sequence[tuple[str, ...]]) -> list[Any]:
     """Return each array added up over manual axes."""
-    return [
-        jax.lax.psum(jax.lax.pcast(array, axes, to="varying"), axes) if axes else array
-        for array, axes in zip(arrays, missing, strict=True)
-    ]
+    return [_sum(array, axes) if axes else array for array, axes in zip(arrays, missing, strict=True)]
+
+
+def _sum(array: Any, axes: tuple[str, ...]) -> Any:
+    return wide_sum(jax.lax.pcast(array, axes, to="varying"), axes)
+
+
+def wide_sum(array: Any, axes: tuple[str, ...]) -> Any:
+    """Return an array added up over axes of a mesh, 16-bit numbers in float32.
+
+    Beside automatic axes XLA ends the process that compiles a sum of 16-bit numbers for a CPU.
+    """
+    is_narrow = jax.numpy.issubdtype(array.dtype, jax.numpy.floating) and array.dtype.itemsize < 4
+    return jax.lax.psum(array.astype("float32") if is_narrow else array, axes).astype(array.dtype)
 
 
 def _varying(aval: Any) -> frozenset[str]:

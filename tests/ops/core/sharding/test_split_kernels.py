@@ -361,3 +361,17 @@ def test_file_of_a_program_whose_calls_split_themselves_says_what_to_tune(tmp_pa
     text.write_text(jax.jit(Product()).lower(*placed((X, P("a")), (Y, P()))).as_text())
     with pytest.warns(OfflineWarning, match="1 calls of .*step.mlir split themselves"):
         assert calls_in_file(text).calls == ()
+
+
+def test_16_bit_gradients_are_added_up_inside_a_partly_manual_mesh():
+    mesh = mesh_of()
+    x, weight = X.astype(jnp.bfloat16), jnp.ones(16, jnp.bfloat16)
+
+    def gradient_of_weight(x, weight):
+        return jax.grad(lambda w: rms_norm(x, w).sum())(weight)
+
+    inside = jax.shard_map(gradient_of_weight, mesh=mesh, in_specs=(P("a"), P()), out_specs=P(), axis_names={"a"})
+    with jax.set_mesh(mesh):
+        found = jax.jit(inside)(*placed((x, P("a", "b")), (weight, P()), mesh=mesh))
+    expected = gradient_of_weight(x, weight)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=0.1)

@@ -123,7 +123,6 @@ def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
 
 def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: ExplicitSplit) -> Any:
     run = functools.partial(_bound, call, Part.OF_EXPLICIT_AXES)
-    # Beside automatic axes XLA ends the process that compiles a sum of 16-bit numbers for a CPU.
     part = part_of(found.split, run, wide_sums=compat.has_auto_axes(found.mesh))
     over_axes = compat.over_explicit_axes(
         part,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ejkernel import compat
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 
 Shape = tuple[int, ...]
@@ -220,6 +221,4 @@ def _finished(found: Split, names: Sequence[Factor], shape: Shape, result: Any, 
     sums = found.sums(names)
     if not sums:
         return result
-    is_narrow = jnp.issubdtype(result.dtype, jnp.floating) and result.dtype.itemsize < 4
-    own = result.astype(jnp.float32) if wide and is_narrow else result
-    return jax.lax.psum(own, sums).astype(result.dtype)
+    return compat.wide_sum(result, sums) if wide else jax.lax.psum(result, sums)
