@@ -38,7 +38,6 @@ from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
 from ejkernel.compat.partitioning import explicit_mesh as explicit_mesh
 from ejkernel.compat.partitioning import explicit_sizes as explicit_sizes
 from ejkernel.compat.partitioning import has_auto_axes as has_auto_axes
-from ejkernel.compat.partitioning import in_mesh as in_mesh
 from ejkernel.compat.partitioning import is_exporting as is_exporting
 from ejkernel.compat.partitioning import logical_meshes as logical_meshes
 from ejkernel.compat.partitioning import lower_sums_over_manual_axes as lower_sums_over_manual_axes

@@ -108,11 +108,6 @@ def _full(spec: Iterable[Any], array: Any) -> PartitionSpec:
     return PartitionSpec(*entries, *[None] * (array.ndim - len(entries)))
 
 
-def in_mesh(mesh: Any) -> contextlib.AbstractContextManager[Any]:
-    """Put a mesh in force, or leave what is."""
-    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
-
-
 @contextlib.contextmanager
 def on_one_device() -> Iterator[None]:
     """Compute one device's part: with no mesh in force, whatever mesh its program has, and with errors that arrive.

@@ -189,7 +189,7 @@ class _Traces:
         mesh = compat.explicit_mesh(avals) if self._may_split else None
         if mesh is None:
             return self._traced_as_it_is(avals)
-        with compat.in_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(mesh):
             types = self._traced_as_it_is([compat.whole(aval) for aval in avals])
         split = explicit_split(self.call.node, avals, types.avals)
         return (

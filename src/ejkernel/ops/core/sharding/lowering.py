@@ -148,10 +148,10 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     if reason:
         _say_once(call.node.spec.kernel.op_id, reason)
         return None
-    _shapes(call.node, found, ctx.avals_in, ctx.avals_out, {})
+    shapes = _shapes(call.node, found, ctx.avals_in, ctx.avals_out, {})
 
     def asked(mesh: Mapping[str, int], specs: list[PartitionSpec]) -> compat.AskedToSplit:
-        chosen = auto_split(call.node, found, ctx.avals_in, ctx.avals_out, mesh=mesh, specs=specs)
+        chosen = split(found, dataclasses.replace(shapes, mesh=mesh), specs, move=True)
         part = part_of(chosen, functools.partial(_bound, call, Part.LOCAL))
         return compat.AskedToSplit(chosen.operand_specs, chosen.result_specs, _alone(part))
 
@@ -167,19 +167,6 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     digest = f":{call.digest()}" if compat.stores_split_programs() else ""
     compat.label_value(out[0], values, SPLIT, f"{kernel.op_id}{call.node.suffix}@v{kernel.version}{digest}")
     return compat.lower_sums_over_manual_axes(ctx, *out)
-
-
-def auto_split(
-    node: Node,
-    found: Factors,
-    arrays: Sequence[HasType],
-    results: Sequence[HasType],
-    *,
-    mesh: Mapping[str, int],
-    specs: Sequence[PartitionSpec],
-) -> Split:
-    """Return how XLA's partitioner is to split a call whose arguments and results it shards as `specs` say."""
-    return split(found, _shapes(node, found, arrays, results, mesh), specs, move=True)
 
 
 def _alone(part: Callable[..., Any]) -> Callable[..., Any]:
