@@ -21,16 +21,16 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 
-from .plan import REGISTERS, STEP, WARPGROUPS, ProductPlan
+from .plan import STEP, WARPGROUPS, ProductPlan
 from .tiles import (
     Scratch,
     accumulate,
-    drain,
     launch,
     operand_shape,
     place,
     plgpu,
     ring,
+    share_out,
     swizzled,
     tiled,
     when_free,
@@ -91,19 +91,7 @@ class _Program:
         self.shared = scratch
         self.lhs_tiles, self.lhs_rows = (scratch.lhs,) * 2 if self.simulated else scratch.lhs
         self.out_views = (scratch.out,) * 3 if self.simulated else scratch.out
-        warpgroup, (few, many) = lax.axis_index("warpgroup"), REGISTERS
-
-        @pl.when(warpgroup == WARPGROUPS)
-        def _copying() -> None:
-            plgpu.set_max_registers(few, action="decrease")
-            steps = self._each_tile(self._copy_tile)
-            drain(self.shared, steps, self.plan)
-
-        @pl.when(warpgroup < WARPGROUPS)
-        def _computing() -> None:
-            plgpu.set_max_registers(many, action="increase")
-            self._each_tile(lambda tile, step: self._compute_tile(tile, step, warpgroup))
-            plgpu.wait_smem_to_gmem(0)
+        share_out(self.plan, scratch, self._each_tile, copy=self._copy_tile, compute=self._compute_tile)
 
     # Which tiles.
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from .plan import ROW_BYTES, STEP, WARPGROUPS, Plan
+from .plan import REGISTERS, ROW_BYTES, STEP, WARPGROUPS, Plan
 
 plgpu: Any = mosaic_gpu  # its annotations differ between versions, and few of them take a slice of a reference
 
@@ -80,7 +80,38 @@ def when_free(scratch: Scratch, step: Any, plan: Plan) -> Any:
     return stage
 
 
-def drain(scratch: Scratch, steps: Any, plan: Plan) -> None:
+def share_out(
+    plan: Plan,
+    scratch: Scratch,
+    each_tile: Callable[..., Any],
+    *,
+    copy: Callable[..., Any],
+    compute: Callable[..., Any],
+) -> None:
+    """Have the last warpgroup copy, and the others compute.
+
+    Args:
+        plan: The launch.
+        scratch: Memory and barriers.
+        each_tile: Calls a `body(tile, step)`, which returns the next step, for each tile of this program.
+        copy: That body, of the warpgroup that copies.
+        compute: The same, of one that computes, followed by its number.
+    """
+    warpgroup, (few, many) = lax.axis_index("warpgroup"), REGISTERS
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _copying() -> None:
+        plgpu.set_max_registers(few, action="decrease")
+        _drain(scratch, each_tile(copy), plan)
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _computing() -> None:
+        plgpu.set_max_registers(many, action="increase")
+        each_tile(lambda tile, step: compute(tile, step, warpgroup))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _drain(scratch: Scratch, steps: Any, plan: Plan) -> None:
     """Wait until all stages are free, so that no barrier is left with an arrival that nobody saw."""
 
     @pl.loop(jnp.maximum(steps - plan.stages, 0), steps)

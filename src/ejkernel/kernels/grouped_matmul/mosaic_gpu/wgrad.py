@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .plan import ALIGNED, REGISTERS, STEP, WARPGROUPS, WgradPlan
-from .tiles import Scratch, accumulate, drain, launch, place, plgpu, ring, tiled, when_free
+from .plan import ALIGNED, STEP, WARPGROUPS, WgradPlan
+from .tiles import Scratch, accumulate, launch, place, plgpu, ring, share_out, tiled, when_free
 
 
 class _Tile(NamedTuple):
@@ -81,19 +81,7 @@ class _Program:
     def run(self, scratch: Scratch) -> None:
         """Be the warpgroup that this is."""
         self.shared = scratch
-        warpgroup, (few, many) = lax.axis_index("warpgroup"), REGISTERS
-
-        @pl.when(warpgroup == WARPGROUPS)
-        def _copying() -> None:
-            plgpu.set_max_registers(few, action="decrease")
-            steps = self._each_tile(self._copy_tile)
-            drain(self.shared, steps, self.plan)
-
-        @pl.when(warpgroup < WARPGROUPS)
-        def _computing() -> None:
-            plgpu.set_max_registers(many, action="increase")
-            self._each_tile(lambda tile, step: self._compute_tile(tile, step, warpgroup))
-            plgpu.wait_smem_to_gmem(0)
+        share_out(self.plan, scratch, self._each_tile, copy=self._copy_tile, compute=self._compute_tile)
 
     # Which tiles.
 
