@@ -31,7 +31,7 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
     others empty them, and what one computing warpgroup waits for the other has computed a step before.
     """
     problem = problem_of(call)
-    return _division_fault(problem, params) or _shared_fault(problem, params) or _register_fault(problem, params)
+    return _parts_fault(problem, params) or _division_fault(problem, params) or _shared_fault(problem, params) or _register_fault(problem, params)
 
 
 def is_deterministic(call: AttentionCall, params: BackwardParams) -> bool:
@@ -120,6 +120,12 @@ def _arguments_reason(call: AttentionCall) -> str | None:
 def _shares_bias(call: AttentionCall) -> bool:
     """Return whether examples or heads share a bias, so that its gradient is a sum over them."""
     return call.bias is not None and call.bias[:2] != (call.query[0], call.query[2])
+
+
+def _parts_fault(problem: Problem, params: BackwardParams) -> str | None:
+    if problem.heads_per_group % params.head_parts:
+        return f"head_parts must divide the {problem.heads_per_group} heads of a group, got {params.head_parts}."
+    return None
 
 
 def _division_fault(problem: Problem, params: BackwardParams) -> str | None:

@@ -34,6 +34,7 @@ class Visibility:
         queries, keys: Lengths.
         rules: The last query is aligned with the last key.
         query_segments, key_segments: `[batch, length]`, in any order; `None` if there are none.
+        query_lengths, key_lengths: `[batch]`; those from there on hide, and are hidden.
         mask: True where a key may be visible, `[batch or 1, heads or 1, queries or 1, keys or 1]`.
     """
 
@@ -42,6 +43,8 @@ class Visibility:
     rules: Rules
     query_segments: Array | None = None
     key_segments: Array | None = None
+    query_lengths: Array | None = None
+    key_lengths: Array | None = None
     mask: Array | None = None
 
 
@@ -49,7 +52,8 @@ def ranges_of_queries(visibility: Visibility, blocks: Blocks) -> Array:
     """Return for each block of keys the query blocks that it meets, int32 `[batch or 1, key blocks, 4]`.
 
     The four numbers `first <= begin <= end <= last`: only blocks in `[first, last)` have visible pairs, and in those
-    in `[begin, end)` every pair is visible, boolean masks aside. Queries beyond the last count as visible.
+    in `[begin, end)` every pair is visible, boolean masks aside. Queries beyond the last, or beyond a length, count as
+    visible: their log-sum-exp makes their weights zero.
     """
     some, every = _tiles(visibility, blocks)
     return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), masked_after=False)
@@ -69,6 +73,13 @@ def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
         rows, columns = (lowest[:, :, None], highest[:, :, None]), (key_lowest[:, None], key_highest[:, None])
         some = some & (rows[0] <= columns[1]) & (columns[0] <= rows[1])
         every = every & (rows[0] == rows[1]) & (columns[0] == columns[1]) & (rows[0] == columns[0])
+    if visibility.query_lengths is not None:
+        first = np.arange(some.shape[1], dtype=np.int32) * blocks.queries
+        some = some & (first < visibility.query_lengths[:, None])[:, :, None]
+    if visibility.key_lengths is not None:
+        first = np.arange(some.shape[2], dtype=np.int32) * blocks.keys
+        some = some & (first < visibility.key_lengths[:, None])[:, None]
+        every = every & (first + blocks.keys <= visibility.key_lengths[:, None])[:, None]
     if visibility.mask is not None:
         some = some & _some_in_blocks(visibility.mask, some.shape[1:], blocks)
     return some, every

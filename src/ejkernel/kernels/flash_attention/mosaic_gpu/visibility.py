@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels.flash_attention.common import Operands, Rules
+from ejkernel.kernels.flash_attention.dropout import query_words
 
 _NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # ids of segments that are no user's, and of each other's sight
 
@@ -42,6 +43,34 @@ def _hidden_from(segments: jax.Array, lengths: jax.Array | None, segment: int) -
         return segments
     hidden = jnp.arange(segments.shape[1], dtype=jnp.int32)[None] >= lengths[:, None]
     return jnp.where(hidden, jnp.int32(segment), segments)
+
+
+def packed(mask: Any, sizes: tuple[int, int], axis: int) -> jax.Array | None:
+    """Return a mask of pairs with 32 neighbours along an axis as the bits of an int32, that axis before the other.
+
+    Args:
+        mask: `[batch or 1, heads or 1, queries or 1, keys or 1]`; `None` stays.
+        sizes: How many queries and keys there are to be, multiples of 32; those that the mask lacks are hidden.
+        axis: 2 for queries, 3 for keys.
+    """
+    if mask is None:
+        return None
+    missing = [(0, size - own) if own > 1 else (0, 0) for size, own in zip(sizes, mask.shape[2:], strict=True)]
+    mask = jnp.pad(mask, [(0, 0), (0, 0), *missing])
+    mask = jnp.broadcast_to(mask, (*mask.shape[:2], *sizes))
+    split = mask.reshape(*mask.shape[:axis], sizes[axis - 2] // 32, 32, *mask.shape[axis + 1 :])
+    bits = lax.broadcasted_iota(jnp.int32, split.shape, axis + 1)
+    words = lax.shift_left(split.astype(jnp.int32), bits).sum(axis=axis + 1, dtype=jnp.int32)
+    return words if axis == 2 else words.swapaxes(2, 3)
+
+
+def dropout_words(operands: Operands) -> jax.Array | None:
+    """Return the words of the queries that a dropout's mask is drawn with, `[batch, heads, queries]`."""
+    if operands.dropout_key is None:
+        return None
+    batch, queries, heads = operands.query.shape[:3]
+    rows = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads)
+    return query_words(operands.dropout_key, rows, jnp.arange(queries, dtype=jnp.int32))
 
 
 class BlockRange(NamedTuple):
