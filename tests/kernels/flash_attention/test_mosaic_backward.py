@@ -36,6 +36,7 @@ from ejkernel.ops import ConfigError
 
 NAMES = ("query", "key", "value")
 CAUSAL = Rules(scale=0.2, right=0)
+LATE_CAP = Rules(scale=0.2, soft_cap=2.0, cap_after_bias=True)
 FUSED = BackwardParams()
 WIDE = BackwardParams(division="products")
 SPLIT = BackwardParams(form="split", kv_block=64, kv_stages=2, q_warpgroups=2)
@@ -100,21 +101,29 @@ def error(expected, actual):
     ("case", "params"),
     [
         (Small(heads=2, rules=CAUSAL), FUSED),
-        (Small(queries=150, keys=100, rules=Rules(scale=0.2, left=20, right=3, soft_cap=2.0)), SPLIT),
+        (Small(queries=150, keys=100, mask=(1, 1, 150, 100), rules=Rules(scale=0.2, left=20, soft_cap=2.0)), SPLIT),
         (Small(keys=136, segments=True, head_dim=128, rules=CAUSAL), WIDE),
         (Small(queries=192, keys=64, head_dim=128, rules=CAUSAL), WIDE),
         (Small(queries=100, bias=(1, 1, 100, 128), mask=(1, 1, 100, 128)), FUSED),
         (Small(queries=100, bias=(1, 1, 100, 128)), FUSED),
         (Small(head_dim=40, value_dim=24, queries=60, rules=CAUSAL), WIDE_SPLIT),
+        (Small(heads=4, rules=CAUSAL), dataclasses.replace(FUSED, head_parts=2)),
+        (Small(heads=2, bias=(1, 2, 128, 128), rules=Rules(scale=0.2, dropout_rate=0.3)), FUSED),
+        (Small(heads=2, rules=Rules(scale=0.2, soft_cap=2.0, dropout_rate=0.3)), WIDE_SPLIT),
+        (Small(queries=100, bias=(1, 1, 100, 128), rules=LATE_CAP), FUSED),
     ],
     ids=[
         "causal, grouped",
-        "window, soft cap",
+        "window, soft cap, mask",
         "segments, products",
         "causal, products",
         "bias and mask",
         "bias alone",
         "odd dims, split",
+        "parts of a group",
+        "dropout and bias",
+        "dropout, products and split",
+        "soft cap after bias",
     ],
 )
 def test_gradients_match_reference(mosaic, case, params):
@@ -310,6 +319,7 @@ def test_what_the_environment_lacks_is_the_reason(monkeypatch):
         ((64, 64), dataclasses.replace(FUSED, warpgroups=3), "cannot divide the 64 columns"),
         ((192, 128), dataclasses.replace(WIDE, q_block=128), "q_block must be 64"),
         ((256, 256), FUSED, "shared memory"),
+        ((128, 128), dataclasses.replace(FUSED, head_parts=3), "head_parts must divide the 2 heads of a group, got 3"),
     ],
 )
 def test_parameters_that_cannot_run_are_refused(dims, params, words):
@@ -323,7 +333,7 @@ def test_a_bias_needs_the_division_by_keys():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("form", "both"), ("division", None), ("warpgroups", 4), ("q_block", 65), ("q_stages", 0), ("kv_block", 64)],
+    [("form", "both"), ("division", None), ("warpgroups", 4), ("q_block", 65), ("q_stages", 0), ("kv_block", 64), ("head_parts", 0)],
 )
 def test_error_names_field_and_value(field, value):
     with pytest.raises(ConfigError, match=rf"{field} must be .*, got {value!r}"):

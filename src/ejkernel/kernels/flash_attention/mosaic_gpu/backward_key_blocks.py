@@ -170,6 +170,8 @@ class KeyBlockKernel:
         example, rest = lax.div(index, self.key_blocks * parts), lax.rem(index, self.key_blocks * parts)
         number, part = lax.div(rest, parts), lax.rem(rest, parts)
         tiles, limit = Range.load(arrays.ranges, example, number), limit_of(self.problem, arrays, example)
+        if self.params.rotate:
+            tiles = tiles._replace(turn=lax.div(number * (tiles.end - tiles.begin), self.key_blocks))
         block = Block(arrays, sums, outputs, scratch, example, part, number * self.params.keys, tiles, limit)
 
         @pl.when(wg == warpgroups)
@@ -194,7 +196,7 @@ class KeyBlockKernel:
             head = self.head(block, g)
 
             def of_tile(j: jax.Array, number: jax.Array) -> jax.Array:
-                self._load_tile(block, Step(head, j, number))
+                self._load_tile(block, Step(head, block.tiles.at(j), number))
                 return number + 1
 
             total: jax.Array = lax.fori_loop(block.tiles.first, block.tiles.last, of_tile, number)

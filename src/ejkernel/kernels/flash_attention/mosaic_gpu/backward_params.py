@@ -46,6 +46,7 @@ class BackwardParams:
     kv_stages: int = 0
     q_warpgroups: int = 0
     head_parts: int = 1
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)

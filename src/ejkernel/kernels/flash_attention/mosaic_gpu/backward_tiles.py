@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from ..common import Rules
 from ..dropout import keeps
 from .backward_problem import LOG2_E, Inputs, Problem
-from .machine import plgpu
+from .machine import plgpu, shown
 
 WGMMA = plgpu.Layout.WGMMA
 # A thread's registers, by how many warpgroups compute: of 65,536 for all, in steps of 8. One alone has 255 at once.
@@ -30,6 +30,15 @@ class Range(NamedTuple):
     begin: jax.Array
     end: jax.Array
     last: jax.Array
+    turn: Any = None
+
+    def at(self, j: jax.Array) -> jax.Array:
+        """Return the tile that comes in the place of tile `j`."""
+        if self.turn is None:
+            return j
+        count = jnp.maximum(self.end - self.begin, 1)
+        turned = self.begin + lax.rem(j - self.begin + lax.rem(self.turn, count), count)
+        return jnp.where((j >= self.begin) & (j < self.end), turned, j)
 
     @classmethod
     def load(cls, ranges: Any, example: jax.Array, block: jax.Array) -> Range:
@@ -135,7 +144,7 @@ def weigh(
         if beside.bias is not None and rules.cap_after_bias:  # what a bias of minus infinity hides, the cap shows
             weights = jnp.where(beside.bias == -jnp.inf, 0.0, weights)
     if beside.mask:
-        weights = jnp.where(_shown(beside.mask, tile), weights, 0.0)
+        weights = jnp.where(shown(beside.mask, tile.shape), weights, 0.0)
     if is_masked:
         for condition in _conditions(problem, arrays, tile):
             weights = jnp.where(condition, weights, 0.0)
@@ -166,19 +175,6 @@ def mask_words(arrays: Inputs, tile: Tile) -> tuple[jax.Array, ...]:
         tile.vector(mask.at[(*pick(mask, tile), words + i, rows)], 0, optimized=False)
         for i in range(tile.shape[1] // 32)
     )
-
-
-def _shown(words: tuple[jax.Array, ...], tile: Tile) -> jax.Array:
-    """Return where the bits of a mask are set."""
-    column = plgpu.broadcasted_iota(jnp.int32, tile.shape, 1, layout=WGMMA)
-    word = tile.spread(words[0], 0)
-    for i, other in enumerate(words[1:], 1):
-        word = jnp.where(column >= 32 * i, tile.spread(other, 0), word)
-    # Of a column's number, two bits depend on the thread: a word is shifted by these once, all others are constants.
-    shifted = lax.shift_right_logical(word, column & 6)
-    bit = lax.shift_left(jnp.full(tile.shape, 1, jnp.int32), column & 25)
-    shown: jax.Array = (shifted & bit) != 0
-    return shown
 
 
 def kept(problem: Problem, arrays: Inputs, tile: Tile) -> jax.Array | None:
