@@ -31,6 +31,7 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_visibility import (
     ranges_of_keys,
     ranges_of_queries,
 )
+from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import packed
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
@@ -333,7 +334,15 @@ def test_a_bias_needs_the_division_by_keys():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("form", "both"), ("division", None), ("warpgroups", 4), ("q_block", 65), ("q_stages", 0), ("kv_block", 64), ("head_parts", 0)],
+    [
+        ("form", "both"),
+        ("division", None),
+        ("warpgroups", 4),
+        ("q_block", 65),
+        ("q_stages", 0),
+        ("kv_block", 64),
+        ("head_parts", 0),
+    ],
 )
 def test_error_names_field_and_value(field, value):
     with pytest.raises(ConfigError, match=rf"{field} must be .*, got {value!r}"):
@@ -351,8 +360,10 @@ def test_only_sums_in_one_order_repeat_bit_by_bit():
 @settings(max_examples=150)
 @given(st.data())
 def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
-    queries, keys = data.draw(st.tuples(*[st.integers(1, 24)] * 2), "lengths")
-    blocks = Blocks(*data.draw(st.tuples(*[st.sampled_from([2, 4, 8])] * 2), "blocks"))
+    masked = data.draw(st.booleans(), "masked")  # a mask is known for 32 queries at once
+    queries, keys = data.draw(st.tuples(st.integers(1, 150 if masked else 24), st.integers(1, 24)), "lengths")
+    sizes = st.sampled_from([32, 64] if masked else [2, 4, 8]), st.sampled_from([2, 4, 8])
+    blocks = Blocks(*data.draw(st.tuples(*sizes), "blocks"))
     left, right = data.draw(st.tuples(*[st.none() | st.integers(0, 20)] * 2), "window")
     rules, ids = Rules(scale=1.0, left=left, right=right), [None, None]
     visible = within_window(np.arange(queries) + keys - queries, np.arange(keys), rules)
@@ -360,11 +371,11 @@ def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
     if data.draw(st.booleans(), "segments"):
         ids = [np.array([data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))]) for n in (queries, keys)]
         visible = visible & (ids[0][:, :, None] == ids[1][:, None, :])
-    mask = None
-    if data.draw(st.booleans(), "mask"):
-        mask = np.random.default_rng(data.draw(st.integers(0, 99))).random((1, 2, queries, keys)) < 0.1
-    given_ = Visibility(queries=queries, keys=keys, rules=rules, query_segments=ids[0], key_segments=ids[1], mask=mask)
-    counts = (-(-queries // blocks.queries), -(-keys // blocks.keys))
+    counts, mask, words = (-(-queries // blocks.queries), -(-keys // blocks.keys)), None, None
+    if masked:
+        mask = np.random.default_rng(data.draw(st.integers(0, 99))).random((1, 2, queries, keys)) < 0.02
+        words = np.asarray(packed(mask, (counts[0] * blocks.queries + 64, counts[1] * blocks.keys + 8), 2))
+    given_ = Visibility(queries=queries, keys=keys, rules=rules, query_segments=ids[0], key_segments=ids[1], mask=words)
     whole = np.zeros((counts[0] * blocks.queries, counts[1] * blocks.keys), bool)
     some, every = whole.copy(), whole.copy()
     some[:queries, :keys] = visible[0] if mask is None else visible[0] & mask.any(axis=(0, 1))

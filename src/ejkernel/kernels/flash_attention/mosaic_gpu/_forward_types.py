@@ -18,7 +18,7 @@ class Inputs(NamedTuple):
         query_segments, key_segments: `[batch, 1, padded to whole tiles or blocks]`, int32.
         key_bias: `[batch or 1, heads or 1, padded to whole blocks]`, float32.
         bias: `[batch or 1, heads or 1, queries, keys]`.
-        mask: `[batch or 1, heads or 1, keys / 32, queries]`, both padded; a bit for each key, which hides it if not set.
+        mask: `[batch or 1, heads or 1, keys / 32, queries]`, padded; a bit for each key, which hides it if not set.
         dropout: `[batch, heads, padded to whole tiles]`, the words of the rows that a dropout's mask is drawn with.
     """
 

@@ -33,7 +33,7 @@ class KeysKernel(KeyBlockKernel):
         def of_head(head: jax.Array, carry: Any) -> Any:
             def of_tile(j: jax.Array, carry: Any, *, masked: bool) -> Any:
                 dkey, dvalue, number = carry
-                return (*self._step(block, Step(head, block.tiles.at(j), number), (dkey, dvalue), masked), number + 1)
+                return (*self._step(block, Step(head, j, number), (dkey, dvalue), masked), number + 1)
 
             return walk(block.tiles, of_tile, carry, self.masks)
 

@@ -45,7 +45,7 @@ class ProductsKernel(KeyBlockKernel):
         def of_head(head: jax.Array, carry: Any) -> Any:
             def of_tile(j: jax.Array, carry: Any, *, masked: bool) -> Any:
                 dvalue, before, number = carry
-                step = Step(head, block.tiles.at(j), number)
+                step = Step(head, j, number)
                 return self._values_step(block, step, before, dvalue, masked), step, number + 1
 
             return walk(block.tiles, of_tile, carry, self.masks)
@@ -135,7 +135,7 @@ class ProductsKernel(KeyBlockKernel):
         def of_head(head: jax.Array, carry: Any) -> Any:
             def of_tile(j: jax.Array, carry: Any, *, masked: bool) -> Any:
                 del masked  # where a query sees no key the probability is zero
-                return self._keys_step(block, Step(head, block.tiles.at(j), carry[1]), carry[0]), carry[1] + 1
+                return self._keys_step(block, Step(head, j, carry[1]), carry[0]), carry[1] + 1
 
             return lax.fori_loop(block.tiles.first, block.tiles.last, lambda j, c: of_tile(j, c, masked=False), carry)
 

@@ -20,6 +20,8 @@ from .backward_problem import Inputs, Problem
 from .backward_tiles import WGMMA, Beside, Range, Tile, drain, limit_of, pick, take_registers, tiled, zeros
 from .machine import Machine, plgpu
 
+_FEW = 528  # four for each multiprocessor of an H100 or H200
+
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of a block; what a kernel does not use is `None`."""
@@ -165,13 +167,10 @@ class KeyBlockKernel:
         return Scratch(**{name: (buffers | barriers).get(name) for name in Scratch._fields})
 
     def _block(self, arrays: Inputs, sums: Sums, outputs: tuple[Any, ...], scratch: Scratch) -> None:
-        warpgroups, parts = self.params.warpgroups, self.parts
+        warpgroups = self.params.warpgroups
         wg, index = lax.axis_index("wg"), lax.axis_index("block")
-        example, rest = lax.div(index, self.key_blocks * parts), lax.rem(index, self.key_blocks * parts)
-        number, part = lax.div(rest, parts), lax.rem(rest, parts)
+        number, example, part = self._place(index)
         tiles, limit = Range.load(arrays.ranges, example, number), limit_of(self.problem, arrays, example)
-        if self.params.rotate:
-            tiles = tiles._replace(turn=lax.div(number * (tiles.end - tiles.begin), self.key_blocks))
         block = Block(arrays, sums, outputs, scratch, example, part, number * self.params.keys, tiles, limit)
 
         @pl.when(wg == warpgroups)
@@ -183,6 +182,17 @@ class KeyBlockKernel:
         def _() -> None:
             take_registers(warpgroups, computes=True)
             self.compute(block)
+
+    def _place(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the number of a block of keys, its example, and its part of all groups.
+
+        Under a causal mask the first keys are seen by most queries. Where blocks are few, those of all examples come
+        first, and the short ones fill the gaps; where they are many, those of one example share what they read.
+        """
+        rest, part = lax.div(index, self.parts), lax.rem(index, self.parts)
+        if self.key_blocks * self.problem.batch * self.parts <= _FEW:
+            return lax.div(rest, self.problem.batch), lax.rem(rest, self.problem.batch), part
+        return lax.rem(rest, self.key_blocks), lax.div(rest, self.key_blocks), part
 
     def _load(self, block: Block) -> None:
         params, scratch = self.params, block.scratch
@@ -196,7 +206,7 @@ class KeyBlockKernel:
             head = self.head(block, g)
 
             def of_tile(j: jax.Array, number: jax.Array) -> jax.Array:
-                self._load_tile(block, Step(head, block.tiles.at(j), number))
+                self._load_tile(block, Step(head, j, number))
                 return number + 1
 
             total: jax.Array = lax.fori_loop(block.tiles.first, block.tiles.last, of_tile, number)

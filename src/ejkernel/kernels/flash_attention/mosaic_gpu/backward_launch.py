@@ -38,7 +38,7 @@ def gradients(
     problem = problem_of(describe(operands, rules))
     machine = Hopper() if interpret is None else Interpreter(interpret)
     inputs = _inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
-    found, dbias = _run(inputs, _visibility(operands, problem), problem, params, machine)
+    found, dbias = _run(inputs, operands, problem, params, machine)
     dquery, dkey, dvalue = (
         x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)
     )
@@ -48,7 +48,7 @@ def gradients(
 
 
 def _run(
-    inputs: Inputs, visibility: Visibility, problem: Problem, params: BackwardParams, machine: Machine
+    inputs: Inputs, operands: Operands, problem: Problem, params: BackwardParams, machine: Machine
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
     """Return the gradients of query, key and value, and the bias's sum, all of padded sizes."""
     lengths = zip((problem.queries, problem.keys), _padded_lengths(params), strict=True)
@@ -57,11 +57,13 @@ def _run(
     fused = params.form == "fused"
     empty = Sums(
         dquery=jnp.zeros(shape, jnp.float32) if fused else None,
-        dbias=None if problem.bias is None else _empty_bias(problem, visibility, sizes),
+        dbias=None if problem.bias is None else _empty_bias(problem, operands, sizes),
     )
     kernel = _BY_KEY_BLOCKS[params.division](problem, params, machine)
+    mask = packed(operands.attention_mask, sizes, 2)
+    visibility = _visibility(operands, problem, mask)
     ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
-    by_keys = inputs._replace(ranges=jnp.asarray(ranges), mask=packed(visibility.mask, sizes, 2))
+    by_keys = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
 
     def add_up(state: Any) -> None:
         places, gradients = state
@@ -76,7 +78,8 @@ def _run(
         dquery = (sums.dquery * problem.gradient_scale).astype(problem.dtype)
     else:
         ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
-        by_queries = inputs._replace(ranges=jnp.asarray(ranges), mask=packed(visibility.mask, sizes, 3))
+        mask = packed(operands.attention_mask, sizes, 3)
+        by_queries = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
         dquery = QueriesKernel(problem, params, machine).run(by_queries)
     return (dquery, dkey, dvalue), sums.dbias
 
@@ -89,14 +92,14 @@ def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
     return split.astype(jnp.float32).sum(axis=3).astype(x.dtype)
 
 
-def _empty_bias(problem: Problem, visibility: Visibility, sizes: tuple[int, int]) -> jax.Array:
+def _empty_bias(problem: Problem, operands: Operands, sizes: tuple[int, int]) -> jax.Array:
     """Return what the gradient of the bias is added to, or stored over: zeros, unless every tile is stored over."""
     assert problem.bias is not None  # who asks has one
     if not problem.bias_whole:
         return jnp.zeros((*problem.bias, *sizes[::-1]), problem.bias_gradient_dtype)
     # Tiles that are skipped are not stored over.
-    rules, hides = problem.rules, (visibility.mask, visibility.query_segments, visibility.query_lengths)
-    skips = any(x is not None for x in (*hides, visibility.key_lengths, rules.left, rules.right))
+    rules, hides = problem.rules, (operands.attention_mask, operands.query_segments, operands.query_lengths)
+    skips = any(x is not None for x in (*hides, operands.key_lengths, rules.left, rules.right))
     make = jnp.zeros if skips else jax.lax.empty
     return make((*problem.bias, *sizes), problem.bias_gradient_dtype)
 
@@ -143,7 +146,7 @@ def _bias_gradient(total: jax.Array | None, operands: Operands) -> jax.Array | N
     return total.sum(axis=axes, keepdims=True).astype(bias.dtype)
 
 
-def _visibility(operands: Operands, problem: Problem) -> Visibility:
+def _visibility(operands: Operands, problem: Problem, mask: jax.Array | None) -> Visibility:
     return Visibility(
         queries=problem.queries,
         keys=problem.keys,
@@ -152,5 +155,5 @@ def _visibility(operands: Operands, problem: Problem) -> Visibility:
         key_segments=operands.key_segments,
         query_lengths=operands.query_lengths,
         key_lengths=operands.key_lengths,
-        mask=operands.attention_mask,
+        mask=mask,
     )

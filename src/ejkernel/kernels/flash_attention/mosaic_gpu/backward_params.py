@@ -46,7 +46,6 @@ class BackwardParams:
     kv_stages: int = 0
     q_warpgroups: int = 0
     head_parts: int = 1
-    rotate: bool = False
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)

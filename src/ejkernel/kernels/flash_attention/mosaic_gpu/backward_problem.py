@@ -179,4 +179,4 @@ def row_inputs(
     # Not an einsum: a program without a matrix product can be compiled where the device is not.
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=3).transpose(0, 2, 1)
     shift = row_shift(pad_axis(lse, 2, q_block, EMPTY_ROW_LSE), problem)
-    return shift, pad_axis(delta * (problem.rules.dropout_rate - 1), 2, q_block)
+    return shift, pad_axis(-delta * (1 - problem.rules.dropout_rate), 2, q_block)

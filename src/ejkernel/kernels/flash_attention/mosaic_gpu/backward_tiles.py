@@ -30,15 +30,6 @@ class Range(NamedTuple):
     begin: jax.Array
     end: jax.Array
     last: jax.Array
-    turn: Any = None
-
-    def at(self, j: jax.Array) -> jax.Array:
-        """Return the tile that comes in the place of tile `j`."""
-        if self.turn is None:
-            return j
-        count = jnp.maximum(self.end - self.begin, 1)
-        turned = self.begin + lax.rem(j - self.begin + lax.rem(self.turn, count), count)
-        return jnp.where((j >= self.begin) & (j < self.end), turned, j)
 
     @classmethod
     def load(cls, ranges: Any, example: jax.Array, block: jax.Array) -> Range:

@@ -35,7 +35,8 @@ class Visibility:
         rules: The last query is aligned with the last key.
         query_segments, key_segments: `[batch, length]`, in any order; `None` if there are none.
         query_lengths, key_lengths: `[batch]`; those from there on hide, and are hidden.
-        mask: True where a key may be visible, `[batch or 1, heads or 1, queries or 1, keys or 1]`.
+        mask: Not zero where one of 32 neighbouring queries may see a key: `[batch or 1, heads or 1, queries / 32,
+            keys]`, padded to whole blocks.
     """
 
     queries: int
@@ -81,7 +82,8 @@ def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
         some = some & (first < visibility.key_lengths[:, None])[:, None]
         every = every & (first + blocks.keys <= visibility.key_lengths[:, None])[:, None]
     if visibility.mask is not None:
-        some = some & _some_in_blocks(visibility.mask, some.shape[1:], blocks)
+        seen = _some_in_blocks(visibility.mask, blocks)
+        some = some & seen[:, : some.shape[1], : some.shape[2]]
     return some, every
 
 
@@ -115,15 +117,12 @@ def _extent(segments: Array, size: int) -> tuple[Array, Array]:
     return blocks.min(axis=-1), blocks.max(axis=-1)
 
 
-def _some_in_blocks(mask: Array, counts: tuple[int, ...], blocks: Blocks) -> Array:
-    """Return whether a boolean mask shows some pair of each tile to some head, `[batch or 1, q blocks, k blocks]`."""
-    module, some = _module(mask), mask.any(axis=1)
-    for axis, size in ((1, blocks.queries), (2, blocks.keys)):
-        if some.shape[axis] > 1:
-            some = module.pad(some, [(0, -some.shape[axis] % size if a == axis else 0) for a in range(3)])
-            some = some.reshape(*some.shape[:axis], -1, size, *some.shape[axis + 1 :]).any(axis=axis + 1)
-    spread: Array = module.broadcast_to(some, (some.shape[0], *counts))
-    return spread
+def _some_in_blocks(words: Array, blocks: Blocks) -> Array:
+    """Return whether a mask shows some pair of each tile to some head, `[batch or 1, query blocks, key blocks]`."""
+    rows, keys = blocks.queries // 32, blocks.keys
+    split = words.reshape(*words.shape[:2], words.shape[2] // rows, rows, words.shape[3] // keys, keys)
+    some: Array = (split != 0).any(axis=(1, 3, 5))
+    return some
 
 
 def _ranges(some: Array, every: Array, *, masked_after: bool) -> Array:

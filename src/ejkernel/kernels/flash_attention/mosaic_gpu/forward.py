@@ -84,16 +84,16 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     block = plan.params.kv_block
     bias, mask = operands.bias, operands.attention_mask
     extras: dict[str, Any] = {}
+    if plan.mask:
+        sizes = (plan.row_tiles * plan.tile_rows, -(-plan.keys // block) * block)
+        extras["mask"] = packed(mask, sizes, 3)
     if plan.table:
-        extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block)
+        extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block, extras.get("mask"))
     if operands.query_segments is not None and operands.key_segments is not None:
         extras["query_segments"] = _padded(operands.query_segments.astype(jnp.int32), 1, plan.tile_rows)[:, None]
         extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), 1, block)[:, None]
     if bias is not None and plan.bias:
         extras["bias"] = _in_tiles(bias.astype(_copied(bias.dtype)), block)
-    if mask is not None and plan.mask:
-        sizes = (plan.row_tiles * plan.tile_rows, -(-plan.keys // block) * block)
-        extras["mask"] = packed(mask, sizes, 3)
     if operands.dropout_key is not None:
         extras["dropout"] = _padded(dropout_words(operands), 2, plan.tile_rows)
     if plan.key_bias or plan.key_mask:

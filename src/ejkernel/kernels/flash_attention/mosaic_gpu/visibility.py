@@ -9,6 +9,7 @@ it keeps may do so too, and are right all the same, for they are masked.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -59,8 +60,9 @@ def packed(mask: Any, sizes: tuple[int, int], axis: int) -> jax.Array | None:
     mask = jnp.pad(mask, [(0, 0), (0, 0), *missing])
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], *sizes))
     split = mask.reshape(*mask.shape[:axis], sizes[axis - 2] // 32, 32, *mask.shape[axis + 1 :])
-    bits = lax.broadcasted_iota(jnp.int32, split.shape, axis + 1)
-    words = lax.shift_left(split.astype(jnp.int32), bits).sum(axis=axis + 1, dtype=jnp.int32)
+    # Bit by bit: for a sum XLA would transpose the mask first.
+    bits = (lax.index_in_dim(split, i, axis + 1, keepdims=False).astype(jnp.int32) << i for i in range(32))
+    words = functools.reduce(jnp.bitwise_or, bits)
     return words if axis == 2 else words.swapaxes(2, 3)
 
 
@@ -113,7 +115,9 @@ def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any) -
     return BlockRange(first, free_from, free_until, end)
 
 
-def block_table(operands: Operands, rules: Rules, tile_rows: int, kv_block: int) -> jax.Array:
+def block_table(
+    operands: Operands, rules: Rules, tile_rows: int, kv_block: int, words: jax.Array | None = None
+) -> jax.Array:
     """Return the `BlockRange` of every tile, `[batch or 1, heads or 1, tiles, 4]` in int32.
 
     Args:
@@ -121,15 +125,17 @@ def block_table(operands: Operands, rules: Rules, tile_rows: int, kv_block: int)
         rules: The window.
         tile_rows: Rows of queries in a tile.
         kv_block: Keys in a block.
+        words: The mask as `packed` along the keys, to whole tiles and blocks, if it has been.
     """
     met, free = _window_pairs(operands, rules, tile_rows, kv_block)
     if operands.query_segments is not None and operands.key_segments is not None:
         queries, keys = _tiled(operands.query_segments, tile_rows), _tiled(operands.key_segments, kv_block)
         met_segments, free_segments = _segment_pairs(queries, keys)
         met, free = met & met_segments[:, None], free & free_segments[:, None]
-    if operands.attention_mask is not None:
-        met_mask, free_mask = _mask_pairs(operands.attention_mask, tile_rows, kv_block)
-        met, free = met & met_mask, free & free_mask
+    mask = operands.attention_mask
+    if mask is not None:
+        pairs = _mask_pairs(mask, tile_rows, kv_block) if words is None else _word_pairs(words, tile_rows, kv_block)
+        met, free = met & pairs[0], free & pairs[1]
     return jnp.stack(_ranges(met, free), axis=-1)
 
 
@@ -177,6 +183,15 @@ def _mask_pairs(mask: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Arr
     shape = (*mask.shape[:2], -(-mask.shape[2] // rows), rows, -(-mask.shape[3] // keys), keys)
     some = jnp.pad(mask, padding).reshape(shape).any(axis=(3, 5))
     every = jnp.pad(mask, padding, constant_values=True).reshape(shape).all(axis=(3, 5))
+    return some, every
+
+
+def _word_pairs(words: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
+    """Return the same of a mask that is `packed`; what was filled up counts as hidden."""
+    blocks, tiles = words.shape[2] * 32 // kv_block, words.shape[3] // tile_rows
+    split = words.reshape(*words.shape[:2], blocks, kv_block // 32, tiles, tile_rows)
+    pairs = ((split != 0).any(axis=(3, 5)), (split == -1).all(axis=(3, 5)))
+    some, every = (x.swapaxes(2, 3) for x in pairs)
     return some, every
 
 
