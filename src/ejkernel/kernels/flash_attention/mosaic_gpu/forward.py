@@ -94,8 +94,9 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
         extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), 1, block)[:, None]
     if bias is not None and plan.bias:
         extras["bias"] = _in_tiles(bias.astype(_copied(bias.dtype)), block)
-    if operands.dropout_key is not None:
-        extras["dropout"] = _padded(dropout_words(operands), 2, plan.tile_rows)
+    words = dropout_words(operands)
+    if words is not None:
+        extras["dropout"] = _padded(words, 2, plan.tile_rows)
     if plan.key_bias or plan.key_mask:
         terms = [] if bias is None or not plan.key_bias else [bias.astype(jnp.float32)]
         if mask is not None and plan.key_mask:
