@@ -20,8 +20,6 @@ from .backward_problem import Inputs, Problem
 from .backward_tiles import WGMMA, Beside, Range, Tile, drain, limit_of, pick, take_registers, tiled, zeros
 from .machine import Machine, plgpu
 
-_FEW = 528  # four for each multiprocessor of an H100 or H200
-
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of a block; what a kernel does not use is `None`."""
@@ -186,11 +184,11 @@ class KeyBlockKernel:
     def _place(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the number of a block of keys, its example, and its part of all groups.
 
-        Under a causal mask the first keys are seen by most queries. Where blocks are few, those of all examples come
-        first, and the short ones fill the gaps; where they are many, those of one example share what they read.
+        Under a causal mask the first keys are seen by most queries. Where blocks are so few that groups have parts,
+        those of all examples come first, and the short ones fill the gaps; else one example's share what they read.
         """
         rest, part = lax.div(index, self.parts), lax.rem(index, self.parts)
-        if self.key_blocks * self.problem.batch * self.parts <= _FEW:
+        if self.params.head_parts > 1:
             return lax.div(rest, self.problem.batch), lax.rem(rest, self.problem.batch), part
         return lax.rem(rest, self.key_blocks), lax.div(rest, self.key_blocks), part
 

@@ -60,10 +60,13 @@ def packed(mask: Any, sizes: tuple[int, int], axis: int) -> jax.Array | None:
     mask = jnp.pad(mask, [(0, 0), (0, 0), *missing])
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], *sizes))
     split = mask.reshape(*mask.shape[:axis], sizes[axis - 2] // 32, 32, *mask.shape[axis + 1 :])
-    # Bit by bit: for a sum XLA would transpose the mask first.
-    bits = (lax.index_in_dim(split, i, axis + 1, keepdims=False).astype(jnp.int32) << i for i in range(32))
-    words = functools.reduce(jnp.bitwise_or, bits)
-    return words if axis == 2 else words.swapaxes(2, 3)
+    # XLA transposes the mask before a sum over queries, and before each of 32 slices of keys.
+    if axis == 2:
+        bits = (lax.index_in_dim(split, i, axis + 1, keepdims=False).astype(jnp.int32) << i for i in range(32))
+        return functools.reduce(jnp.bitwise_or, bits)
+    places = lax.broadcasted_iota(jnp.int32, split.shape, axis + 1)
+    words = lax.shift_left(split.astype(jnp.int32), places).sum(axis=axis + 1, dtype=jnp.int32)
+    return words.swapaxes(2, 3)
 
 
 def dropout_words(operands: Operands) -> jax.Array | None:
