@@ -75,10 +75,10 @@ def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
         some = some & (rows[0] <= columns[1]) & (columns[0] <= rows[1])
         every = every & (rows[0] == rows[1]) & (columns[0] == columns[1]) & (rows[0] == columns[0])
     if visibility.query_lengths is not None:
-        first = np.arange(some.shape[1], dtype=np.int32) * blocks.queries
+        first = np.arange(some.shape[1], dtype=np.int32)[None] * blocks.queries
         some = some & (first < visibility.query_lengths[:, None])[:, :, None]
     if visibility.key_lengths is not None:
-        first = np.arange(some.shape[2], dtype=np.int32) * blocks.keys
+        first = np.arange(some.shape[2], dtype=np.int32)[None] * blocks.keys
         some = some & (first < visibility.key_lengths[:, None])[:, None]
         every = every & (first + blocks.keys <= visibility.key_lengths[:, None])[:, None]
     if visibility.mask is not None:
