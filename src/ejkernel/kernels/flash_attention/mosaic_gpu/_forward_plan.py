@@ -29,6 +29,7 @@ class ForwardPlan:
         key_bias: Whether a bias that is the same for all rows is added.
         key_mask: Whether keys are hidden from all rows.
         segments: Whether segment ids are compared.
+        key_lengths: Whether only some keys of each example count, and there are no segment ids that say so.
         caps_late: Whether the soft cap is of the sum of logits and bias.
         table: Whether the blocks of each tile are read from a table.
     """
@@ -48,6 +49,7 @@ class ForwardPlan:
     key_bias: bool = False
     key_mask: bool = False
     segments: bool = False
+    key_lengths: bool = False
     caps_late: bool = False
     table: bool = False
 
@@ -152,7 +154,8 @@ def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
     caps_late = call.bias is not None and call.rules.soft_cap is not None and call.rules.cap_after_bias
     if caps_late and not bias:  # under a cap, what is added to a row does not only shift it
         bias = "block"
-    segments = call.segments or call.query_lengths or call.key_lengths
+    segments = call.segments or call.query_lengths
+    key_lengths = call.key_lengths and not segments
     return ForwardPlan(
         batch=call.query[0],
         queries=call.query[1],
@@ -169,8 +172,9 @@ def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         key_bias=bias == "keys",
         key_mask=mask == "keys",
         segments=segments,
+        key_lengths=key_lengths,
         caps_late=caps_late,
-        table=segments or mask != "",
+        table=segments or key_lengths or mask != "",
     )
 
 

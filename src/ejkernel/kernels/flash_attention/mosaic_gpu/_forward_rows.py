@@ -305,7 +305,10 @@ class Rows:
             visible.append(key <= row + rules.right)
         if rules.left is not None:
             visible.append(key >= row - rules.left)
-        if self.plan.hides_tail:
+        if self.plan.key_lengths:
+            # The maximum gives it the type of numbers that are computed here, as it does those of the table.
+            visible.append(key < jnp.maximum(self.inputs.key_lengths[self.tile.batch], 0) - start)
+        elif self.plan.hides_tail:
             visible.append(key < self.plan.keys - start)
         return visible
 

@@ -16,6 +16,7 @@ class Inputs(NamedTuple):
         query, key, value: As in `Operands`.
         table: `[batch or 1, heads or 1, tiles, 4]`, int32; see `visibility`.
         query_segments, key_segments: `[batch, 1, padded to whole tiles or blocks]`, int32.
+        key_lengths: `[batch]`, int32, at most the number of keys.
         key_bias: `[batch or 1, heads or 1, padded to whole blocks]`, float32.
         bias: `[batch or 1, heads or 1, queries, keys]`.
         mask: `[batch or 1, heads or 1, keys / 32, queries]`, padded; a bit for each key, which hides it if not set.
@@ -28,6 +29,7 @@ class Inputs(NamedTuple):
     table: Any = None
     query_segments: Any = None
     key_segments: Any = None
+    key_lengths: Any = None
     key_bias: Any = None
     bias: Any = None
     mask: Any = None

@@ -82,8 +82,10 @@ def _with_row_terms(
 def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     """Return all inputs but query, key and value, by name."""
     block = plan.params.kv_block
-    bias, mask = operands.bias, operands.attention_mask
+    bias, mask, lengths = operands.bias, operands.attention_mask, operands.key_lengths
     extras: dict[str, Any] = {}
+    if lengths is not None:
+        extras["key_lengths"] = jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
     if plan.mask:
         sizes = (plan.row_tiles * plan.tile_rows, -(-plan.keys // block) * block)
         extras["mask"] = packed(mask, sizes, 3)

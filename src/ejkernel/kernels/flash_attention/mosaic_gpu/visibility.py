@@ -24,10 +24,13 @@ _NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # ids of segments that are no user's, 
 
 
 def lengths_as_segments(operands: Operands) -> Operands:
-    """Return operands whose queries and keys behind the lengths are of segments of their own: nobody sees those."""
-    if operands.query_lengths is None and operands.key_lengths is None:
-        return operands
+    """Return operands whose queries and keys behind the lengths are of segments of their own: nobody sees those.
+
+    Lengths of keys alone stay: to hide a block's end is cheaper than to compare ids.
+    """
     queries, keys = operands.query_segments, operands.key_segments
+    if operands.query_lengths is None and (operands.key_lengths is None or queries is None):
+        return operands
     if queries is None or keys is None:
         queries, keys = (jnp.zeros(x.shape[:2], jnp.int32) for x in operands[:2])
     return operands._replace(
@@ -124,7 +127,7 @@ def block_table(
     """Return the `BlockRange` of every tile, `[batch or 1, heads or 1, tiles, 4]` in int32.
 
     Args:
-        operands: With segment ids or a mask.
+        operands: With segment ids, lengths of keys or a mask.
         rules: The window.
         tile_rows: Rows of queries in a tile.
         kv_block: Keys in a block.
@@ -135,6 +138,10 @@ def block_table(
         queries, keys = _tiled(operands.query_segments, tile_rows), _tiled(operands.key_segments, kv_block)
         met_segments, free_segments = _segment_pairs(queries, keys)
         met, free = met & met_segments[:, None], free & free_segments[:, None]
+    if operands.key_lengths is not None:
+        end = jnp.arange(1, met.shape[-1] + 1, dtype=jnp.int32)[None, None, None] * kv_block
+        lengths = operands.key_lengths[:, None, None, None]
+        met, free = met & (end - kv_block < lengths), free & (end <= lengths)
     mask = operands.attention_mask
     if mask is not None:
         pairs = _mask_pairs(mask, tile_rows, kv_block) if words is None else _word_pairs(words, tile_rows, kv_block)
