@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import accumulator
-from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, check_residual, check_rows
+from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, canonical_eps, check_residual, check_rows
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
@@ -63,7 +63,7 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
         if residual is not None:
             check_residual(residual, x)
         return (x, weight, bias, *(() if residual is None else (residual,))), {
-            "eps": float(eps),
+            "eps": canonical_eps(eps),
             "implementation": self.requested(implementation),
         }
 
