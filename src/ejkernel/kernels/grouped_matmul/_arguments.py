@@ -21,6 +21,34 @@ def check_operand(name: str, array: Any, axes: str) -> None:
         raise ArgumentError(f"{name} must be {axes}, got shape {tuple(array.shape)}.")
 
 
+def check_product(lhs: Any, rhs: Any, group_sizes: Any, *, transpose_rhs: bool) -> None:
+    """Raise unless these are rows, a matrix for each group that they can be multiplied with, and the groups' sizes."""
+    check_operand("lhs", lhs, "[m, k]")
+    check_operand("rhs", rhs, "[groups, n, k]" if transpose_rhs else "[groups, k, n]")
+    check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), "have one k")
+    check_sizes(group_sizes, rhs.shape[0])
+
+
+def check_gate(gate: Any, rhs: Any) -> None:
+    """Raise unless the gate's matrices are as those of `rhs` are."""
+    check_operand("gate", gate, "[groups, k, n]")
+    if (gate.shape, gate.dtype) != (rhs.shape, rhs.dtype):
+        raise ArgumentError(
+            f"gate must have rhs's shape and dtype, {tuple(rhs.shape)} and {rhs.dtype}; got {tuple(gate.shape)} and "
+            f"{gate.dtype}."
+        )
+
+
+def check_row_scale(row_scale: Any, lhs: Any) -> None:
+    """Raise unless there is a factor for each row."""
+    check_operand("row_scale", row_scale, "[m]")
+    if row_scale.shape[0] != lhs.shape[0]:
+        raise ArgumentError(
+            f"row_scale must have a number for each row of lhs; got shapes {tuple(row_scale.shape)} and "
+            f"{tuple(lhs.shape)}."
+        )
+
+
 def check_pair(lhs: Any, rhs: Any, axes: tuple[int, int], what: str) -> None:
     """Raise unless the operands have one dtype, and one length along these axes."""
     if lhs.dtype != rhs.dtype:
