@@ -113,6 +113,11 @@ class ProductPlan(Plan):
         return 2 if self.gated else 1
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the product is all that is asked for."""
+        return self.activation is None and not self.gated and not self.scaled
+
+    @property
     def results(self) -> int:
         """How many arrays the kernel writes."""
         return 1 + self.products if self.keep else 1

@@ -11,6 +11,7 @@ can wait for what does not come.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -198,13 +199,12 @@ class _Program:
 
         sums = accumulate(plan, products)
 
-        @pl.when(mine == plan.part_rows)
-        def _whole() -> None:
-            self._store_whole(self._pieces(sums, row_scale, tile.column), row, warpgroup)
-
-        @pl.when((mine < plan.part_rows) & (mine > 0))
-        def _partly() -> None:
-            self._store_rows(self._pieces(sums, row_scale, tile.column), row, warpgroup, mine)
+        pieces = functools.partial(self._pieces, sums, row_scale, tile.column)
+        if plan.is_plain:
+            self._store(pieces, row, warpgroup, mine)
+        else:  # computed in front of the branches: there are no registers for two that compute the same
+            for piece in pieces():
+                self._store(lambda piece=piece: [piece], row, warpgroup, mine)
 
         # Tiles past the end come last, so that the steps that they do not have are missed by nobody; a constant keeps
         # the stage in registers that products read without waiting.
@@ -250,6 +250,17 @@ class _Program:
                 slot = (i * plan.results + j) % plan.out_slots
                 yield slot, value.astype(plan.out_dtype), result, pl.ds(column + i * width, width)
 
+    def _store(self, pieces: Callable[[], Iterable[Any]], row: Any, warpgroup: Any, mine: Any) -> None:
+        part_rows = self.plan.part_rows
+
+        @pl.when(mine == part_rows)
+        def _whole() -> None:
+            self._store_whole(pieces(), row, warpgroup)
+
+        @pl.when((mine < part_rows) & (mine > 0))
+        def _partly() -> None:
+            self._store_rows(pieces(), row, warpgroup, mine)
+
     def _store_whole(self, pieces: Iterable[Any], row: Any, warpgroup: Any) -> None:
         plan = self.plan
         tiles, rows, _ = self.out_views
@@ -269,14 +280,16 @@ class _Program:
             done: Any = 0
             height = self.plan.part_rows // 2
             while height:
-                target = result.at[pl.ds(row + done, height), columns]
-                self._store_some(plain.at[warpgroup, slot], done, target, (count & height) != 0)
+                rows, wanted = (row, done, height), (count & height) != 0
+                self._store_some(plain.at[warpgroup, slot], rows, result, columns, wanted)
                 done, height = done + (count & height), height // 2
             plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _store_some(self, piece: Any, first: Any, target: Any, wanted: Any) -> None:
+    def _store_some(self, piece: Any, rows: tuple[Any, Any, int], result: Any, columns: Any, wanted: Any) -> None:
+        row, done, height = rows
+
         @pl.when(wanted)
         def _copy() -> None:
-            source = piece.at[pl.ds(first, target.shape[0])]
-            plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+            source = piece.at[pl.ds(done, height)]
+            plgpu.copy_smem_to_gmem(source, result.at[pl.ds(row + done, height), columns], commit_group=False)
