@@ -191,14 +191,13 @@ class _Program:
                 plgpu.barrier_wait(self.shared.full.at[stage])
                 plgpu.barrier_arrive(self.shared.free.at[stage])
 
-        row = tile.row + plan.part_rows * warpgroup
-        row_scale = self._factors(row, real)  # long before they are needed
+        row_scale = self._factors(tile.row + plan.part_rows * warpgroup, real)  # long before they are needed
 
         def products(*sums: Any) -> None:
             pl.when(real & (mine > 0))(lambda: self._products(sums, step, warpgroup))
 
         sums = accumulate(plan, products)
-
+        row = tile.row + plan.part_rows * warpgroup
         pieces = functools.partial(self._pieces, sums, row_scale, tile.column)
         if plan.is_plain:
             self._store(pieces, row, warpgroup, mine)
