@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +14,7 @@ from ejkernel.kernels.grouped_matmul.activation import grouped_matmul_activation
 from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch, plan, support
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul
+from ejkernel.modules import GroupedMatmulActivationConfig
 from ejkernel.modules import grouped_matmul as product
 
 pytestmark = pytest.mark.slow
@@ -125,19 +124,22 @@ def test_nothing_of_one_group_reaches_another(mosaic):
 
 
 @pytest.mark.usefixtures("mosaic")
-@pytest.mark.parametrize("scaled_only", [False, True])
-def test_a_gradient_takes_a_kernel_for_each_product_and_none_twice(scaled_only):
+def test_one_kernel_makes_the_output_and_what_the_backward_needs():
     rows, matrices = jax.ShapeDtypeStruct((1024, 256), "bfloat16"), jax.ShapeDtypeStruct((8, 256, 256), "bfloat16")
-    sizes, row_scale = jax.ShapeDtypeStruct((8,), "int32"), jax.ShapeDtypeStruct((1024,), "float32")
-    chosen = functools.partial(product, implementation="mosaic_gpu")
+    sizes, row_scale = jax.ShapeDtypeStruct((8,), "int32"), jax.ShapeDtypeStruct((1024,), "float16")
+    cfg = GroupedMatmulActivationConfig(implementation="mosaic_gpu")
 
-    def loss(lhs, rhs, gate, row_scale, sizes):
-        options = {} if scaled_only else {"gate": gate, "activation": "silu"}
-        return jnp.sum(chosen(lhs, rhs, sizes, row_scale=row_scale, **options).astype(jnp.float32) ** 2)
+    def activated(lhs, rhs, gate, row_scale, sizes):
+        return product(lhs, rhs, sizes, gate=gate, row_scale=row_scale, activation="silu", cfg=cfg).astype(jnp.float32)
 
-    gradient = jax.jit(jax.grad(loss, (0, 1, 3) if scaled_only else (0, 1, 2, 3)))
-    text = gradient.trace(rows, matrices, matrices, row_scale, sizes).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == (3 if scaled_only else 5)
+    def loss(*args):
+        return activated(*args).sum()
+
+    given = (rows, matrices, matrices, row_scale, sizes)
+    stacked = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in given]
+    for function, args in ((activated, given), (jax.grad(loss, (0, 1, 2, 3)), given), (jax.vmap(activated), stacked)):
+        text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == 1
 
 
 # Layouts.
