@@ -299,7 +299,7 @@ def test_grouped_product_with_an_activation_is_split_by_columns_alone(axis, mode
 
 def test_grouped_product_with_an_activation_refuses_what_is_summed_over_on_an_explicit_axis():
     function, arrays = activated()
-    with pytest.raises(ArgumentError, match="axis 1 of array 0.* every device needs all of it"):
+    with pytest.raises(ArgumentError, match=r"axis 1 of array 0.* every device needs all of it"):
         compiled(
             function, arrays, [P(None, "model"), P(None, "model"), P(), P(None, "model"), P()], mesh_of("explicit")
         )

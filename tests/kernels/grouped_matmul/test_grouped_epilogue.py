@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.kernels.grouped_matmul import by_numpy
+from tests.kernels.grouped_matmul import by_numpy, made_of_products
 
 from ejkernel import compat
 from ejkernel.kernels.grouped_matmul.activation import grouped_matmul_activation
-from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch, plan, support
+from ejkernel.kernels.grouped_matmul.mosaic_gpu import plan, support
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams
-from ejkernel.kernels.grouped_matmul.operation import grouped_matmul
 from ejkernel.modules import GroupedMatmulActivationConfig
 from ejkernel.modules import grouped_matmul as product
 
@@ -39,39 +38,14 @@ def mosaic():
     return mosaic_gpu
 
 
-def operands(*, gate, row_scale, transpose_rhs=False):
-    matrices = (4, N, K) if transpose_rhs else (4, K, N)
-    found = {"lhs": by_numpy.normal(by_numpy.ROWS, K), "rhs": by_numpy.normal(*matrices, seed=1) / 8}
-    if gate:
-        found["gate"] = by_numpy.normal(*matrices, seed=2)
-    if row_scale:
-        found["row_scale"] = by_numpy.normal(by_numpy.ROWS, seed=3, dtype="float32")
-    return found
+def operands(**which):
+    return made_of_products.operands(by_numpy.ROWS, 4, K, N, **which)
 
 
-def simulated(mosaic, given, params, *, keep=False, races=False, **options):
-    """Return a function of sizes, rows and their factors that runs the kernel, simulated and compiled once."""
-    operation = grouped_matmul_activation if "gate" in given or "activation" in options else grouped_matmul
-    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
-    args, options = operation.prepare(given["lhs"], given["rhs"], sizes, **_others(given), **options)
-    call = operation.describe(*args, **{name: value for name, value in options.items() if name != "implementation"})
+def simulated(mosaic, given, params, *, races=False, **options):
+    """Return a function of sizes and operands that runs the kernel, simulated and compiled once."""
     interpret = mosaic.InterpretGPUParams(detect_races=races)
-
-    @jax.jit
-    def run(sizes, given):
-        arrays = (given["lhs"], given["rhs"], sizes, *_others(given).values())
-        return launch.product(call, arrays, params, keep=keep, interpret=interpret)
-
-    return lambda sizes, **changed: run(jnp.asarray(sizes, jnp.int32), given | changed)
-
-
-def _others(given):
-    return {name: given[name] for name in ("gate", "row_scale") if name in given}
-
-
-def behind(given, sizes):
-    """Return rows and factors with NaN past the last group."""
-    return {name: by_numpy.with_nan_behind(given[name], sizes) for name in ("lhs", "row_scale") if name in given}
+    return made_of_products.launched(given, 4, params, interpret=interpret, **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -89,9 +63,9 @@ def test_what_is_made_of_products_is_right_for_hostile_sizes(mosaic, activation,
     given = operands(gate=gate, row_scale=row_scale, transpose_rhs=transpose_rhs)
     options = {"transpose_rhs": transpose_rhs} | ({"activation": activation} if activation else {})
     run = simulated(mosaic, given, ProductParams(**SMALL), **options)
-    for sizes in list(by_numpy.HOSTILE.values())[:: 2 if activation == "silu" else 4]:
+    for sizes in list(by_numpy.HOSTILE.values())[:: 3 if activation == "silu" else 5]:
         expected = by_numpy.product(sizes=sizes, activation=activation, transpose_rhs=transpose_rhs, **given)
-        by_numpy.assert_near(expected, run(sizes, **behind(given, sizes))[0])
+        by_numpy.assert_near(expected, run(sizes, made_of_products.with_nan_behind(given, sizes))[0])
 
 
 @pytest.mark.parametrize("gate", [True, False])
@@ -99,7 +73,7 @@ def test_products_are_kept_as_they_are_rounded_without_races(mosaic, gate):
     given, sizes = operands(gate=gate, row_scale=True), by_numpy.HOSTILE["uneven"]
     params = ProductParams(**SMALL | {"block_n": 128, "out_slots": 2})
     run = simulated(mosaic, given, params, keep=True, races=True, activation="silu")
-    out, *products = run(sizes, **behind(given, sizes))
+    out, *products = run(sizes, made_of_products.with_nan_behind(given, sizes))
     assert not compat.simulated_races()
     by_numpy.assert_near(by_numpy.product(sizes=sizes, activation="silu", **given), out)
     matrices = [given[name] for name in ("rhs", "gate") if name in given]
@@ -113,7 +87,8 @@ def test_nothing_of_one_group_reaches_another(mosaic):
     given = operands(gate=True, row_scale=True)
     run = simulated(mosaic, given, ProductParams(**SMALL), activation="silu")
     poisoned = {name: given[name].at[foreign].set(jnp.nan) for name in ("lhs", "row_scale")}
-    found = np.asarray(run(sizes, gate=given["gate"].at[1].set(jnp.inf), **poisoned)[0], np.float32)
+    poisoned["gate"] = given["gate"].at[1].set(jnp.inf)
+    found = np.asarray(run(sizes, given | poisoned)[0], np.float32)
     assert np.isnan(found[foreign]).all()
     expected = by_numpy.product(sizes=sizes, activation="silu", **given)
     others = np.r_[:70, 113:300]

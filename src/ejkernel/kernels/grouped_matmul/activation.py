@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation behind `grouped_matmul` with an activation or a gate: what is made of products, in one kernel with them.
+"""The operation behind `grouped_matmul` with an activation or a gate: what is made of products, in their kernel.
 
 It keeps the products for its backward, as plain JAX would, so that no product is computed twice; `jax.checkpoint` has
 the forward computed again instead. Each product of a gradient is a call of `grouped_matmul` or `grouped_matmul_wgrad`.
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._numbers import accumulator
@@ -38,7 +37,7 @@ from .operation import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedMatmulActivationConfig(OperationConfig):
-    """How one call with an activation or a gate runs; `fwd` alone is looked at, for a gradient is made of other calls."""
+    """How one call with an activation or a gate runs; `fwd` alone is looked at, for gradients are other calls."""
 
     implementation: str = "xla"
 

@@ -140,10 +140,9 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
         transpose_rhs = canonical_flag("transpose_rhs", transpose_rhs)
         arguments.check_product(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
-        args = (lhs, rhs, group_sizes)
         if row_scale is not None:
             arguments.check_row_scale(row_scale, lhs)
-            args = (*args, row_scale)
+        args = (lhs, rhs, group_sizes, row_scale)[: 3 if row_scale is None else 4]
         said = {
             "transpose_rhs": transpose_rhs,
             "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),

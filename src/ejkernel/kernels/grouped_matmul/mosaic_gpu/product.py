@@ -203,7 +203,7 @@ class _Program:
             self._store(pieces, row, warpgroup, mine)
         else:  # computed in front of the branches: there are no registers for two that compute the same
             for piece in pieces():
-                self._store(lambda piece=piece: [piece], row, warpgroup, mine)
+                self._store(functools.partial(list, [piece]), row, warpgroup, mine)
 
         # Tiles past the end come last, so that the steps that they do not have are missed by nobody; a constant keeps
         # the stage in registers that products read without waiting.

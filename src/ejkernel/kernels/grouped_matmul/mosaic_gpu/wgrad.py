@@ -135,7 +135,8 @@ class _Program:
         def products(sums: Any) -> None:
             pl.when(tile.steps > 0)(lambda: self._products(sums, tile, step, warpgroup))
 
-        self._store(*accumulate(plan, products), tile, warpgroup)
+        [sums] = accumulate(plan, products)
+        self._store(sums, tile, warpgroup)
         return step + tile.steps
 
     def _products(self, sums: Any, tile: _Tile, step: Any, warpgroup: Any) -> None:
