@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._options import canonical_precision
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array, is_known
 
@@ -82,3 +83,13 @@ def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
     if not jnp.issubdtype(wanted, jnp.floating):
         raise ArgumentError(f"preferred_element_type must be a floating-point dtype, got {wanted}.")
     return None if wanted == dtype else str(wanted)
+
+
+def said_options(dtype: Any, *, preferred_element_type: Any, precision: Any, **others: Any) -> dict[str, Any]:
+    """Return what all operations are told, and `others`, in one form; what says nothing is left out of the key."""
+    options = {
+        "preferred_element_type": canonical_dtype(preferred_element_type, dtype),
+        "precision": canonical_precision(precision),
+        **others,
+    }
+    return {name: value for name, value in options.items() if value}

@@ -15,7 +15,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._numbers import accumulator
-from ejkernel.kernels._options import canonical_flag, canonical_precision
+from ejkernel.kernels._options import canonical_flag
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.errors import ArgumentError
@@ -30,7 +30,6 @@ from .operation import (
     GroupedOperation,
     gradients_of_product,
     grouped_matmul,
-    said_options,
     shared_options,
 )
 
@@ -82,14 +81,14 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
             raise ArgumentError(f"activation must be one of {', '.join(ACTIVATIONS)}, or None; got {activation!r}.")
         if activation is None and gate is None:
             raise ArgumentError("activation and gate are both None; that is a call of grouped_matmul.")
-        said = {
-            "activation": activation,
-            "transpose_rhs": transpose_rhs,
-            "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
-            "precision": canonical_precision(precision),
-        }
-        options = said_options(said) | {"implementation": self.requested(implementation)}
-        return (lhs, rhs, group_sizes, gate, row_scale), options
+        said = arguments.said_options(
+            lhs.dtype,
+            activation=activation,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
+            precision=precision,
+        )
+        return (lhs, rhs, group_sizes, gate, row_scale), said | {"implementation": self.requested(implementation)}
 
     def describe(self, *args: Any, **options: Any) -> GroupedMatmulCall:
         """Return the sizes and dtypes."""

@@ -19,7 +19,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._numbers import accumulator
-from ejkernel.kernels._options import canonical_flag, canonical_precision
+from ejkernel.kernels._options import canonical_flag
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
@@ -143,12 +143,13 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         if row_scale is not None:
             arguments.check_row_scale(row_scale, lhs)
         args = (lhs, rhs, group_sizes, row_scale)[: 3 if row_scale is None else 4]
-        said = {
-            "transpose_rhs": transpose_rhs,
-            "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
-            "precision": canonical_precision(precision),
-        }
-        return args, said_options(said) | {"implementation": self.requested(implementation)}
+        said = arguments.said_options(
+            lhs.dtype,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
+            precision=precision,
+        )
+        return args, said | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
@@ -244,11 +245,8 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         arguments.check_operand("rhs", rhs, "[m, n]")
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
         arguments.check_sizes(group_sizes)
-        said = {
-            "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
-            "precision": canonical_precision(precision),
-        }
-        return (lhs, rhs, group_sizes), said_options(said) | {"implementation": self.requested(implementation)}
+        said = arguments.said_options(lhs.dtype, preferred_element_type=preferred_element_type, precision=precision)
+        return (lhs, rhs, group_sizes), said | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
@@ -345,11 +343,6 @@ def gradients_of_product(
         operands.reverse()
     drhs = grouped_matmul_wgrad(*operands, group_sizes, **shared_options(options, grouped_matmul_wgrad))
     return dlhs, drhs
-
-
-def said_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options without those that say nothing."""
-    return {name: value for name, value in options.items() if value}
 
 
 def shared_options(options: dict[str, Any], operation: Operation[Any, Any, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -152,17 +153,9 @@ class WgradPlan(Plan):
 def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool = False) -> ProductPlan:
     """Return the launch of a product, whose own numbers are kept beside what is made of them or not."""
     return ProductPlan(
+        **_common(call, params),
         rows=max(call.rows, ROWS),
-        groups=call.groups,
-        inner=padded(call.inner, ALIGNED),
-        columns=padded(call.columns, ALIGNED),
-        dtype=call.dtype,
-        out_dtype=call.out_dtype,
         tile_rows=params.block_m,
-        tile_columns=params.block_n,
-        stages=params.stages,
-        panel=params.panel,
-        out_slots=params.out_slots,
         transpose_rhs=call.transpose_rhs,
         activation=call.activation,
         gated=call.gated,
@@ -174,19 +167,26 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool =
 def wgrad_plan(call: GroupedMatmulCall, params: WgradParams) -> WgradPlan:
     """Return the launch of a weights' gradient."""
     return WgradPlan(
+        **_common(call, params),
         rows=max(padded(call.rows, 8), STEP),  # copies move whole tiles of eight rows
-        groups=call.groups,
-        inner=padded(call.inner, ALIGNED),
-        columns=padded(call.columns, ALIGNED),
-        dtype=call.dtype,
-        out_dtype=call.out_dtype,
         tile_rows=params.block_k,
-        tile_columns=params.block_n,
-        stages=params.stages,
-        panel=params.panel,
-        out_slots=params.out_slots,
         snake=params.snake,
     )
+
+
+def _common(call: GroupedMatmulCall, params: ProductParams | WgradParams) -> dict[str, Any]:
+    """Return the fields that both launches have from the same places."""
+    return {
+        "groups": call.groups,
+        "inner": padded(call.inner, ALIGNED),
+        "columns": padded(call.columns, ALIGNED),
+        "dtype": call.dtype,
+        "out_dtype": call.out_dtype,
+        "tile_columns": params.block_n,
+        "stages": params.stages,
+        "panel": params.panel,
+        "out_slots": params.out_slots,
+    }
 
 
 def padded(size: int, multiple: int) -> int:
