@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import flash_attention, grouped_matmul, layer_norm, rms_norm
-from ejkernel.ops import recording
+from ejkernel.ops import ArgumentError, recording
 from ejkernel.ops.execution.discovery import discover
 
 MODES = {
@@ -283,3 +283,39 @@ def test_grouped_product_is_split_by_columns_and_by_what_is_summed_over(axis, tr
     both = jax.value_and_grad(loss(product), argnums=(0, 1))
     _, found = compiled(both, (lhs, rhs, sizes), [lhs_spec, rhs_spec, P()], mesh_of(mode))
     close(found, both(lhs, rhs, sizes))
+
+
+@pytest.mark.parametrize(("axis", "mode"), [("columns", "auto"), ("inner", "auto"), ("columns", "explicit")])
+def test_grouped_product_with_an_activation_is_split_by_columns_alone(axis, mode):
+    function, arrays = activated()
+    spec = P(None, None, "model") if axis == "columns" else P(None, "model")
+    specs = [P(None, "model") if axis == "inner" else P(), spec, P(), spec, P()]
+    both = jax.value_and_grad(loss(function), argnums=(0, 1, 3, 4))
+    _, found = compiled(both, arrays, specs, mesh_of(mode))
+    close(found, both(*arrays))
+    calls = discover(function, *placed(arrays, specs, mesh_of(mode)))
+    assert [inv.array_types[1].shape[1] for inv in calls] == [8]
+
+
+def test_grouped_product_with_an_activation_refuses_what_is_summed_over_on_an_explicit_axis():
+    function, arrays = activated()
+    with pytest.raises(ArgumentError, match=r"axis 1 of array 0.* every device needs all of it"):
+        compiled(
+            function, arrays, [P(None, "model"), P(None, "model"), P(), P(None, "model"), P()], mesh_of("explicit")
+        )
+
+
+def activated():
+    """Return a product with all that is made of it, and its arguments."""
+
+    def function(lhs, rhs, sizes, gate, row_scale):
+        return grouped_matmul(lhs, rhs, sizes, activation="silu", gate=gate, row_scale=row_scale)
+
+    matrices = (random(3, 8, 16, seed=seed) for seed in (1, 2))
+    return function, (
+        random(16, 8),
+        next(matrices),
+        jnp.asarray([5, 0, 9], jnp.int32),
+        next(matrices),
+        random(16, seed=3),
+    )

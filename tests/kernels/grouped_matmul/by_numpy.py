@@ -25,13 +25,35 @@ def spans(sizes, rows):
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def product(lhs, rhs, sizes, *, transpose_rhs=False):
-    lhs, rhs = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
-    matrices = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+def _relu(x):
+    return np.maximum(x, 0)
+
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "relu": _relu,
+    "relu2": lambda x: _relu(x) ** 2,
+}
+
+
+def product(lhs, rhs, sizes, *, transpose_rhs=False, activation=None, gate=None, row_scale=None):
+    lhs = np.asarray(lhs, np.float32)
+    matrices, gates = (x if x is None else _matrices(x, transpose_rhs=transpose_rhs) for x in (rhs, gate))
     out = np.zeros((lhs.shape[0], matrices.shape[2]), np.float32)
-    for matrix, (start, end) in zip(matrices, spans(sizes, lhs.shape[0]), strict=True):
-        out[start:end] = lhs[start:end] @ matrix
+    for group, (start, end) in enumerate(spans(sizes, lhs.shape[0])):
+        out[start:end] = ACTIVATIONS[activation](lhs[start:end] @ matrices[group])
+        if gate is not None:
+            out[start:end] *= lhs[start:end] @ gates[group]
+        if row_scale is not None:
+            out[start:end] *= np.asarray(row_scale)[start:end, None]
     return out
+
+
+def _matrices(x, *, transpose_rhs):
+    x = np.asarray(x, np.float32)
+    return x.swapaxes(1, 2) if transpose_rhs else x
 
 
 def weights_gradient(lhs, rhs, sizes):

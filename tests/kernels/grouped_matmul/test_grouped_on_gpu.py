@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.kernels.grouped_matmul import by_numpy
+from tests.kernels.grouped_matmul import by_numpy, made_of_products
 
 from ejkernel.kernels.grouped_matmul.mosaic_gpu import launch, support
 from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams, WgradParams
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_matmul_wgrad
+from ejkernel.modules import grouped_matmul as product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -58,7 +61,7 @@ def test_products_are_right_and_repeat(transpose_rhs, params, dtypes):
     if fault := support.product_fault(call, chosen):
         pytest.skip(fault)
     check(
-        jax.jit(lambda *args: launch.product(call, args, chosen)),
+        jax.jit(lambda *args: launch.product(call, args, chosen)[0]),
         lambda sizes: by_numpy.product(lhs, rhs, sizes, transpose_rhs=transpose_rhs),
         lambda sizes: (by_numpy.with_nan_behind(lhs, sizes), rhs),
     )
@@ -101,3 +104,62 @@ def test_a_gradient_is_made_of_kernels_of_ours_and_nothing_of_one_group_reaches_
     by_numpy.assert_near(wanted[113:], dlhs[113:])
     others = np.array([0, 2, 3])
     by_numpy.assert_near(by_numpy.weights_gradient(lhs, dout, sizes)[others], drhs[others])
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        ({"activation": "silu", "gate": True, "row_scale": True}, {"block_n": 128}),
+        ({"activation": "gelu", "gate": True, "transpose_rhs": True}, {"block_n": 64, "out_slots": 1, "stages": 6}),
+        ({"activation": "relu2", "row_scale": True, "transpose_rhs": True}, {}),
+        ({"gate": True, "preferred_element_type": "float32"}, {"block_m": 256, "block_n": 64, "stages": 3}),
+        ({"activation": "relu"}, {"block_n": 192, "out_slots": 3}),
+        ({"row_scale": True}, {"panel": 3, "stages": 3, "out_slots": 4}),
+    ],
+    ids=str,
+)
+def test_what_is_made_of_products_is_right_and_repeats(options, params):
+    asked = {name: name in options for name in ("gate", "row_scale")}
+    options = {name: value for name, value in options.items() if name not in asked}
+    transpose_rhs, activation = options.get("transpose_rhs", False), options.get("activation")
+    given = made_of_products.operands(ROWS, GROUPS, K, N, transpose_rhs=transpose_rhs, **asked)
+    keep = asked["gate"] or activation is not None
+    run, call = made_of_products.launched(given, GROUPS, ProductParams(**params), keep=keep, **options)
+    assert support.product_fault(call, ProductParams(**params)) is None
+    kept = [given[name] for name in ("rhs", "gate") if keep and name in given]
+    for sizes in sizes_of(np.random.default_rng(3)):
+        out, *products = run(sizes, made_of_products.with_nan_behind(given, sizes))
+        how = {"sizes": sizes, "transpose_rhs": transpose_rhs}
+        by_numpy.assert_near(by_numpy.product(activation=activation, **how, **given), out)
+        for matrices, found in zip(kept, products, strict=True):
+            by_numpy.assert_near(by_numpy.product(given["lhs"], matrices, **how), found)
+        again = run(sizes, made_of_products.with_nan_behind(given, sizes))[0]
+        np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(again, np.float32))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_a_gradient_of_what_is_made_of_products_is_made_of_kernels_of_ours(activation):
+    """Rows and factors of one group are NaN, and so are factors past the last."""
+    sizes, foreign, others = jnp.asarray([70, 43, 60, 800], jnp.int32), slice(70, 113), np.array([0, 2, 3])
+    given = made_of_products.operands(1000, 4, 256, 512, gate=activation is not None, row_scale=True)
+    dout = by_numpy.normal(1000, 512, seed=4)
+    poisoned = given | {"lhs": given["lhs"].at[foreign].set(jnp.nan)}
+    poisoned["row_scale"] = given["row_scale"].at[foreign].set(jnp.nan).at[973:].set(jnp.nan)
+
+    def gradients(implementation, given):
+        def run(given):
+            return product(group_sizes=sizes, activation=activation, implementation=implementation, **given)
+
+        return jax.vjp(run, given)[1](dout.astype(given["lhs"].dtype))[0]
+
+    ours = jax.jit(functools.partial(gradients, "mosaic_gpu"))
+    assert ours.lower(poisoned).as_text().count("custom_call @mosaic_gpu") == (5 if activation else 2)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(functools.partial(gradients, "xla"))({name: x.astype("float32") for name, x in given.items()})
+    found = ours(poisoned)
+    for name, expected in wanted.items():
+        kept = others if expected.shape[0] == 4 else np.r_[:70, 113:1000]
+        expected, actual = (np.asarray(x[name], np.float32)[kept] for x in (wanted, found))
+        by_numpy.assert_near(expected, actual, error=8e-3)

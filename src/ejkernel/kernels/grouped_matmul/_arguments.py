@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._options import canonical_precision
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array, is_known
 
@@ -19,6 +20,34 @@ def check_operand(name: str, array: Any, axes: str) -> None:
         raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
     if len(array.shape) != len(axes.split(",")):
         raise ArgumentError(f"{name} must be {axes}, got shape {tuple(array.shape)}.")
+
+
+def check_product(lhs: Any, rhs: Any, group_sizes: Any, *, transpose_rhs: bool) -> None:
+    """Raise unless these are rows, a matrix for each group that they can be multiplied with, and the groups' sizes."""
+    check_operand("lhs", lhs, "[m, k]")
+    check_operand("rhs", rhs, "[groups, n, k]" if transpose_rhs else "[groups, k, n]")
+    check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), "have one k")
+    check_sizes(group_sizes, rhs.shape[0])
+
+
+def check_gate(gate: Any, rhs: Any) -> None:
+    """Raise unless the gate's matrices are as those of `rhs` are."""
+    check_operand("gate", gate, "[groups, k, n]")
+    if (gate.shape, gate.dtype) != (rhs.shape, rhs.dtype):
+        raise ArgumentError(
+            f"gate must have rhs's shape and dtype, {tuple(rhs.shape)} and {rhs.dtype}; got {tuple(gate.shape)} and "
+            f"{gate.dtype}."
+        )
+
+
+def check_row_scale(row_scale: Any, lhs: Any) -> None:
+    """Raise unless there is a factor for each row."""
+    check_operand("row_scale", row_scale, "[m]")
+    if row_scale.shape[0] != lhs.shape[0]:
+        raise ArgumentError(
+            f"row_scale must have a number for each row of lhs; got shapes {tuple(row_scale.shape)} and "
+            f"{tuple(lhs.shape)}."
+        )
 
 
 def check_pair(lhs: Any, rhs: Any, axes: tuple[int, int], what: str) -> None:
@@ -54,3 +83,13 @@ def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
     if not jnp.issubdtype(wanted, jnp.floating):
         raise ArgumentError(f"preferred_element_type must be a floating-point dtype, got {wanted}.")
     return None if wanted == dtype else str(wanted)
+
+
+def said_options(dtype: Any, *, preferred_element_type: Any, precision: Any, **others: Any) -> dict[str, Any]:
+    """Return what all operations are told, and `others`, in one form; what says nothing is left out of the key."""
+    options = {
+        "preferred_element_type": canonical_dtype(preferred_element_type, dtype),
+        "precision": canonical_precision(precision),
+        **others,
+    }
+    return {name: value for name, value in options.items() if value}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations behind `grouped_matmul`: the product, and its weights' gradient, which differentiate into each other.
 
-The product is linear in each of its operands. So the gradient of one is a call of one of the two operations again, with
-a key and a configuration of its own, and nothing is left for a backward but the operands.
+The product is linear in each of its operands, a factor for each row included. So the gradient of one is a call of one
+of the two operations again, with a key and a configuration of its own, and nothing is left for a backward but the
+operands. Products with an activation or a gate are the operation in `activation.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ejkernel.kernels._options import canonical_flag, canonical_precision
+from ejkernel.kernels._numbers import accumulator
+from ejkernel.kernels._options import canonical_flag
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
@@ -27,9 +29,11 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from . import _arguments as arguments
 from . import reference
-from .common import GroupedMatmulCall
+from .common import GroupedMatmulCall, without_rest
+from .epilogue import scaled_rows
 
-_REFERENCE_BLOCK = 512
+REFERENCE_BLOCK = 512
+_SIZES = 2  # which argument the sizes of groups are
 _Cfg = TypeVar("_Cfg", bound=OperationConfig)
 
 
@@ -47,8 +51,8 @@ class GroupedMatmulWgradConfig(OperationConfig):
     implementation: str = "xla"
 
 
-class _Bilinear(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
-    """What the two share: how they are differentiated, and what they are measured with."""
+class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
+    """What operations on groups share: derivatives are made of calls, and sizes of groups are drawn as routers' are."""
 
     def call_of(self, inv: Invocation[_Cfg, jax.Array]) -> GroupedMatmulCall:
         """Return the description of the forward, derivatives being made of calls of their own."""
@@ -57,6 +61,34 @@ class _Bilinear(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
     def config_space(self, inv: Invocation[_Cfg, jax.Array]) -> Collection[_Cfg]:
         """Return the space of a forward; derivatives have nothing of their own to choose."""
         return super().config_space(inv) if inv.direction == "fwd" else [self.heuristic_cfg(inv)]
+
+    def _is_higher(self, inv: Invocation[_Cfg, jax.Array]) -> bool:
+        return False  # every implementation has tangents, made of calls
+
+    def example_inputs(
+        self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return random operands, and sizes as a router of tokens would give: even, uneven, or with empty groups."""
+        (lhs, rhs, sizes, *others), kwargs = super().example_inputs(inv, rng)
+        drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
+        return (lhs, rhs, jnp.asarray(drawn, sizes.dtype), *others), kwargs
+
+    def cost(self, inv: Invocation[_Cfg, jax.Array]) -> Cost | None:
+        """Return the work of a call all of whose rows belong to groups."""
+        call = self.call_of(inv)
+        if inv.direction != "fwd" or not is_known(call.rows, call.inner, call.columns):
+            return None
+        flops = 2 * call.products * call.examples * call.rows * call.inner * call.columns
+        out = call.examples * self.result_size(call) * jnp.dtype(call.out_dtype).itemsize
+        return Cost(flops=flops, bytes=inv.input_bytes + out)
+
+    def result_size(self, call: GroupedMatmulCall) -> int:
+        """Return how many numbers the result of one example has."""
+        raise NotImplementedError
+
+
+class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
+    """What the two share: they are linear in each of their floating-point operands."""
 
     def run(self, *args: Any, cfg: _Cfg, **options: Any) -> Any:
         """Return the result; its tangents are calls again."""
@@ -68,44 +100,18 @@ class _Bilinear(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
 
         def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
             out = compute(*primals)
-            lhs, rhs, group_sizes = primals
-            pairs = ((tangents[0], (tangents[0], rhs)), (tangents[1], (lhs, tangents[1])))
             parts = [
-                self(*operands, group_sizes, **options)
-                for tangent, operands in pairs
-                if not isinstance(tangent, SymbolicZero)
+                self(*primals[:index], tangent, *primals[index + 1 :], **options)
+                for index, tangent in enumerate(tangents)
+                if index != _SIZES and not isinstance(tangent, SymbolicZero)
             ]
             return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
 
         compute.defjvp(tangents, symbolic_zeros=True)
         return compute(*args)
 
-    def _is_higher(self, inv: Invocation[_Cfg, jax.Array]) -> bool:
-        return False  # every implementation has tangents, see `run`
 
-    def example_inputs(
-        self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random operands, and sizes as a router of tokens would give: even, uneven, or with empty groups."""
-        (lhs, rhs, sizes), kwargs = super().example_inputs(inv, rng)
-        drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
-        return (lhs, rhs, jnp.asarray(drawn, sizes.dtype)), kwargs
-
-    def cost(self, inv: Invocation[_Cfg, jax.Array]) -> Cost | None:
-        """Return the work of a call all of whose rows belong to groups."""
-        call = self.call_of(inv)
-        if inv.direction != "fwd" or not is_known(call.rows, call.inner, call.columns):
-            return None
-        flops = 2 * call.examples * call.rows * call.inner * call.columns
-        out = call.examples * self.result_size(call) * jnp.dtype(call.out_dtype).itemsize
-        return Cost(flops=flops, bytes=inv.input_bytes + out)
-
-    def result_size(self, call: GroupedMatmulCall) -> int:
-        """Return how many numbers the result of one example has."""
-        raise NotImplementedError
-
-
-class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
+class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
     """The operation behind `grouped_matmul`, which documents the arguments."""
 
     implementations = Implementations(
@@ -124,6 +130,7 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         lhs: Any,
         rhs: Any,
         group_sizes: Any,
+        row_scale: Any = None,
         *,
         transpose_rhs: Any = False,
         preferred_element_type: Any = None,
@@ -132,22 +139,24 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
         transpose_rhs = canonical_flag("transpose_rhs", transpose_rhs)
-        arguments.check_operand("lhs", lhs, "[m, k]")
-        arguments.check_operand("rhs", rhs, "[groups, n, k]" if transpose_rhs else "[groups, k, n]")
-        arguments.check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), "have one k")
-        arguments.check_sizes(group_sizes, rhs.shape[0])
-        said = {
-            "transpose_rhs": transpose_rhs,
-            "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
-            "precision": canonical_precision(precision),
-        }
-        return (lhs, rhs, group_sizes), _said(said) | {"implementation": self.requested(implementation)}
+        arguments.check_product(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
+        if row_scale is not None:
+            arguments.check_row_scale(row_scale, lhs)
+        args = (lhs, rhs, group_sizes, row_scale)[: 3 if row_scale is None else 4]
+        said = arguments.said_options(
+            lhs.dtype,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
+            precision=precision,
+        )
+        return args, said | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
         lhs: Any,
         rhs: Any,
         group_sizes: Any,
+        row_scale: Any = None,
         *,
         transpose_rhs: bool = False,
         preferred_element_type: str | None = None,
@@ -163,37 +172,42 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
             out_dtype=preferred_element_type or str(lhs.dtype),
             transpose_rhs=transpose_rhs,
             precision=precision,
+            scaled=row_scale is not None,
         )
 
     def result_size(self, call: GroupedMatmulCall) -> int:
-        """See `_Bilinear`."""
+        """See `GroupedOperation`."""
         return call.rows * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulConfig, jax.Array]) -> ShardingRule:
         """Return that columns, and what is summed over, may be split; rows belong to groups that begin anywhere."""
         rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
-        return ShardingRule(f"rows inner, {rhs}, groups -> rows columns", split="columns inner")
+        scale = ", rows" * (len(inv.args) > _SIZES + 1)
+        return ShardingRule(f"rows inner, {rhs}, groups{scale} -> rows columns", split="columns inner")
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the product, with sums in float32."""
-        lhs, rhs, group_sizes = args
+        lhs, rhs, group_sizes, *scales = args
         transpose_rhs = options.get("transpose_rhs", False)
         out = reference.product(
-            lhs, rhs, group_sizes, block=_REFERENCE_BLOCK, transpose_rhs=transpose_rhs, precision="highest"
+            lhs, rhs, group_sizes, block=REFERENCE_BLOCK, transpose_rhs=transpose_rhs, precision="highest"
         )
+        for row_scale in scales:
+            out = scaled_rows(out, row_scale, group_sizes)
         return out.astype(options.get("preferred_element_type") or lhs.dtype)
 
     def custom_vjp(
         self, primals: tuple[Any, ...], cfg: GroupedMatmulConfig, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by a product and by sums of products that are calls of their own."""
-        lhs, rhs, group_sizes = primals
+        lhs, rhs, group_sizes, *scales = primals
         dout = cotangents[0].astype(lhs.dtype)
-        transposed = kwargs.get("transpose_rhs", False)
-        dlhs = self(dout, rhs, group_sizes, transpose_rhs=not transposed, **_shared(kwargs, self))
-        operands = (dout, lhs) if transposed else (lhs, dout)
-        drhs = grouped_matmul_wgrad(*operands, group_sizes, **_shared(kwargs, grouped_matmul_wgrad))
-        return dlhs, drhs, None
+        dlhs, drhs = gradients_of_product((lhs, rhs, group_sizes), dout, kwargs, *scales)
+        if not scales:
+            return dlhs, drhs, None
+        # Of a row, dout · (lhs @ rhs) is (dout @ rhs.T) · lhs: its factor's gradient takes no further product.
+        left, right = (x.astype(accumulator(x.dtype)) for x in (dlhs, without_rest(lhs, group_sizes)))
+        return scaled_rows(dlhs, scales[0], group_sizes), drhs, None, jnp.sum(left * right, axis=1)
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -201,7 +215,7 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         return (lhs, rhs, jax.ShapeDtypeStruct((8,), jnp.int32)), {}
 
 
-class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
+class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
     """The operation behind `grouped_matmul_wgrad`, which documents the arguments."""
 
     implementations = Implementations(
@@ -231,11 +245,8 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         arguments.check_operand("rhs", rhs, "[m, n]")
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
         arguments.check_sizes(group_sizes)
-        said = {
-            "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
-            "precision": canonical_precision(precision),
-        }
-        return (lhs, rhs, group_sizes), _said(said) | {"implementation": self.requested(implementation)}
+        said = arguments.said_options(lhs.dtype, preferred_element_type=preferred_element_type, precision=precision)
+        return (lhs, rhs, group_sizes), said | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
@@ -258,7 +269,7 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         )
 
     def result_size(self, call: GroupedMatmulCall) -> int:
-        """See `_Bilinear`."""
+        """See `GroupedOperation`."""
         return call.groups * call.inner * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulWgradConfig, jax.Array]) -> ShardingRule:
@@ -268,7 +279,7 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the sums, in float32."""
         lhs, rhs, group_sizes = args
-        out = reference.weights_gradient(lhs, rhs, group_sizes, block=_REFERENCE_BLOCK, precision="highest")
+        out = reference.weights_gradient(lhs, rhs, group_sizes, block=REFERENCE_BLOCK, precision="highest")
         return out.astype(options.get("preferred_element_type") or lhs.dtype)
 
     def custom_vjp(
@@ -280,7 +291,7 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by products that are calls of their own."""
         lhs, rhs, group_sizes = primals
-        dout, shared = cotangents[0].astype(lhs.dtype), _shared(kwargs, grouped_matmul)
+        dout, shared = cotangents[0].astype(lhs.dtype), shared_options(kwargs, grouped_matmul)
         dlhs = grouped_matmul(rhs, dout, group_sizes, transpose_rhs=True, **shared)
         return dlhs, grouped_matmul(lhs, dout, group_sizes, **shared), None
 
@@ -309,11 +320,32 @@ def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> np.ndarra
     return np.diff(ends, prepend=0)
 
 
-def _said(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value}
+def gradients_of_product(
+    primals: tuple[Any, Any, Any], dout: jax.Array, options: dict[str, Any], row_scale: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of both operands of a product, calls of their own; with factors, only rhs's has them in it.
+
+    Args:
+        primals: Rows, matrices, sizes.
+        dout: The gradient of the product, in the dtype of the operands.
+        options: Of the call.
+        row_scale: Factors of the rows that `dout` does not have in it as yet.
+    """
+    lhs, rhs, group_sizes = primals
+    transposed = options.get("transpose_rhs", False)
+    shared = shared_options(options, grouped_matmul)
+    dlhs = grouped_matmul(dout, rhs, group_sizes, transpose_rhs=not transposed, **shared)
+    operands = [lhs, dout]
+    if row_scale is not None:  # either will do, so the narrower one
+        narrower = int(is_known(lhs.shape[1], dout.shape[1]) and dout.shape[1] < lhs.shape[1])
+        operands[narrower] = scaled_rows(operands[narrower], row_scale, group_sizes)
+    if transposed:
+        operands.reverse()
+    drhs = grouped_matmul_wgrad(*operands, group_sizes, **shared_options(options, grouped_matmul_wgrad))
+    return dlhs, drhs
 
 
-def _shared(options: dict[str, Any], operation: Operation[Any, Any, Any]) -> dict[str, Any]:
+def shared_options(options: dict[str, Any], operation: Operation[Any, Any, Any]) -> dict[str, Any]:
     """Return those options of a call that a call of its gradient has, too.
 
     Of the implementations that were asked for, it is asked for those that it has; if it has none, for none by name.

@@ -16,7 +16,8 @@ from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import reference
-from .common import GroupedMatmulCall, row_ends
+from .common import GroupedMatmulCall, row_ends, without_rest
+from .epilogue import PREACTIVATIONS, finished, scaled_rows
 
 _BLOCKS = (128, 256, 512, 1024, 2048, 4096)
 
@@ -65,22 +66,30 @@ class _Xla(Implementation[GroupedMatmulCall]):
 class Xla(_Xla):
     """The product, everywhere."""
 
+    features = frozenset({"precision", "row_scale"})
+
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
         """Return the product; nothing is left for a backward."""
-        lhs, rhs, group_sizes = args
-        if params.block_rows is None:
-            out = _whole(call, (lhs, rhs), group_sizes, ((1,), (2 if call.transpose_rhs else 1,)), [0])
-            out = _without_rest(out, group_sizes)
-        else:
-            out = reference.product(
-                lhs,
-                rhs,
-                group_sizes,
-                block=params.block_rows,
-                transpose_rhs=call.transpose_rhs,
-                precision=call.precision,
-            )
+        lhs, rhs, group_sizes, *scales = args
+        out = _product(call, lhs, rhs, group_sizes, params)
+        for row_scale in scales:
+            out = scaled_rows(out, row_scale, group_sizes)
         return out.astype(call.out_dtype), ()
+
+
+class XlaActivation(_Xla):
+    """Products and what is made of them, everywhere, one after the other."""
+
+    residuals = PREACTIVATIONS
+    features = frozenset({"precision", "activation", "gate", "row_scale"})
+
+    def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
+        """Return the output and the products."""
+        lhs, rhs, group_sizes, gate, row_scale = args
+        matrices = [matrix for matrix in (rhs, gate) if matrix is not None]
+        products = [_product(call, lhs, matrix, group_sizes, params) for matrix in matrices]
+        out = finished(products, group_sizes, row_scale, call.activation).astype(call.out_dtype)
+        return out, tuple(product.astype(call.out_dtype) for product in products)
 
 
 class XlaWgrad(_Xla):
@@ -90,7 +99,7 @@ class XlaWgrad(_Xla):
         """Return the sums; nothing is left for a backward."""
         lhs, rhs, group_sizes = args
         if params.block_rows is None:
-            operands = (_without_rest(lhs, group_sizes), _without_rest(rhs, group_sizes))
+            operands = (without_rest(lhs, group_sizes), without_rest(rhs, group_sizes))
             out = _whole(call, operands, group_sizes, ((0,), (0,)), [])
         else:
             out = reference.weights_gradient(lhs, rhs, group_sizes, block=params.block_rows, precision=call.precision)
@@ -102,6 +111,23 @@ def _has_tiles(call: GroupedMatmulCall) -> bool:
     return is_known(call.rows, call.groups)
 
 
+def _product(
+    call: GroupedMatmulCall, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, params: XlaParams
+) -> jax.Array:
+    """Return a product in the dtype that sums run in."""
+    if params.block_rows is None:
+        out = _whole(call, (lhs, rhs), group_sizes, ((1,), (2 if call.transpose_rhs else 1,)), [0])
+        return without_rest(out, group_sizes)
+    return reference.product(
+        lhs,
+        rhs,
+        group_sizes,
+        block=params.block_rows,
+        transpose_rhs=call.transpose_rhs,
+        precision=call.precision,
+    )
+
+
 def _whole(
     call: GroupedMatmulCall, operands: tuple[jax.Array, jax.Array], group_sizes: jax.Array, axes: Any, of_group: Any
 ) -> jax.Array:
@@ -111,10 +137,3 @@ def _whole(
     sizes = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
     sum_dtype = accumulator(call.dtype)
     return lax.ragged_dot_general(*operands, sizes, numbers, precision=call.precision, preferred_element_type=sum_dtype)
-
-
-def _without_rest(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Return rows with those past the last group set to zero."""
-    ends = row_ends(group_sizes, x.shape[0])
-    row = jnp.arange(x.shape[0], dtype=ends.dtype)
-    return jnp.where(row[:, None] < ends.max(initial=0), x, 0)

@@ -13,33 +13,42 @@ from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, clipped_sizes, row_ends
 
 from .params import ProductParams, WgradParams
-from .plan import ALIGNED, padded, product_plan, wgrad_plan
+from .plan import ALIGNED, ProductPlan, padded, product_plan, wgrad_plan
 
 _one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
 
 
 def product(
-    call: GroupedMatmulCall, arrays: tuple[Any, Any, Any], params: ProductParams, *, interpret: Any = None
-) -> jax.Array:
-    """Return the product.
+    call: GroupedMatmulCall,
+    arrays: tuple[Any, ...],
+    params: ProductParams,
+    *,
+    keep: bool = False,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Return the result, and the products that it is made of if they are to be kept.
 
     Args:
         call: The description.
-        arrays: Left and right operand, and sizes.
+        arrays: Left and right operand, and sizes; then the gate's matrices and factors of rows, if there are any.
         params: What `params_fault` has nothing against.
+        keep: Whether products are wanted.
         interpret: How to simulate the kernel on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
     """
 
-    def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *others: jax.Array) -> list[jax.Array]:
         from .product import multiply  # what it imports is not there in every environment
 
-        plan = product_plan(call, params)
+        plan = product_plan(call, params, keep=keep)
         sizes = clipped_sizes(group_sizes, call.rows)
+        scales = [_with_room(row_scale, plan) for row_scale in others[plan.products - 1 :]]
         with jax.enable_x64(False):  # the kernels count in int32
-            lhs, rhs = _pad(lhs, (plan.rows, ALIGNED)), _pad(rhs, (1, ALIGNED, ALIGNED))
-            return multiply(plan, lhs, rhs, sizes, interpret=interpret)[: call.rows, : call.columns]
+            lhs = _pad(lhs, (plan.rows, ALIGNED))
+            matrices = [_pad(x, (1, ALIGNED, ALIGNED)) for x in (rhs, *others[: plan.products - 1])]
+            found = multiply(plan, lhs, *matrices, sizes, *scales, interpret=interpret)
+            return [x[: call.rows, : call.columns] for x in found]
 
-    found: jax.Array = _one_by_one(compute)(*unify_varying(arrays))
+    found: list[jax.Array] = _one_by_one(compute)(*unify_varying(arrays))
     return found
 
 
@@ -68,6 +77,11 @@ def _table(group_sizes: jax.Array, rows: int, *, largest_first: bool) -> jax.Arr
     numbers = jnp.arange(ends.shape[0], dtype=jnp.int32)
     table = jnp.stack([numbers, starts, ends - starts], axis=1)
     return table[jnp.argsort(starts - ends)] if largest_first else table
+
+
+def _with_room(row_scale: jax.Array, plan: ProductPlan) -> jax.Array:
+    """Return factors in float32 that the last tile may read beyond."""
+    return jnp.pad(row_scale.astype(jnp.float32), (0, plan.rows + plan.tile_rows - row_scale.shape[0]))
 
 
 def _pad(x: jax.Array, multiples: tuple[int, ...]) -> jax.Array:
