@@ -20,11 +20,12 @@ from ejkernel.kernels.grouped_matmul.operation import grouped_matmul_wgrad as _g
 def grouped_matmul(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "groups k n"] | Float[Array, "groups n k"],
-    group_sizes: Int[Array, " groups"],
+    group_sizes: Int[Array, " all_groups"],
     *,
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: str | jax.lax.Precision | None = None,
+    first_group: int | Int[Array, ""] | None = None,
     implementation: str | Sequence[str] | None = None,
     cfg: GroupedMatmulConfig | None = None,
 ) -> Float[Array, "m n"]:
@@ -39,11 +40,19 @@ def grouped_matmul(
     Under `jax.vmap` one example is computed after the other where an implementation has no other way; batches of rows
     are better joined into one call.
 
+    Under `jit` over a mesh it splits itself: by rows, by groups (experts), by columns, by what is summed over, and by
+    several of them. Inside `jax.shard_map`, where matrices of some groups are on each device, say which these are:
+
+        out = grouped_matmul(lhs, rhs, group_sizes, first_group=jax.lax.axis_index("expert") * rhs.shape[0])
+        out = jax.lax.psum(out, "expert")
+
     Args:
         lhs: Rows, group after group.
         rhs: A matrix for each group, of the same dtype.
         group_sizes: How many rows each group has. They need not add up to `m`: what comes after the last group
             belongs to none, and rows that there are not do not count.
+        first_group: Where `rhs` has some of the groups alone, the number of its first in `group_sizes`, which has all:
+            rows of the others are zero in the result. With a number of each device the program is one for all.
         transpose_rhs: Whether the matrices are transposed, `[groups, n, k]`.
         preferred_element_type: Dtype of the result; that of `lhs` by default.
         precision: Of the products, as for `jax.lax.dot`; asked for, it leaves `xla` alone.
@@ -66,6 +75,7 @@ def grouped_matmul(
         transpose_rhs=transpose_rhs,
         preferred_element_type=preferred_element_type,
         precision=precision,
+        first_group=first_group,
         implementation=implementation,
         cfg=cfg,
     )
@@ -74,10 +84,12 @@ def grouped_matmul(
 def grouped_matmul_wgrad(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "m n"],
-    group_sizes: Int[Array, " groups"],
+    group_sizes: Int[Array, " all_groups"],
     *,
     preferred_element_type: DTypeLike | None = None,
     precision: str | jax.lax.Precision | None = None,
+    first_group: int | Int[Array, ""] | None = None,
+    groups: int | None = None,
     implementation: str | Sequence[str] | None = None,
     cfg: GroupedMatmulWgradConfig | None = None,
 ) -> Float[Array, "groups k n"]:
@@ -87,6 +99,8 @@ def grouped_matmul_wgrad(
         lhs: Rows, group after group: the operand of the product.
         rhs: Rows of the same groups, of the same dtype: the gradient of its result.
         group_sizes: As for `grouped_matmul`.
+        first_group: Likewise; then `groups` says how many there are.
+        groups: How many groups, from the first on, the result is of; all by default.
         preferred_element_type: Dtype of the result; that of `lhs` by default.
         precision: As for `grouped_matmul`.
         implementation: Likewise, of `mosaic_gpu` and `xla`.
@@ -106,6 +120,8 @@ def grouped_matmul_wgrad(
         group_sizes,
         preferred_element_type=preferred_element_type,
         precision=precision,
+        first_group=first_group,
+        groups=groups,
         implementation=implementation,
         cfg=cfg,
     )

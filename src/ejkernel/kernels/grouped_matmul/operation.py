@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._options import canonical_flag, canonical_precision
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
@@ -27,9 +28,11 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from . import _arguments as arguments
 from . import reference
-from .common import GroupedMatmulCall
+from .common import GroupedMatmulCall, Groups, taken_apart
 
 _REFERENCE_BLOCK = 512
+# Rows and matrices that are sharded over the same devices: which of them are cheaper to move depends on their sizes.
+_SPLIT: Final[Any] = {"split": "rows groups inner columns", "cheapest": True}
 _Cfg = TypeVar("_Cfg", bound=OperationConfig)
 
 
@@ -68,10 +71,10 @@ class _Bilinear(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
 
         def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
             out = compute(*primals)
-            lhs, rhs, group_sizes = primals
+            lhs, rhs, groups = primals
             pairs = ((tangents[0], (tangents[0], rhs)), (tangents[1], (lhs, tangents[1])))
             parts = [
-                self(*operands, group_sizes, **options)
+                self(*operands, groups, **options)
                 for tangent, operands in pairs
                 if not isinstance(tangent, SymbolicZero)
             ]
@@ -86,17 +89,33 @@ class _Bilinear(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
     def example_inputs(
         self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random operands, and sizes as a router of tokens would give: even, uneven, or with empty groups."""
-        (lhs, rhs, sizes), kwargs = super().example_inputs(inv, rng)
+        """Return random operands, and sizes as a router of tokens would give: even, uneven, or with empty groups.
+
+        Of a part of the groups it is the one that has the most rows: the others wait for it.
+        """
+        (lhs, rhs, groups), kwargs = super().example_inputs(inv, rng)
+        sizes, first = taken_apart(groups)
         drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
-        return (lhs, rhs, jnp.asarray(drawn, sizes.dtype)), kwargs
+        found = jnp.asarray(drawn, sizes.dtype)
+        if first is None:
+            return (lhs, rhs, found), kwargs
+        count = self.call_of(inv).groups
+        rows = np.convolve(drawn, np.ones(count), "valid")[::count]
+        return (lhs, rhs, (found, jnp.asarray(count * rows.argmax(), first.dtype))), kwargs
+
+    def part_arguments(
+        self, part: CallPart, lhs: Any, rhs: Any, groups: Groups, *others: Any, **options: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the sizes that groups have in the part's rows, and its first group."""
+        return (lhs, rhs, arguments.groups_of_part(part, groups), *others), options
 
     def cost(self, inv: Invocation[_Cfg, jax.Array]) -> Cost | None:
-        """Return the work of a call all of whose rows belong to groups."""
+        """Return the work of a call all of whose rows belong to groups, of which a part has its share."""
         call = self.call_of(inv)
         if inv.direction != "fwd" or not is_known(call.rows, call.inner, call.columns):
             return None
-        flops = 2 * call.examples * call.rows * call.inner * call.columns
+        rows = call.rows if call.all_groups is None else call.usual_rows * call.groups
+        flops = 2 * call.examples * rows * call.inner * call.columns
         out = call.examples * self.result_size(call) * jnp.dtype(call.out_dtype).itemsize
         return Cost(flops=flops, bytes=inv.input_bytes + out)
 
@@ -128,6 +147,7 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         transpose_rhs: Any = False,
         preferred_element_type: Any = None,
         precision: Any = None,
+        first_group: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
@@ -135,25 +155,26 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         arguments.check_operand("lhs", lhs, "[m, k]")
         arguments.check_operand("rhs", rhs, "[groups, n, k]" if transpose_rhs else "[groups, k, n]")
         arguments.check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), "have one k")
-        arguments.check_sizes(group_sizes, rhs.shape[0])
+        groups = arguments.canonical_groups(group_sizes, first_group, rhs.shape[0])
         said = {
             "transpose_rhs": transpose_rhs,
             "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
             "precision": canonical_precision(precision),
         }
-        return (lhs, rhs, group_sizes), _said(said) | {"implementation": self.requested(implementation)}
+        return (lhs, rhs, groups), _said(said) | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
         lhs: Any,
         rhs: Any,
-        group_sizes: Any,
+        groups: Groups,
         *,
         transpose_rhs: bool = False,
         preferred_element_type: str | None = None,
         precision: str | None = None,
     ) -> GroupedMatmulCall:
         """Return the sizes and dtypes."""
+        sizes, first = taken_apart(groups)
         return GroupedMatmulCall(
             rows=lhs.shape[0],
             groups=rhs.shape[0],
@@ -163,6 +184,7 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
             out_dtype=preferred_element_type or str(lhs.dtype),
             transpose_rhs=transpose_rhs,
             precision=precision,
+            all_groups=None if first is None else sizes.shape[0],
         )
 
     def result_size(self, call: GroupedMatmulCall) -> int:
@@ -170,16 +192,19 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         return call.rows * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulConfig, jax.Array]) -> ShardingRule:
-        """Return that columns, and what is summed over, may be split; rows belong to groups that begin anywhere."""
+        """Return that every axis may be split; a part of the groups, or of what is summed over, gives a part of the sum.
+
+        Which groups are a part's, and how many of its rows each has, follows from all sizes: see `part_arguments`.
+        """
         rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
-        return ShardingRule(f"rows inner, {rhs}, groups -> rows columns", split="columns inner")
+        return ShardingRule(f"rows inner, {rhs}, {_axes_of_groups(inv)} -> rows columns", **_SPLIT)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the product, with sums in float32."""
-        lhs, rhs, group_sizes = args
+        lhs, rhs, groups = args
         transpose_rhs = options.get("transpose_rhs", False)
         out = reference.product(
-            lhs, rhs, group_sizes, block=_REFERENCE_BLOCK, transpose_rhs=transpose_rhs, precision="highest"
+            lhs, rhs, groups, block=_REFERENCE_BLOCK, transpose_rhs=transpose_rhs, precision="highest"
         )
         return out.astype(options.get("preferred_element_type") or lhs.dtype)
 
@@ -187,12 +212,12 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         self, primals: tuple[Any, ...], cfg: GroupedMatmulConfig, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by a product and by sums of products that are calls of their own."""
-        lhs, rhs, group_sizes = primals
+        lhs, rhs, groups = primals
         dout = cotangents[0].astype(lhs.dtype)
         transposed = kwargs.get("transpose_rhs", False)
-        dlhs = self(dout, rhs, group_sizes, transpose_rhs=not transposed, **_shared(kwargs, self))
+        dlhs = self(dout, rhs, groups, transpose_rhs=not transposed, **_shared(kwargs, self))
         operands = (dout, lhs) if transposed else (lhs, dout)
-        drhs = grouped_matmul_wgrad(*operands, group_sizes, **_shared(kwargs, grouped_matmul_wgrad))
+        drhs = grouped_matmul_wgrad(*operands, groups, groups=rhs.shape[0], **_shared(kwargs, grouped_matmul_wgrad))
         return dlhs, drhs, None
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -224,37 +249,43 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         *,
         preferred_element_type: Any = None,
         precision: Any = None,
+        first_group: Any = None,
+        groups: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
         arguments.check_operand("lhs", lhs, "[m, k]")
         arguments.check_operand("rhs", rhs, "[m, n]")
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
-        arguments.check_sizes(group_sizes)
+        own = arguments.canonical_groups(group_sizes, first_group, arguments.canonical_count(groups))
         said = {
+            "groups": groups if isinstance(own, tuple) else None,
             "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
             "precision": canonical_precision(precision),
         }
-        return (lhs, rhs, group_sizes), _said(said) | {"implementation": self.requested(implementation)}
+        return (lhs, rhs, own), _said(said) | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
         lhs: Any,
         rhs: Any,
-        group_sizes: Any,
+        own: Groups,
         *,
         preferred_element_type: str | None = None,
         precision: str | None = None,
+        groups: int | None = None,
     ) -> GroupedMatmulCall:
         """Return the sizes and dtypes."""
+        sizes, first = taken_apart(own)
         return GroupedMatmulCall(
             rows=lhs.shape[0],
-            groups=group_sizes.shape[0],
+            groups=sizes.shape[0] if groups is None else groups,
             inner=lhs.shape[1],
             columns=rhs.shape[1],
             dtype=str(lhs.dtype),
             out_dtype=preferred_element_type or str(lhs.dtype),
             precision=precision,
+            all_groups=None if first is None else sizes.shape[0],
         )
 
     def result_size(self, call: GroupedMatmulCall) -> int:
@@ -262,13 +293,21 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         return call.groups * call.inner * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulWgradConfig, jax.Array]) -> ShardingRule:
-        """Return that both axes of the matrices may be split."""
-        return ShardingRule("rows inner, rows columns, groups -> groups inner columns", split="columns inner")
+        """Return that every axis may be split; a part of the rows gives a part of the sum."""
+        return ShardingRule(f"rows inner, rows columns, {_axes_of_groups(inv)} -> groups inner columns", **_SPLIT)
+
+    def part_arguments(
+        self, part: CallPart, *args: Any, **options: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `_Bilinear`; no argument tells how many groups the part has."""
+        args, options = super().part_arguments(part, *args, **options)
+        return args, options | ({"groups": part.length("groups")} if isinstance(args[2], tuple) else {})
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the sums, in float32."""
-        lhs, rhs, group_sizes = args
-        out = reference.weights_gradient(lhs, rhs, group_sizes, block=_REFERENCE_BLOCK, precision="highest")
+        lhs, rhs, own = args
+        count = options.get("groups", taken_apart(own)[0].shape[0])
+        out = reference.weights_gradient(lhs, rhs, own, count=count, block=_REFERENCE_BLOCK, precision="highest")
         return out.astype(options.get("preferred_element_type") or lhs.dtype)
 
     def custom_vjp(
@@ -279,10 +318,10 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         cotangents: tuple[Any, ...],
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by products that are calls of their own."""
-        lhs, rhs, group_sizes = primals
+        lhs, rhs, groups = primals
         dout, shared = cotangents[0].astype(lhs.dtype), _shared(kwargs, grouped_matmul)
-        dlhs = grouped_matmul(rhs, dout, group_sizes, transpose_rhs=True, **shared)
-        return dlhs, grouped_matmul(lhs, dout, group_sizes, **shared), None
+        dlhs = grouped_matmul(rhs, dout, groups, transpose_rhs=True, **shared)
+        return dlhs, grouped_matmul(lhs, dout, groups, **shared), None
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -307,6 +346,11 @@ def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> np.ndarra
     ends = np.floor(np.cumsum(weights / weights.sum()) * rows + 0.5)
     ends[-1:] = rows
     return np.diff(ends, prepend=0)
+
+
+def _axes_of_groups(inv: Invocation[Any, Any]) -> str:
+    """Return the axes of sizes, which go whole to every device, and of the first group's number, which has none."""
+    return "_, " if isinstance(inv.args[2], tuple) else "_"
 
 
 def _said(options: dict[str, Any]) -> dict[str, Any]:

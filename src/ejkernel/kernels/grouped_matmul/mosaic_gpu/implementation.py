@@ -19,6 +19,7 @@ class MosaicGpu(Implementation[GroupedMatmulCall]):
 
     name = "mosaic_gpu"
     params = ProductParams
+    features = frozenset({"first_group"})
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernel does not run the call."""
@@ -38,8 +39,8 @@ class MosaicGpu(Implementation[GroupedMatmulCall]):
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
         """Return the product; nothing is left for a backward."""
-        lhs, rhs, group_sizes = args
-        return launch.product(call, (lhs, rhs, group_sizes), params), ()
+        lhs, rhs, groups = args
+        return launch.product(call, (lhs, rhs, groups), params), ()
 
 
 class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):
@@ -47,6 +48,7 @@ class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):
 
     name = "mosaic_gpu"
     params = WgradParams
+    features = frozenset({"first_group"})
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernel does not run the call."""
@@ -66,5 +68,5 @@ class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: WgradParams) -> tuple[jax.Array, Any]:
         """Return the sums; nothing is left for a backward."""
-        lhs, rhs, group_sizes = args
-        return launch.weights_gradient(call, (lhs, rhs, group_sizes), params), ()
+        lhs, rhs, groups = args
+        return launch.weights_gradient(call, (lhs, rhs, groups), params), ()

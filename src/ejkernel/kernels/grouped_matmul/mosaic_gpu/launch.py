@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, clipped_sizes, row_ends
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, clipped_sizes, row_spans, taken_apart
 
 from .params import ProductParams, WgradParams
 from .plan import ALIGNED, padded, product_plan, wgrad_plan
@@ -25,16 +25,16 @@ def product(
 
     Args:
         call: The description.
-        arrays: Left and right operand, and sizes.
+        arrays: Left and right operand, and groups.
         params: What `params_fault` has nothing against.
         interpret: How to simulate the kernel on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
     """
 
-    def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> jax.Array:
         from .product import multiply  # what it imports is not there in every environment
 
         plan = product_plan(call, params)
-        sizes = clipped_sizes(group_sizes, call.rows)
+        sizes = _sizes(call, groups)
         with jax.enable_x64(False):  # the kernels count in int32
             lhs, rhs = _pad(lhs, (plan.rows, ALIGNED)), _pad(rhs, (1, ALIGNED, ALIGNED))
             return multiply(plan, lhs, rhs, sizes, interpret=interpret)[: call.rows, : call.columns]
@@ -48,11 +48,11 @@ def weights_gradient(
 ) -> jax.Array:
     """Return the sums for each group; see `product`."""
 
-    def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> jax.Array:
         from .wgrad import sum_products
 
         plan = wgrad_plan(call, params)
-        table = _table(group_sizes, call.rows, largest_first=params.largest_first)
+        table = _table(*row_spans(groups, call.rows, call.groups), largest_first=params.largest_first)
         with jax.enable_x64(False):
             lhs, rhs = (_pad(x, (plan.rows, ALIGNED)) for x in (lhs, rhs))
             return sum_products(plan, lhs, rhs, table, interpret=interpret)[:, : call.inner, : call.columns]
@@ -61,10 +61,16 @@ def weights_gradient(
     return found
 
 
-def _table(group_sizes: jax.Array, rows: int, *, largest_first: bool) -> jax.Array:
+def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
+    """Return the size of each group, and behind them the first row of the first, where that need not be zero."""
+    if call.all_groups is None:
+        return clipped_sizes(taken_apart(groups)[0], call.rows)
+    starts, ends = row_spans(groups, call.rows, call.groups)
+    return jnp.concatenate([ends - starts, starts[:1]])
+
+
+def _table(starts: jax.Array, ends: jax.Array, *, largest_first: bool) -> jax.Array:
     """Return number, first row and rows of each group, in the order that they are gone through."""
-    ends = row_ends(group_sizes, rows)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     numbers = jnp.arange(ends.shape[0], dtype=jnp.int32)
     table = jnp.stack([numbers, starts, ends - starts], axis=1)
     return table[jnp.argsort(starts - ends)] if largest_first else table

@@ -92,14 +92,21 @@ class ProductPlan(Plan):
 
     Attributes:
         transpose_rhs: Whether the matrices are transposed.
+        begins_later: Whether the first group begins at a row that stands behind the sizes.
     """
 
     transpose_rhs: bool
+    begins_later: bool = False
 
     @property
     def steps(self) -> int:
         """Steps of a tile."""
         return -(-self.inner // STEP)
+
+    @property
+    def last(self) -> int:
+        """Number of the last of what counts as groups: the rows past them, or those before them, which come last."""
+        return self.groups + self.begins_later
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +145,7 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams) -> ProductPlan:
         panel=params.panel,
         out_slots=params.out_slots,
         transpose_rhs=call.transpose_rhs,
+        begins_later=call.all_groups is not None,
     )
 
 

@@ -38,7 +38,7 @@ from .tiles import (
 
 
 class _Walk(NamedTuple):
-    """Where the walk over groups is; group number `groups` are the rows past the last one."""
+    """Where the walk over groups is; group number `groups` are the rows past the last one, then those before all."""
 
     group: Any
     first_tile: Any
@@ -57,7 +57,7 @@ class _Tile(NamedTuple):
 
 
 def multiply(plan: ProductPlan, lhs: Any, rhs: Any, group_sizes: Any, *, interpret: Any = None) -> jax.Array:
-    """Run the kernel on operands of padded sizes; sizes are in int32."""
+    """Run the kernel on operands of padded sizes; sizes, and what stands behind them, are in int32."""
 
     def grouped_matmul(lhs: Any, rhs: Any, sizes: Any, out: Any) -> None:
         program = _Program(plan, (lhs, rhs, sizes, out), simulated=interpret is not None)
@@ -98,7 +98,8 @@ class _Program:
     def _each_tile(self, body: Callable[[_Tile, Any], Any]) -> Any:
         """Call `body(tile, step)`, which returns the next step, for each of this program's tiles."""
         plan, zero = self.plan, jnp.int32(0)
-        rows = self._rows_of(zero, zero)
+        first_row = self.sizes[plan.groups] if plan.begins_later else zero
+        rows = self._rows_of(zero, first_row)
         first = lax.axis_index("program")
 
         def one(carry: Any) -> Any:
@@ -107,27 +108,32 @@ class _Program:
             number = number + plan.programs
             return number, self._advance(number, walk), step
 
-        walk = self._advance(first, _Walk(zero, zero, zero, rows, self._tiles_of(rows)))
-        return lax.while_loop(lambda carry: carry[1].group <= plan.groups, one, (first, walk, zero))[2]
+        walk = self._advance(first, _Walk(zero, zero, first_row, rows, self._tiles_of(rows)))
+        return lax.while_loop(lambda carry: carry[1].group <= plan.last, one, (first, walk, zero))[2]
 
     def _rows_of(self, group: Any, first_row: Any) -> Any:
         """Return how many rows a group has, of those that there are."""
-        left = self.plan.rows - first_row
-        size = jnp.clip(self.sizes[jnp.minimum(group, self.plan.groups - 1)], 0, left)
-        return jnp.where(group < self.plan.groups, size, left)
+        plan, end = self.plan, self.plan.rows
+        if plan.begins_later:
+            end = jnp.where(group > plan.groups, self.sizes[plan.groups], end)
+        left = end - first_row
+        size = jnp.clip(self.sizes[jnp.minimum(group, plan.groups - 1)], 0, left)
+        return jnp.where(group < plan.groups, size, left)
 
     def _tiles_of(self, rows: Any) -> Any:
         return lax.div(rows + (self.plan.tile_rows - 1), self.plan.tile_rows)
 
     def _advance(self, number: Any, walk: _Walk) -> _Walk:
         """Walk to the group that the tile of that number is of, or past the last."""
-        column_tiles, groups = self.plan.column_tiles, self.plan.groups
+        plan, column_tiles = self.plan, self.plan.column_tiles
 
         def behind(walk: _Walk) -> Any:
-            return (number >= walk.first_tile + walk.row_tiles * column_tiles) & (walk.group <= groups)
+            return (number >= walk.first_tile + walk.row_tiles * column_tiles) & (walk.group <= plan.last)
 
         def following(walk: _Walk) -> _Walk:
             group, first_row = walk.group + 1, walk.first_row + walk.rows
+            if plan.begins_later:
+                first_row = jnp.where(group > plan.groups, 0, first_row)
             rows = self._rows_of(group, first_row)
             return _Walk(group, walk.first_tile + walk.row_tiles * column_tiles, first_row, rows, self._tiles_of(rows))
 
@@ -188,7 +194,7 @@ class _Program:
         def _partly() -> None:
             self._store_rows(sums, row, tile.column, warpgroup, mine)
 
-        # Tiles past the end come last, so that the steps that they do not have are missed by nobody; a constant keeps
+        # Tiles outside of all groups come last, so that the steps that they do not have are missed by nobody; a constant keeps
         # the stage in registers that products read without waiting.
         return step + plan.steps
 
