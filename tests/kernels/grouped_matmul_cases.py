@@ -31,7 +31,8 @@ def call_with(sizes, **options):
     """Return a product of 40 rows, of 16 and 24 columns."""
 
     def call(dtype):
-        matrices = (4, 24, 16) if options.get("transpose_rhs") else (4, 16, 24)
+        groups = 2 if "first_group" in options else 4
+        matrices = (groups, 24, 16) if options.get("transpose_rhs") else (groups, 16, 24)
         return (*random_arrays(dtype, (40, 16), matrices), jnp.asarray(sizes, jnp.int32)), options
 
     return call
@@ -50,6 +51,7 @@ SUBJECT = Subject(
     calls={
         **{name: call_with(sizes) for name, sizes in SIZES.items()},
         "transposed": call_with(SIZES["uneven"], transpose_rhs=True),
+        "some of the groups": call_with(SIZES["rows past the end"], first_group=1),
     },
     briefly=("uneven",),
     backends={

@@ -166,9 +166,7 @@ def origins(jaxpr: Any) -> list[Origin]:
         known = [needs.get(var, nothing) for var in equation.invars if not _is_literal(var)]
         needs |= dict.fromkeys(equation.outvars, nothing.union(*known))
     return [
-        Origin(None, None, nothing)
-        if _is_literal(var)
-        else Origin(var, arguments.get(var), needs.get(var, nothing))
+        Origin(None, None, nothing) if _is_literal(var) else Origin(var, arguments.get(var), needs.get(var, nothing))
         for var in inner.outvars
     ]
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def canonical_groups(group_sizes: Any, first_group: Any, count: int | None) -> G
         group_sizes, first_group = group_sizes  # of a call of ours
     if first_group is None:
         check_sizes(group_sizes, count)
-        return group_sizes
+        return cast(jax.Array, group_sizes)
     check_sizes(group_sizes)
     if count is None:
         raise ArgumentError("groups must be how many groups the result is of, with first_group; got None.")

@@ -21,7 +21,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import Groups, GroupedMatmulCall, row_spans
+from .common import GroupedMatmulCall, Groups, row_spans
 
 _BLOCK_K = 64
 _MOST_GROUPS = 256  # the kernel's program grows with them

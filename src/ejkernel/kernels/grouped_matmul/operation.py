@@ -192,7 +192,7 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         return call.rows * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulConfig, jax.Array]) -> ShardingRule:
-        """Return that every axis may be split; a part of the groups, or of what is summed over, gives a part of the sum.
+        """Return that every axis may be split: a part of the groups, as of what is summed over, gives a part of a sum.
 
         Which groups are a part's, and how many of its rows each has, follows from all sizes: see `part_arguments`.
         """
@@ -259,11 +259,11 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
         own = arguments.canonical_groups(group_sizes, first_group, arguments.canonical_count(groups))
         said = {
-            "groups": groups if isinstance(own, tuple) else None,
             "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
             "precision": canonical_precision(precision),
         }
-        return (lhs, rhs, own), _said(said) | {"implementation": self.requested(implementation)}
+        count = {"groups": groups} if isinstance(own, tuple) else {}
+        return (lhs, rhs, own), _said(said) | count | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
@@ -296,9 +296,7 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         """Return that every axis may be split; a part of the rows gives a part of the sum."""
         return ShardingRule(f"rows inner, rows columns, {_axes_of_groups(inv)} -> groups inner columns", **_SPLIT)
 
-    def part_arguments(
-        self, part: CallPart, *args: Any, **options: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `_Bilinear`; no argument tells how many groups the part has."""
         args, options = super().part_arguments(part, *args, **options)
         return args, options | ({"groups": part.length("groups")} if isinstance(args[2], tuple) else {})

@@ -67,7 +67,7 @@ def product(
     if not rows or not rhs.shape[0]:
         return out
     spans = row_spans(groups, rows, rhs.shape[0])
-    lhs, rhs, *spans, out = unify_varying((lhs, rhs, *spans, out))
+    lhs, rhs, spans, out = unify_varying((lhs, rhs, spans, out))
     block = min(block, rows)
     contracted = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
@@ -78,7 +78,7 @@ def product(
         new = jnp.where(_own(tile, block), new, lax.dynamic_slice_in_dim(out, tile.start, block))
         return lax.dynamic_update_slice_in_dim(out, new, tile.start, 0), None
 
-    return lax.scan(step, out, tiles_of((spans[0], spans[1]), rows, block))[0]
+    return lax.scan(step, out, tiles_of(spans, rows, block))[0]
 
 
 def weights_gradient(
@@ -90,7 +90,7 @@ def weights_gradient(
     if not out.shape[0] or not rows:
         return out
     spans = row_spans(groups, rows, count)
-    lhs, rhs, *spans, out = unify_varying((lhs, rhs, *spans, out))
+    lhs, rhs, spans, out = unify_varying((lhs, rhs, spans, out))
     block = min(block, rows)
 
     def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
@@ -101,7 +101,7 @@ def weights_gradient(
         before = lax.dynamic_index_in_dim(out, tile.group, keepdims=False)
         return lax.dynamic_update_index_in_dim(out, before + new, tile.group, 0), None
 
-    return lax.scan(step, out, tiles_of((spans[0], spans[1]), rows, block))[0]
+    return lax.scan(step, out, tiles_of(spans, rows, block))[0]
 
 
 def _own(tile: Tile, block: int) -> jax.Array:

@@ -113,7 +113,8 @@ class _Program:
 
     def _rows_of(self, group: Any, first_row: Any) -> Any:
         """Return how many rows a group has, of those that there are."""
-        plan, end = self.plan, self.plan.rows
+        plan = self.plan
+        end: Any = plan.rows
         if plan.begins_later:
             end = jnp.where(group > plan.groups, self.sizes[plan.groups], end)
         left = end - first_row
@@ -194,8 +195,8 @@ class _Program:
         def _partly() -> None:
             self._store_rows(sums, row, tile.column, warpgroup, mine)
 
-        # Tiles outside of all groups come last, so that the steps that they do not have are missed by nobody; a constant keeps
-        # the stage in registers that products read without waiting.
+        # Tiles outside of all groups come last, so that the steps that they do not have are missed by nobody; a
+        # constant keeps the stage in registers that products read without waiting.
         return step + plan.steps
 
     def _products(self, sums: Any, step: Any, warpgroup: Any) -> None:

@@ -86,7 +86,7 @@ class _Trace:
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         kernel, whole = self.spec.kernel, self.spec
         args, kwargs = whole.join(arrays)
-        found = asked(f"{kernel.op_id}: part_arguments", kernel.part_arguments, self.part, *args, **kwargs)
+        found: Any = asked(f"{kernel.op_id}: part_arguments", kernel.part_arguments, self.part, *args, **kwargs)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise KernelError(f"{kernel.op_id}: part_arguments must return (args, kwargs), got {found!r}.")
         own, leaves = take_apart(kernel, *found, whole.method)
@@ -146,7 +146,7 @@ class _Replacement:
         return dataclasses.replace(found, linear_from=found.linear_from + len(self.origins) - self.count)
 
 
-def _levels(node: Node, count: int) -> list[tuple[_Axis, ...]]:
+def _levels(node: Any, count: int) -> list[tuple[_Axis, ...]]:
     """Return the batch axes of the call's own arrays in each `vmap` around it, the innermost first."""
     if not isinstance(node, MadeOf):
         return []
