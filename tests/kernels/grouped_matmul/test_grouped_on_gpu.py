@@ -16,6 +16,7 @@ from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_ma
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ROWS, GROUPS, K, N = 3001, 12, 520, 712
+SIZES_OF_ALL = (jax.ShapeDtypeStruct((GROUPS,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
 SHARED = (
     {},
     {"panel": 3, "stages": 3, "out_slots": 4},
@@ -80,6 +81,34 @@ def test_weights_gradients_are_right_and_repeat(params, dtypes):
         jax.jit(lambda *args: launch.weights_gradient(call, args, chosen)),
         lambda sizes: by_numpy.weights_gradient(lhs, rhs, sizes),
         lambda sizes: tuple(by_numpy.with_nan_behind(x, sizes) for x in (lhs, rhs)),
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("own", [slice(0, 5), slice(5, 8), slice(8, 12)], ids=str)
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["as it is", "transposed"])
+def test_some_of_the_groups_are_right_and_repeat_whatever_the_others_hold(transpose_rhs, own):
+    lhs = by_numpy.normal(ROWS, K)
+    rhs = by_numpy.normal(GROUPS, *((N, K) if transpose_rhs else (K, N)), seed=1)
+    call = grouped_matmul.describe(lhs, rhs[own], SIZES_OF_ALL, transpose_rhs=transpose_rhs)
+    first, params = jnp.int32(own.start), support.product_heuristic(call)
+    check(
+        jax.jit(lambda lhs, rhs, sizes: launch.product(call, (lhs, rhs, (sizes, first)), params)),
+        lambda sizes: by_numpy.product(lhs, by_numpy.only(own, rhs), sizes, transpose_rhs=transpose_rhs),
+        lambda sizes: (by_numpy.with_nan_outside(lhs, sizes, own), rhs[own]),
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("own", [slice(0, 5), slice(5, 8), slice(8, 12)], ids=str)
+def test_weights_gradients_of_some_of_the_groups_are_right_and_repeat(own):
+    lhs, rhs = by_numpy.normal(ROWS, K), by_numpy.normal(ROWS, N, seed=1)
+    call = grouped_matmul_wgrad.describe(lhs, rhs, SIZES_OF_ALL, groups=own.stop - own.start)
+    first, params = jnp.int32(own.start), support.wgrad_heuristic(call)
+    check(
+        jax.jit(lambda lhs, rhs, sizes: launch.weights_gradient(call, (lhs, rhs, (sizes, first)), params)),
+        lambda sizes: by_numpy.weights_gradient(lhs, rhs, sizes)[own],
+        lambda sizes: tuple(by_numpy.with_nan_outside(x, sizes, own) for x in (lhs, rhs)),
     )
 
 
