@@ -62,11 +62,12 @@ def weights_gradient(
 
 
 def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
-    """Return the size of each group, and behind them the first row of the first, where that need not be zero."""
-    if call.all_groups is None:
-        return clipped_sizes(taken_apart(groups)[0], call.rows)
-    starts, ends = row_spans(groups, call.rows, call.groups)
-    return jnp.concatenate([ends - starts, starts[:1]])
+    """Return the sizes of all groups, and behind them the number of the first that there are matrices of, if given."""
+    group_sizes, first = taken_apart(groups)
+    sizes = clipped_sizes(group_sizes, call.rows)
+    if first is None or call.all_groups is None:
+        return sizes
+    return jnp.append(sizes, jnp.clip(first, 0, call.all_groups - call.groups))
 
 
 def _table(starts: jax.Array, ends: jax.Array, *, largest_first: bool) -> jax.Array:

@@ -92,11 +92,11 @@ class ProductPlan(Plan):
 
     Attributes:
         transpose_rhs: Whether the matrices are transposed.
-        begins_later: Whether the first group begins at a row that stands behind the sizes.
+        all_groups: How many sizes there are, if more than groups: behind them stands which is the first group's.
     """
 
     transpose_rhs: bool
-    begins_later: bool = False
+    all_groups: int | None = None
 
     @property
     def steps(self) -> int:
@@ -106,7 +106,12 @@ class ProductPlan(Plan):
     @property
     def last(self) -> int:
         """Number of the last of what counts as groups: the rows past them, or those before them, which come last."""
-        return self.groups + self.begins_later
+        return self.groups + self.is_part
+
+    @property
+    def is_part(self) -> bool:
+        """Whether some groups have their matrices elsewhere."""
+        return self.all_groups is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +150,7 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams) -> ProductPlan:
         panel=params.panel,
         out_slots=params.out_slots,
         transpose_rhs=call.transpose_rhs,
-        begins_later=call.all_groups is not None,
+        all_groups=call.all_groups,
     )
 
 

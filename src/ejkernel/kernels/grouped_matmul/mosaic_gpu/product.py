@@ -91,6 +91,7 @@ class _Program:
         self.shared = scratch
         self.lhs_tiles, self.lhs_rows = (scratch.lhs,) * 2 if self.simulated else scratch.lhs
         self.out_views = (scratch.out,) * 3 if self.simulated else scratch.out
+        self.first_group, self.first_row = self._first()
         share_out(self.plan, scratch, self._each_tile, copy=self._copy_tile, compute=self._compute_tile)
 
     # Which tiles.
@@ -98,8 +99,7 @@ class _Program:
     def _each_tile(self, body: Callable[[_Tile, Any], Any]) -> Any:
         """Call `body(tile, step)`, which returns the next step, for each of this program's tiles."""
         plan, zero = self.plan, jnp.int32(0)
-        first_row = self.sizes[plan.groups] if plan.begins_later else zero
-        rows = self._rows_of(zero, first_row)
+        rows = self._rows_of(zero, self.first_row)
         first = lax.axis_index("program")
 
         def one(carry: Any) -> Any:
@@ -108,18 +108,23 @@ class _Program:
             number = number + plan.programs
             return number, self._advance(number, walk), step
 
-        walk = self._advance(first, _Walk(zero, zero, first_row, rows, self._tiles_of(rows)))
+        walk = self._advance(first, _Walk(zero, zero, self.first_row, rows, self._tiles_of(rows)))
         return lax.while_loop(lambda carry: carry[1].group <= plan.last, one, (first, walk, zero))[2]
 
     def _rows_of(self, group: Any, first_row: Any) -> Any:
         """Return how many rows a group has, of those that there are."""
         plan = self.plan
-        end: Any = plan.rows
-        if plan.begins_later:
-            end = jnp.where(group > plan.groups, self.sizes[plan.groups], end)
-        left = end - first_row
-        size = jnp.clip(self.sizes[jnp.minimum(group, plan.groups - 1)], 0, left)
+        left = (jnp.where(group > plan.groups, self.first_row, plan.rows) if plan.is_part else plan.rows) - first_row
+        size = jnp.clip(self.sizes[self.first_group + jnp.minimum(group, plan.groups - 1)], 0, left)
         return jnp.where(group < plan.groups, size, left)
+
+    def _first(self) -> tuple[Any, Any]:
+        """Return the number of the first group, and its first row."""
+        plan, zero = self.plan, jnp.int32(0)
+        if not plan.is_part:
+            return zero, zero
+        first = self.sizes[plan.all_groups]
+        return first, lax.fori_loop(0, first, lambda i, row: jnp.minimum(row + self.sizes[i], plan.rows), zero)
 
     def _tiles_of(self, rows: Any) -> Any:
         return lax.div(rows + (self.plan.tile_rows - 1), self.plan.tile_rows)
@@ -133,7 +138,7 @@ class _Program:
 
         def following(walk: _Walk) -> _Walk:
             group, first_row = walk.group + 1, walk.first_row + walk.rows
-            if plan.begins_later:
+            if plan.is_part:
                 first_row = jnp.where(group > plan.groups, 0, first_row)
             rows = self._rows_of(group, first_row)
             return _Walk(group, walk.first_tile + walk.row_tiles * column_tiles, first_row, rows, self._tiles_of(rows))
