@@ -82,7 +82,7 @@ def test_split_product_is_the_whole_one_with_no_more_bytes_between_devices_than_
     [("auto", "rows and experts"), ("auto", "experts and columns"), ("explicit", "experts"), ("mixed", "rows")],
 )
 def test_what_is_made_of_products_is_split_as_they_are(mode, split, activation):
-    rows, matrices, sizes = SPLITS[split][:2] + [P()]
+    rows, matrices, sizes = [*SPLITS[split][:2], P()]
     gate, row_scale = by_numpy.normal(GROUPS, K, K, dtype="float32", seed=2), by_numpy.normal(ROWS, dtype="float32")
 
     def function(lhs, rhs, gate, row_scale, sizes):
