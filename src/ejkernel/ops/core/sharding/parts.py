@@ -17,7 +17,7 @@ from ejkernel.ops.core.transformations.autodiff import Linear, ThroughResiduals
 from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Forward, MadeOf, Node, is_inexact
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.validation import asked
+from ejkernel.ops.utils.validation import asked, named
 from ejkernel.ops.utils.values.signature import HasType
 
 _Axis = int | None
@@ -86,7 +86,8 @@ class _Trace:
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         kernel, whole = self.spec.kernel, self.spec
         args, kwargs = whole.join(arrays)
-        found: Any = asked(f"{kernel.op_id}: part_arguments", kernel.part_arguments, self.part, *args, **kwargs)
+        with named(kernel.op_id):
+            found: Any = asked("part_arguments", kernel.part_arguments, self.part, *args, **kwargs)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise KernelError(f"{kernel.op_id}: part_arguments must return (args, kwargs), got {found!r}.")
         own, leaves = take_apart(kernel, *found, whole.method)
