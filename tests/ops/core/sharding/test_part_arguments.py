@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that say which arguments a part of their call has: what a part computes may depend on where it lies."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.ops import Kernel, KernelCheckError, ShardingRule, check_kernel
+from ejkernel.ops.core.callspec import take_apart
+from ejkernel.ops.core.sharding.parts import programs_of_parts
+from ejkernel.ops.core.transformations.batching import Level, Vmapped
+from ejkernel.ops.core.transformations.nodes import Choice, Forward
 from ejkernel.ops.execution.discovery import discover
 
 
@@ -54,6 +60,16 @@ class WithResiduals(Numbered):
 
     def vjp(self, residuals, out, cotangents, x, scale, *, cfg, first=0):
         return residuals * scale * cotangents[0], gradients(x, scale, *cotangents, first)[1]
+
+
+class Unhooked(Kernel[int, jax.Array]):
+    """A kernel that has a rule alone."""
+
+    def sharding_rule(self, inv):
+        return ShardingRule("m n -> m n", split="m")
+
+    def run(self, x, *, cfg):
+        return x
 
 
 def numbers(x, first):
@@ -121,8 +137,6 @@ def test_parts_under_every_transformation_are_what_they_are_of_the_whole(name, k
     spec = P(*[None] * len(lead[0]), ("a", "b"))
     if "last axis" in name:
         x = jnp.stack([x, 2 * x], -1)
-    if kind is WithRule and name.startswith("tangents"):
-        pytest.skip("JAX differentiates its run")
     found = jax.jit(TRANSFORMED[name](kind()))(*placed(mesh_of(), (x, spec), (scale, P())))
     close(found, TRANSFORMED[name](plain)(x, scale))
 
@@ -191,6 +205,24 @@ def test_what_is_known_of_a_part_may_be_static():
 def test_hook_that_is_wrong_is_an_error_of_the_kernel_that_says_how(hook, says):
     with pytest.raises(TypeError, match=f"numbered: {says}"):
         jax.jit(Numbered(part_arguments=hook))(*placed(mesh_of(), (X, P("a")), (SCALE, P())))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_program_that_jax_stored_is_another_if_the_parts_of_its_calls_are(batched):
+    def part_arguments(factor, part, x, scale):
+        return (x, scale), {"first": factor * part.start("m")}
+
+    kernels = [Numbered(part_arguments=functools.partial(part_arguments, factor)) for factor in (1, 2, 1)]
+    programs = []
+    for kernel in kernels:
+        node = Forward(take_apart(kernel, (X, SCALE), {})[0])
+        node = Vmapped(node, Level(3, (0, None), None, None)) if batched else node
+        arrays = (jnp.stack([X] * 3), SCALE) if batched else (X, SCALE)
+        programs.append(list(programs_of_parts(node, arrays, Choice(config=1))))
+    assert programs[0] == programs[2]
+    assert programs[0] != programs[1]
+    assert len(programs[0]) == 2
+    assert list(programs_of_parts(Forward(take_apart(Unhooked(), (X,), {})[0]), (X,), Choice(config=1))) == []
 
 
 def test_check_of_a_kernel_tells_that_its_parts_lack_an_argument():
