@@ -147,6 +147,23 @@ def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
     assert shapes == {((32, K), (2, K, K), (GROUPS,), ())}
 
 
+def test_rows_are_split_beside_experts_that_somebody_split_by_hand():
+    mesh = mesh_of("auto")
+
+    def by_hand(lhs, rhs, sizes):
+        out = grouped_matmul(lhs, rhs, sizes, first_group=jax.lax.axis_index("model") * rhs.shape[0])
+        return jax.lax.psum(out, "model")
+
+    inside = jax.shard_map(
+        by_hand, mesh=mesh, in_specs=(P(), P("model"), P()), out_specs=P(), axis_names={"model"}, check_vma=True
+    )
+    _, found = compiled(gradient(inside), ARRAYS, SPLITS["rows and experts"], mesh)
+    close(found, jax.jit(gradient(grouped_matmul))(*ARRAYS))
+    with jax.set_mesh(mesh):
+        parts = discover(inside, *placed(ARRAYS, SPLITS["rows and experts"], mesh))
+    assert [x.shape for x in parts[0].array_types] == [(32, K), (2, K, K), (GROUPS,), ()]
+
+
 def test_part_of_the_rows_alone_is_a_call_as_any_other():
     mesh = mesh_of("auto")
     (part,) = discover(grouped_matmul, *placed(ARRAYS, [P("model"), P(), P()], mesh))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,12 +12,14 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec, take_apart
 from ejkernel.ops.core.hooks import overrides
-from ejkernel.ops.core.sharding.split import Split
+from ejkernel.ops.core.sharding.nodes import factors
+from ejkernel.ops.core.sharding.rule import Factor, Factors
+from ejkernel.ops.core.sharding.split import Shapes, Split
 from ejkernel.ops.core.transformations.autodiff import Linear, ThroughResiduals
 from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped
-from ejkernel.ops.core.transformations.nodes import Forward, MadeOf, Node, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, MadeOf, Node, is_inexact
 from ejkernel.ops.errors import KernelError
-from ejkernel.ops.utils.validation import asked
+from ejkernel.ops.utils.validation import asked, named
 from ejkernel.ops.utils.values.signature import HasType
 
 _Axis = int | None
@@ -77,6 +79,47 @@ def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple
     return replacement.in_node(node), found
 
 
+def programs_of_parts(node: Node, arrays: Sequence[HasType], choice: Choice) -> Iterator[str]:
+    """Yield what the hook computes for a part along each axis that may be split: all that tells it from another hook.
+
+    Nothing for a kernel without one. Arrays are the whole call's.
+    """
+    kernel, spec = node.spec.kernel, node.spec
+    if not overrides(kernel, "part_arguments"):
+        return
+    types = _examples(arrays[node.lead : node.lead + spec.num_arrays], _levels(node, spec.num_arrays))
+    found = factors(Forward(spec), types)
+    if found is None:
+        return
+    results = jax.eval_shape(Forward(spec).flat(choice), *types)
+    shapes = Shapes(operands=_shapes_of(types), results=_shapes_of(results), mesh={})
+    for name in sorted(found.splittable):
+        length = shapes.lengths(found)[name]
+        count = next((divisor for divisor in range(2, length + 1) if length % divisor == 0), 1)
+        split = _along(found, shapes, name, count)
+        pieces = [
+            jax.ShapeDtypeStruct(_piece(like.shape, names, split), like.dtype)
+            for like, names in zip(types, found.operands, strict=True)
+        ]
+        yield str(jax.make_jaxpr(_Trace(CallPart(split), spec), axis_env=[(name, count)])(*pieces))
+
+
+def _along(found: Factors, shapes: Shapes, name: str, count: int) -> Split:
+    """Return the split of one axis into so many parts, over an axis of a mesh that has its name."""
+    return Split(
+        factors=found, shapes=dataclasses.replace(shapes, mesh={name: count}), axes={name: (name,)}, whole=frozenset()
+    )
+
+
+def _shapes_of(arrays: Sequence[HasType]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(array.shape) for array in arrays)
+
+
+def _piece(shape: Sequence[int], names: Sequence[Factor], split: Split) -> tuple[int, ...]:
+    parts = [split.shapes.size(split.axes.get(name, ())) if name else 1 for name in names]
+    return tuple(length // count for length, count in zip(shape, parts, strict=True))
+
+
 class _Trace:
     """The hook as a function of flat arrays, which leaves the rest of the part's arguments behind."""
 
@@ -86,7 +129,8 @@ class _Trace:
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         kernel, whole = self.spec.kernel, self.spec
         args, kwargs = whole.join(arrays)
-        found: Any = asked(f"{kernel.op_id}: part_arguments", kernel.part_arguments, self.part, *args, **kwargs)
+        with named(kernel.op_id):
+            found: Any = asked("part_arguments", kernel.part_arguments, self.part, *args, **kwargs)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise KernelError(f"{kernel.op_id}: part_arguments must return (args, kwargs), got {found!r}.")
         own, leaves = take_apart(kernel, *found, whole.method)
