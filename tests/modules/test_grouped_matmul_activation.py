@@ -207,6 +207,22 @@ def test_products_are_kept_where_they_are_needed_and_factors_of_rows_need_none()
     assert kept(operands("gate", "row_scale"), "silu").count((ROWS, N)) >= 2
 
 
+def forwards(policy):
+    """Return how many forwards a program has that computes a gradient under `jax.checkpoint`."""
+
+    def loss(given):
+        return jnp.sin(ours(given | {"lhs": jnp.sin(given["lhs"])}, "silu")).sum()
+
+    gradient = jax.jit(jax.value_and_grad(jax.checkpoint(loss, policy=policy)))
+    return gradient.lower(operands("gate")).as_text().count("#grouped_matmul_activation@v0")
+
+
+def test_a_forward_is_computed_again_unless_a_policy_saves_what_it_leaves():
+    save = jax.checkpoint_policies.save_only_these_names
+    names = [f"grouped_matmul_activation.{kind}" for kind in ("out", "residuals")]
+    assert [forwards(policy) for policy in (None, save(names[0]), save(*names))] == [2, 2, 1]
+
+
 # Keys.
 
 

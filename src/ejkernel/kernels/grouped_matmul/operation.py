@@ -309,9 +309,9 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         return ShardingRule(f"rows inner, rows columns, {axes_of_groups(inv)} -> groups inner columns", **SPLIT)
 
     def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `_Bilinear`; no argument tells how many groups the part has."""
+        """See `GroupedOperation`; no argument tells how many groups the part has."""
         args, options = super().part_arguments(part, *args, **options)
-        return args, options | ({"groups": part.length("groups")} if isinstance(args[2], tuple) else {})
+        return args, options | ({"groups": part.length("groups")} if isinstance(args[GROUPS], tuple) else {})
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the sums, in float32."""
