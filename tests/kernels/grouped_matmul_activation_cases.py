@@ -27,6 +27,7 @@ SUBJECT = Subject(
         "a gate alone": call_with(SIZES["uneven"], "gate"),
         "transposed": call_with(SIZES["uneven"], "gate", activation="gelu", transpose_rhs=True),
         "factors of rows": call_with(SIZES["rows past the end"], "gate", "row_scale", activation="relu"),
+        "some of the groups": call_with(SIZES["uneven"], "gate", "row_scale", activation="silu", first_group=1),
     },
     briefly=("uneven", "factors of rows"),
     backends={

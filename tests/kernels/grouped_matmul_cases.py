@@ -31,7 +31,8 @@ def call_with(sizes, *others, **options):
     """Return a product of 40 rows, of 16 and 24 columns, with `others` that it takes: a "gate", a "row_scale"."""
 
     def call(dtype):
-        matrices = (4, 24, 16) if options.get("transpose_rhs") else (4, 16, 24)
+        groups = 2 if "first_group" in options else 4
+        matrices = (groups, 24, 16) if options.get("transpose_rhs") else (groups, 16, 24)
         lhs, rhs, gate, row_scale = random_arrays(dtype, (40, 16), matrices, matrices, (40,))
         given = {"gate": gate, "row_scale": row_scale.astype(jnp.float32)}
         return (lhs, rhs, jnp.asarray(sizes, jnp.int32)), options | {name: given[name] for name in others}
@@ -56,6 +57,7 @@ SUBJECT = Subject(
         "transposed": call_with(SIZES["uneven"], transpose_rhs=True),
         "factors of rows": call_with(SIZES["rows past the end"], "row_scale"),
         "factors of rows, transposed": call_with(SIZES["uneven"], "row_scale", transpose_rhs=True),
+        "some of the groups": call_with(SIZES["rows past the end"], first_group=1),
     },
     briefly=("uneven", "factors of rows"),
     backends={

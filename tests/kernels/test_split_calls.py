@@ -2,28 +2,27 @@
 """Ready operations in programs for several devices: they split themselves, and compute what plain JAX computes."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tests.kernels.meshes import (
+    MODES,
+    bytes_in_collectives,
+    close,
+    compiled,
+    gradient,
+    loss,
+    mesh_of,
+    placed,
+    scanned,
+)
 
 from ejkernel.modules import flash_attention, grouped_matmul, layer_norm, rms_norm
 from ejkernel.ops import ArgumentError, recording
 from ejkernel.ops.execution.discovery import discover
-
-MODES = {
-    "auto": (AxisType.Auto, AxisType.Auto),
-    "explicit": (AxisType.Explicit, AxisType.Explicit),
-    "mixed": (AxisType.Explicit, AxisType.Auto),
-}
-
-
-def mesh_of(mode, shape=(2, 4)):
-    return jax.make_mesh(shape, ("data", "model"), axis_types=MODES[mode])
 
 
 def random(*shape, seed=0):
@@ -63,21 +62,6 @@ SPLITS = {
 }
 
 
-def loss(function):
-    return lambda *arrays: (function(*arrays) ** 2).mean()
-
-
-def gradient(function):
-    return lambda *arrays: jax.grad(loss(function), argnums=range(len(arrays)))(*arrays)
-
-
-def scanned(function):
-    def step(rest, carry, _):
-        return function(carry, *rest) * 0.5, None
-
-    return lambda first, *rest: jax.lax.scan(functools.partial(step, rest), first, None, length=2)[0]
-
-
 def one_example(function):
     """Return `function` of one example of those that `vmap` is over."""
     return lambda first, *rest: function(first[None], *[x[None] if x.ndim > 1 else x for x in rest])[0]
@@ -94,33 +78,6 @@ TRANSFORMATIONS = {
     "remat": lambda function: gradient(jax.checkpoint(function)),
     "vmap": lambda function: gradient(vmapped(function)),
 }
-
-
-def placed(arrays, specs, mesh):
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-
-
-def compiled(function, arrays, specs, mesh):
-    with jax.set_mesh(mesh):
-        given = placed(arrays, specs, mesh)
-        program = jax.jit(function).lower(*given).compile()
-        return program, program(*given)
-
-
-_COLLECTIVE = re.compile(
-    r"= (\S+|\([^)]*\)) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
-_ARRAY = re.compile(r"([a-z]+\d+)\[([\d,]*)\]")
-
-
-def bytes_in_collectives(program):
-    """Return how many bytes the results of a compiled program's collectives have."""
-    arrays = [array for result in _COLLECTIVE.findall(program.as_text()) for array in _ARRAY.findall(result)]
-    return sum(np.prod([int(n) for n in shape.split(",") if n] or [1]) * int(kind[1:]) // 8 for kind, shape in arrays)
-
-
-def close(left, right):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), left, right)
 
 
 CASES = [

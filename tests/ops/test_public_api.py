@@ -22,6 +22,7 @@ DOCUMENTED = [
     "AutotuningResult",
     "BwdParams",
     "CacheWarning",
+    "CallPart",
     "CandidateError",
     "CandidateFinished",
     "Cfg",

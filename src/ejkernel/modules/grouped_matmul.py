@@ -24,7 +24,7 @@ from ejkernel.kernels.grouped_matmul.operation import grouped_matmul_wgrad as _g
 def grouped_matmul(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "groups k n"] | Float[Array, "groups n k"],
-    group_sizes: Int[Array, " groups"],
+    group_sizes: Int[Array, " all_groups"],
     *,
     activation: Literal["silu", "gelu", "relu", "relu2"] | None = None,
     gate: Float[Array, "groups k n"] | Float[Array, "groups n k"] | None = None,
@@ -32,6 +32,7 @@ def grouped_matmul(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: str | jax.lax.Precision | None = None,
+    first_group: int | Int[Array, ""] | None = None,
     implementation: str | Sequence[str] | None = None,
     cfg: GroupedMatmulConfig | GroupedMatmulActivationConfig | None = None,
 ) -> Float[Array, "m n"]:
@@ -46,11 +47,17 @@ def grouped_matmul(
     With an activation or a gate it is `activation(lhs @ rhs) * (lhs @ gate)`, of each group's matrices, in one kernel
     where there is one, and a call with a key of its own, `grouped_matmul_activation`; what is made of the sums is made
     of them in float32, before the result is rounded. Differentiated, it keeps the products, rounded to the result's
-    dtype, as plain JAX would. To have them computed again instead, wrap it in `jax.checkpoint`, or leave
-    `grouped_matmul_activation.residuals` out of what a policy of it saves. Factors of rows alone keep nothing.
+    dtype, as plain JAX would. Under `jax.checkpoint` they are computed again instead, unless a policy saves
+    `grouped_matmul_activation.out` and `grouped_matmul_activation.residuals`. Factors of rows alone keep nothing.
 
     Under `jax.vmap` one example is computed after the other where an implementation has no other way; batches of rows
     are better joined into one call.
+
+    Under `jit` over a mesh it splits itself: by rows, by groups (experts), by columns, by what is summed over, and by
+    several of them. Inside `jax.shard_map`, where matrices of some groups are on each device, say which these are:
+
+        out = grouped_matmul(lhs, rhs, group_sizes, first_group=jax.lax.axis_index("expert") * rhs.shape[0])
+        out = jax.lax.psum(out, "expert")
 
     Args:
         lhs: Rows, group after group.
@@ -62,6 +69,8 @@ def grouped_matmul(
         gate: A second matrix for each group, as `rhs` is: the result is multiplied with the product of it.
         row_scale: A factor for each row of the result, such as a router's weight; past the last group it may be
             anything.
+        first_group: Where `rhs` has some of the groups alone, the number of its first in `group_sizes`, which has all:
+            rows of the others are zero in the result. With a number of each device the program is one for all.
         transpose_rhs: Whether the matrices, the gate's too, are transposed, `[groups, n, k]`.
         preferred_element_type: Dtype of the result; that of `lhs` by default.
         precision: Of the products, as for `jax.lax.dot`; asked for, it leaves `xla` alone.
@@ -82,6 +91,7 @@ def grouped_matmul(
         "transpose_rhs": transpose_rhs,
         "preferred_element_type": preferred_element_type,
         "precision": precision,
+        "first_group": first_group,
         "implementation": implementation,
         "cfg": cfg,
     }
@@ -93,10 +103,12 @@ def grouped_matmul(
 def grouped_matmul_wgrad(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "m n"],
-    group_sizes: Int[Array, " groups"],
+    group_sizes: Int[Array, " all_groups"],
     *,
     preferred_element_type: DTypeLike | None = None,
     precision: str | jax.lax.Precision | None = None,
+    first_group: int | Int[Array, ""] | None = None,
+    groups: int | None = None,
     implementation: str | Sequence[str] | None = None,
     cfg: GroupedMatmulWgradConfig | None = None,
 ) -> Float[Array, "groups k n"]:
@@ -106,6 +118,8 @@ def grouped_matmul_wgrad(
         lhs: Rows, group after group: the operand of the product.
         rhs: Rows of the same groups, of the same dtype: the gradient of its result.
         group_sizes: As for `grouped_matmul`.
+        first_group: Likewise; then `groups` says how many there are.
+        groups: How many groups, from the first on, the result is of; all by default.
         preferred_element_type: Dtype of the result; that of `lhs` by default.
         precision: As for `grouped_matmul`.
         implementation: Likewise, of `mosaic_gpu` and `xla`.
@@ -125,6 +139,8 @@ def grouped_matmul_wgrad(
         group_sizes,
         preferred_element_type=preferred_element_type,
         precision=precision,
+        first_group=first_group,
+        groups=groups,
         implementation=implementation,
         cfg=cfg,
     )

@@ -70,6 +70,19 @@ def with_nan_behind(x, sizes):
     return x.at[spans(sizes, x.shape[0])[-1][1] :].set(jnp.nan)
 
 
+def with_nan_outside(x, sizes, own):
+    """Return rows with NaN in those that belong to none of the groups `own`."""
+    inside = np.zeros(x.shape[0], bool)
+    for start, end in spans(sizes, x.shape[0])[own]:
+        inside[start:end] = True
+    return jnp.where(inside[:, None], x, jnp.nan)
+
+
+def only(own, rhs):
+    """Return matrices, those of other groups than `own` zero."""
+    return np.concatenate([np.zeros_like(rhs[: own.start]), rhs[own], np.zeros_like(rhs[own.stop :])])
+
+
 def assert_near(expected, actual, error=4e-3):
     """Compare by the norm; NaN anywhere is a difference."""
     actual = np.asarray(actual, np.float32)

@@ -24,9 +24,10 @@ ROWS, GROUPS, K, N = 8192, 8, 4096, 4096
 
 
 def calls():
-    """Return the products, and what is made of them: name, operation, shapes, options."""
+    """Return the products, also of some of the groups, and what is made of them: name, operation, shapes, options."""
     rows, matrices = (ROWS, K), (GROUPS, K, N)
     yield "forward", grouped_matmul, (rows, matrices), {}
+    yield "forward of some groups", grouped_matmul, (rows, (GROUPS // 2, K, N)), {"first_group": GROUPS // 2}
     yield "dgrad", grouped_matmul, ((ROWS, N), matrices), {"transpose_rhs": True}
     yield "wgrad", grouped_matmul_wgrad, (rows, (ROWS, N)), {}
     yield "wgrad to float32", grouped_matmul_wgrad, (rows, (ROWS, N)), {"preferred_element_type": "float32"}

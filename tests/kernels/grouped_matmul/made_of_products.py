@@ -28,20 +28,18 @@ def with_nan_behind(given, sizes):
     return given | {x: by_numpy.with_nan_behind(given[x], sizes) for x in ("lhs", "row_scale") if x in given}
 
 
-def launched(given, groups, params, *, keep=False, interpret=None, **options):
+def launched(given, groups, params, *, keep=False, interpret=None, first_group=None, **options):
     """Return a function of sizes and operands that runs the kernel, compiled once; and the call's description."""
     operation = grouped_matmul_activation if "gate" in given or options.get("activation") else grouped_matmul
     asked = options | {name: given[name] for name in ("gate", "row_scale") if name in given}
     sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
-    args, kwargs = operation.prepare(given["lhs"], given["rhs"], sizes, **asked)
+    args, kwargs = operation.prepare(given["lhs"], given["rhs"], sizes, first_group=first_group, **asked)
     call = operation.describe(*args, **{name: value for name, value in kwargs.items() if name != "implementation"})
 
     @jax.jit
     def run(sizes, given):
-        arrays = [sizes if name == "sizes" else given[name] for name in _ORDER if name in given or name == "sizes"]
-        return launch.product(call, tuple(arrays), params, keep=keep, interpret=interpret)
+        groups = sizes if first_group is None else (sizes, jnp.int32(first_group))
+        arrays = (given["lhs"], given["rhs"], groups, *[given[x] for x in ("gate", "row_scale") if x in given])
+        return launch.product(call, arrays, params, keep=keep, interpret=interpret)
 
     return (lambda sizes, given=given: run(jnp.asarray(sizes, jnp.int32), given)), call
-
-
-_ORDER = ("lhs", "rhs", "sizes", "gate", "row_scale")

@@ -81,6 +81,17 @@ def test_products_are_kept_as_they_are_rounded_without_races(mosaic, gate):
         by_numpy.assert_near(by_numpy.product(given["lhs"], own, sizes), found)
 
 
+def test_some_of_the_groups_give_zeros_in_rows_of_the_others(mosaic):
+    given, own = operands(gate=True, row_scale=True), slice(1, 3)
+    part = given | {name: given[name][own] for name in ("rhs", "gate")}
+    run = simulated(mosaic, part, ProductParams(**SMALL), activation="gelu", first_group=1)
+    whole = given | {"rhs": jnp.zeros_like(given["rhs"]).at[own].set(given["rhs"][own])}
+    for sizes in list(by_numpy.HOSTILE.values())[::5]:
+        behind = part | {"row_scale": by_numpy.with_nan_behind(given["row_scale"], sizes)}
+        expected = by_numpy.product(sizes=sizes, activation="gelu", **whole)
+        by_numpy.assert_near(expected, run(sizes, behind)[0])
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, which multiplies for the interpreter
 def test_nothing_of_one_group_reaches_another(mosaic):
     sizes, foreign = (70, 43, 60, 127), slice(70, 113)

@@ -19,6 +19,7 @@ from ejkernel.modules import grouped_matmul as product
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ROWS, GROUPS, K, N = 3001, 12, 520, 712
+SIZES_OF_ALL = (jax.ShapeDtypeStruct((GROUPS,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
 SHARED = (
     {},
     {"panel": 3, "stages": 3, "out_slots": 4},
@@ -87,6 +88,34 @@ def test_weights_gradients_are_right_and_repeat(params, dtypes):
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("own", [slice(0, 5), slice(5, 8), slice(8, 12)], ids=str)
+@pytest.mark.parametrize("transpose_rhs", [False, True], ids=["as it is", "transposed"])
+def test_some_of_the_groups_are_right_and_repeat_whatever_the_others_hold(transpose_rhs, own):
+    lhs = by_numpy.normal(ROWS, K)
+    rhs = by_numpy.normal(GROUPS, *((N, K) if transpose_rhs else (K, N)), seed=1)
+    call = grouped_matmul.describe(lhs, rhs[own], SIZES_OF_ALL, transpose_rhs=transpose_rhs)
+    first, params = jnp.int32(own.start), support.product_heuristic(call)
+    check(
+        jax.jit(lambda lhs, rhs, sizes: launch.product(call, (lhs, rhs, (sizes, first)), params)),
+        lambda sizes: by_numpy.product(lhs, by_numpy.only(own, rhs), sizes, transpose_rhs=transpose_rhs),
+        lambda sizes: (by_numpy.with_nan_outside(lhs, sizes, own), rhs[own]),
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("own", [slice(0, 5), slice(5, 8), slice(8, 12)], ids=str)
+def test_weights_gradients_of_some_of_the_groups_are_right_and_repeat(own):
+    lhs, rhs = by_numpy.normal(ROWS, K), by_numpy.normal(ROWS, N, seed=1)
+    call = grouped_matmul_wgrad.describe(lhs, rhs, SIZES_OF_ALL, groups=own.stop - own.start)
+    first, params = jnp.int32(own.start), support.wgrad_heuristic(call)
+    check(
+        jax.jit(lambda lhs, rhs, sizes: launch.weights_gradient(call, (lhs, rhs, (sizes, first)), params)),
+        lambda sizes: by_numpy.weights_gradient(lhs, rhs, sizes)[own],
+        lambda sizes: tuple(by_numpy.with_nan_outside(x, sizes, own) for x in (lhs, rhs)),
+    )
+
+
+@pytest.mark.usefixtures("gpu")
 def test_a_gradient_is_made_of_kernels_of_ours_and_nothing_of_one_group_reaches_another():
     sizes, foreign = jnp.asarray([70, 43, 60, 800], jnp.int32), slice(70, 113)
     lhs, rhs = by_numpy.normal(1000, 256), by_numpy.normal(4, 256, 512, seed=1)
@@ -136,6 +165,18 @@ def test_what_is_made_of_products_is_right_and_repeats(options, params):
             by_numpy.assert_near(by_numpy.product(given["lhs"], matrices, **how), found)
         again = run(sizes, made_of_products.with_nan_behind(given, sizes))[0]
         np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(again, np.float32))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_made_of_products_of_some_of_the_groups_is_zero_in_rows_of_the_others():
+    own = slice(5, 9)
+    given = made_of_products.operands(ROWS, GROUPS, K, N, gate=True, row_scale=True)
+    part = given | {name: given[name][own] for name in ("rhs", "gate")}
+    run, _ = made_of_products.launched(part, GROUPS, ProductParams(block_n=128), activation="silu", first_group=5)
+    whole = given | {"rhs": jnp.zeros_like(given["rhs"]).at[own].set(given["rhs"][own])}
+    for sizes in sizes_of(np.random.default_rng(3)):
+        expected = by_numpy.product(sizes=sizes, activation="silu", **whole)
+        by_numpy.assert_near(expected, run(sizes, made_of_products.with_nan_behind(part, sizes))[0])
 
 
 @pytest.mark.usefixtures("gpu")

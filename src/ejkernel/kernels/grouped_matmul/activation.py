@@ -23,11 +23,14 @@ from ejkernel.ops.implementation import Implementations, LazyImplementation, Ope
 
 from . import _arguments as arguments
 from . import reference
-from .common import GroupedMatmulCall
+from .common import GroupedMatmulCall, own_rows
 from .epilogue import ACTIVATIONS, finished
 from .operation import (
+    GROUPS,
     REFERENCE_BLOCK,
+    SPLIT,
     GroupedOperation,
+    axes_of_groups,
     gradients_of_product,
     grouped_matmul,
     shared_options,
@@ -68,11 +71,13 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         transpose_rhs: Any = False,
         preferred_element_type: Any = None,
         precision: Any = None,
+        first_group: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
         transpose_rhs = canonical_flag("transpose_rhs", transpose_rhs)
-        arguments.check_product(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
+        arguments.check_product(lhs, rhs, transpose_rhs=transpose_rhs)
+        groups = arguments.canonical_groups(group_sizes, first_group, rhs.shape[0])
         if gate is not None:
             arguments.check_gate(gate, rhs)
         if row_scale is not None:
@@ -88,13 +93,13 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
             preferred_element_type=preferred_element_type,
             precision=precision,
         )
-        return (lhs, rhs, group_sizes, gate, row_scale), said | {"implementation": self.requested(implementation)}
+        return (lhs, rhs, groups, gate, row_scale), said | {"implementation": self.requested(implementation)}
 
     def describe(self, *args: Any, **options: Any) -> GroupedMatmulCall:
         """Return the sizes and dtypes."""
-        lhs, rhs, group_sizes, gate, row_scale = args
+        lhs, rhs, groups, gate, row_scale = args
         activation = options.pop("activation", None)
-        product = grouped_matmul.describe(lhs, rhs, group_sizes, row_scale, **options)
+        product = grouped_matmul.describe(lhs, rhs, groups, row_scale, **options)
         return dataclasses.replace(product, activation=activation, gated=gate is not None)
 
     def result_size(self, call: GroupedMatmulCall) -> int:
@@ -102,21 +107,23 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         return call.rows * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulActivationConfig, jax.Array]) -> ShardingRule:
-        """Return that columns may be split; what is summed over may not, for an activation takes the whole sum."""
+        """Return that all may be split but what is summed over, for an activation takes the whole sum.
+
+        Rows of groups that a part lacks are zero in its result, so that those of all parts add up.
+        """
         gated, scaled = (inv.args[index] is not None for index in (3, 4))
         rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
-        operands = ["rows inner", rhs, "groups", *[rhs] * gated, *["rows"] * scaled]
+        operands = ["rows inner", rhs, axes_of_groups(inv), *[rhs] * gated, *["rows"] * scaled]
+        split = SPLIT | {"split": "rows groups columns"}
         products = ", ".join(["rows columns"] * (1 + gated))
-        return ShardingRule(f"{', '.join(operands)} -> rows columns", split="columns", residuals=products)
+        return ShardingRule(f"{', '.join(operands)} -> rows columns", residuals=products, **split)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output, with sums and what is made of them in float32."""
-        lhs, rhs, group_sizes, gate, row_scale = args
+        lhs, rhs, groups, gate, row_scale = args
         how = {"transpose_rhs": options.get("transpose_rhs", False), "precision": "highest", "block": REFERENCE_BLOCK}
-        products = [
-            reference.product(lhs, matrices, group_sizes, **how) for matrices in (rhs, gate) if matrices is not None
-        ]
-        out = finished(products, group_sizes, row_scale, options.get("activation"))
+        products = [reference.product(lhs, matrices, groups, **how) for matrices in (rhs, gate) if matrices is not None]
+        out = finished(products, own_rows(groups, lhs.shape[0], rhs.shape[0]), row_scale, options.get("activation"))
         return out.astype(options.get("preferred_element_type") or lhs.dtype)
 
     # Derivatives.
@@ -154,29 +161,29 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         **options: Any,
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by products and sums of products that are calls of their own."""
-        lhs, rhs, group_sizes, gate, row_scale = args
+        lhs, rhs, groups, gate, row_scale = args
         products = [product.astype(accumulator(product.dtype)) for product in residuals]
-        activation = options.get("activation")
-        pull = jax.vjp(lambda *given: finished(given[0], group_sizes, given[1], activation), products, row_scale)[1]
+        activation, own = options.get("activation"), own_rows(groups, lhs.shape[0], rhs.shape[0])
+        pull = jax.vjp(lambda *given: finished(given[0], own, given[1], activation), products, row_scale)[1]
         dproducts, dscale = pull(cotangents[0].astype(products[0].dtype))
         pairs = zip((rhs, gate), dproducts, strict=False)
         found = [
-            gradients_of_product((lhs, matrices, group_sizes), dout.astype(lhs.dtype), options)
-            for matrices, dout in pairs
+            gradients_of_product((lhs, matrices, groups), dout.astype(lhs.dtype), options) for matrices, dout in pairs
         ]
         dlhs = found[0][0] if gate is None else found[0][0] + found[1][0]
         return dlhs, found[0][1], None, None if gate is None else found[1][1], dscale
 
     def _by_calls(self, *args: Any, **options: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the output and the products, these by calls of their own."""
-        lhs, rhs, group_sizes, gate, row_scale = args
+        lhs, rhs, groups, gate, row_scale = args
         shared = shared_options(options, grouped_matmul)
         shared |= {name: options[name] for name in ("transpose_rhs", "preferred_element_type") if name in options}
         products = tuple(
-            grouped_matmul(lhs, matrices, group_sizes, **shared) for matrices in (rhs, gate) if matrices is not None
+            grouped_matmul(lhs, matrices, groups, **shared) for matrices in (rhs, gate) if matrices is not None
         )
         wide = [product.astype(accumulator(product.dtype)) for product in products]
-        out = finished(wide, group_sizes, row_scale, options.get("activation"))
+        own = own_rows(groups, lhs.shape[0], rhs.shape[0])
+        out = finished(wide, own, row_scale, options.get("activation"))
         return out.astype(products[0].dtype), products
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -196,7 +203,7 @@ def _differentiable(function: Callable[..., Any], by_calls: Callable[..., Any], 
         return function(*args)
 
     def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        given = {i: t for i, t in enumerate(tangents) if t is not None and not isinstance(t, SymbolicZero)}
+        given = {i: t for i, t in enumerate(tangents) if i != GROUPS and not isinstance(t, SymbolicZero | None)}
 
         def of_given(*varied: Any) -> Any:
             replaced = dict(zip(given, varied, strict=True))

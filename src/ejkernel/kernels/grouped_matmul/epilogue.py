@@ -33,25 +33,25 @@ ACTIVATIONS: Final[Mapping[str, Callable[[jax.Array], jax.Array]]] = {
 
 
 def finished(
-    products: Sequence[jax.Array], group_sizes: jax.Array, row_scale: jax.Array | None, activation: str | None
+    products: Sequence[jax.Array], own: jax.Array, row_scale: jax.Array | None, activation: str | None
 ) -> jax.Array:
     """Return the result in the dtype of the products, that which sums run in.
 
     Args:
-        products: The product, and the gate's where there is one: zeros in rows past the last group.
-        group_sizes: Of the groups.
-        row_scale: A factor for each row, whatever it is past the last group; `None`: none.
+        products: The product, and the gate's where there is one: zeros in rows that are not own.
+        own: Of each row, whether it belongs to a group.
+        row_scale: A factor for each row, whatever it is for others; `None`: none.
         activation: One of `ACTIVATIONS`, of the first product; `None`: none.
     """
     first, *others = products
     out = first if activation is None else ACTIVATIONS[activation](first)
     for other in others:
         out = out * other
-    return out if row_scale is None else scaled_rows(out, row_scale, group_sizes)
+    return out if row_scale is None else scaled_rows(out, row_scale, own)
 
 
-def scaled_rows(rows: jax.Array, row_scale: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Return rows times their factors, multiplied in the dtype that sums run in, and zeros past the last group."""
+def scaled_rows(rows: jax.Array, row_scale: jax.Array, own: jax.Array) -> jax.Array:
+    """Return own rows times their factors, multiplied in the dtype that sums run in, and zeros in the others."""
     wide = accumulator(rows.dtype)
-    factors = without_rest(row_scale.astype(wide), group_sizes)
-    return (without_rest(rows, group_sizes).astype(wide) * factors[:, None]).astype(rows.dtype)
+    factors = without_rest(row_scale.astype(wide), own)
+    return (without_rest(rows, own).astype(wide) * factors[:, None]).astype(rows.dtype)

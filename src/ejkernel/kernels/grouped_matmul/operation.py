@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._options import canonical_flag
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
@@ -29,11 +30,13 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from . import _arguments as arguments
 from . import reference
-from .common import GroupedMatmulCall, without_rest
+from .common import GroupedMatmulCall, Groups, own_rows, taken_apart, without_rest
 from .epilogue import scaled_rows
 
 REFERENCE_BLOCK = 512
-_SIZES = 2  # which argument the sizes of groups are
+GROUPS = 2  # which argument the groups are
+# Rows and matrices that are sharded over the same devices: which of them are cheaper to move depends on their sizes.
+SPLIT: Final[Any] = {"split": "rows groups inner columns", "cheapest": True}
 _Cfg = TypeVar("_Cfg", bound=OperationConfig)
 
 
@@ -68,17 +71,33 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
     def example_inputs(
         self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random operands, and sizes as a router of tokens would give: even, uneven, or with empty groups."""
-        (lhs, rhs, sizes, *others), kwargs = super().example_inputs(inv, rng)
+        """Return random operands, and sizes as a router of tokens would give: even, uneven, or with empty groups.
+
+        Of a part of the groups it is the one that has the most rows: the others wait for it.
+        """
+        (lhs, rhs, groups, *others), kwargs = super().example_inputs(inv, rng)
+        sizes, first = taken_apart(groups)
         drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
-        return (lhs, rhs, jnp.asarray(drawn, sizes.dtype), *others), kwargs
+        found = jnp.asarray(drawn, sizes.dtype)
+        if first is None:
+            return (lhs, rhs, found, *others), kwargs
+        count = self.call_of(inv).groups
+        rows = np.convolve(drawn, np.ones(count), "valid")[::count]
+        return (lhs, rhs, (found, jnp.asarray(count * rows.argmax(), first.dtype)), *others), kwargs
+
+    def part_arguments(
+        self, part: CallPart, lhs: Any, rhs: Any, groups: Groups, *others: Any, **options: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the sizes that groups have in the part's rows, and its first group."""
+        return (lhs, rhs, arguments.groups_of_part(part, groups), *others), options
 
     def cost(self, inv: Invocation[_Cfg, jax.Array]) -> Cost | None:
-        """Return the work of a call all of whose rows belong to groups."""
+        """Return the work of a call all of whose rows belong to groups, of which a part has its share."""
         call = self.call_of(inv)
         if inv.direction != "fwd" or not is_known(call.rows, call.inner, call.columns):
             return None
-        flops = 2 * call.products * call.examples * call.rows * call.inner * call.columns
+        rows = call.rows if call.all_groups is None else call.usual_rows * call.groups
+        flops = 2 * call.products * call.examples * rows * call.inner * call.columns
         out = call.examples * self.result_size(call) * jnp.dtype(call.out_dtype).itemsize
         return Cost(flops=flops, bytes=inv.input_bytes + out)
 
@@ -103,7 +122,7 @@ class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
             parts = [
                 self(*primals[:index], tangent, *primals[index + 1 :], **options)
                 for index, tangent in enumerate(tangents)
-                if index != _SIZES and not isinstance(tangent, SymbolicZero)
+                if index != GROUPS and not isinstance(tangent, SymbolicZero)
             ]
             return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
 
@@ -135,14 +154,16 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         transpose_rhs: Any = False,
         preferred_element_type: Any = None,
         precision: Any = None,
+        first_group: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
         transpose_rhs = canonical_flag("transpose_rhs", transpose_rhs)
-        arguments.check_product(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
+        arguments.check_product(lhs, rhs, transpose_rhs=transpose_rhs)
+        groups = arguments.canonical_groups(group_sizes, first_group, rhs.shape[0])
         if row_scale is not None:
             arguments.check_row_scale(row_scale, lhs)
-        args = (lhs, rhs, group_sizes, row_scale)[: 3 if row_scale is None else 4]
+        args = (lhs, rhs, groups, row_scale)[: 3 if row_scale is None else 4]
         said = arguments.said_options(
             lhs.dtype,
             transpose_rhs=transpose_rhs,
@@ -155,7 +176,7 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         self,
         lhs: Any,
         rhs: Any,
-        group_sizes: Any,
+        groups: Groups,
         row_scale: Any = None,
         *,
         transpose_rhs: bool = False,
@@ -163,6 +184,7 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         precision: str | None = None,
     ) -> GroupedMatmulCall:
         """Return the sizes and dtypes."""
+        sizes, first = taken_apart(groups)
         return GroupedMatmulCall(
             rows=lhs.shape[0],
             groups=rhs.shape[0],
@@ -173,6 +195,7 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
             transpose_rhs=transpose_rhs,
             precision=precision,
             scaled=row_scale is not None,
+            all_groups=None if first is None else sizes.shape[0],
         )
 
     def result_size(self, call: GroupedMatmulCall) -> int:
@@ -180,34 +203,37 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
         return call.rows * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulConfig, jax.Array]) -> ShardingRule:
-        """Return that columns, and what is summed over, may be split; rows belong to groups that begin anywhere."""
+        """Return that every axis may be split: a part of the groups, as of what is summed over, gives a part of a sum.
+
+        Which groups are a part's, and how many of its rows each has, follows from all sizes: see `part_arguments`.
+        """
         rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
-        scale = ", rows" * (len(inv.args) > _SIZES + 1)
-        return ShardingRule(f"rows inner, {rhs}, groups{scale} -> rows columns", split="columns inner")
+        scale = ", rows" * (len(inv.args) > GROUPS + 1)
+        return ShardingRule(f"rows inner, {rhs}, {axes_of_groups(inv)}{scale} -> rows columns", **SPLIT)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the product, with sums in float32."""
-        lhs, rhs, group_sizes, *scales = args
+        lhs, rhs, groups, *scales = args
         transpose_rhs = options.get("transpose_rhs", False)
         out = reference.product(
-            lhs, rhs, group_sizes, block=REFERENCE_BLOCK, transpose_rhs=transpose_rhs, precision="highest"
+            lhs, rhs, groups, block=REFERENCE_BLOCK, transpose_rhs=transpose_rhs, precision="highest"
         )
         for row_scale in scales:
-            out = scaled_rows(out, row_scale, group_sizes)
+            out = scaled_rows(out, row_scale, own_rows(groups, lhs.shape[0], rhs.shape[0]))
         return out.astype(options.get("preferred_element_type") or lhs.dtype)
 
     def custom_vjp(
         self, primals: tuple[Any, ...], cfg: GroupedMatmulConfig, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by a product and by sums of products that are calls of their own."""
-        lhs, rhs, group_sizes, *scales = primals
-        dout = cotangents[0].astype(lhs.dtype)
-        dlhs, drhs = gradients_of_product((lhs, rhs, group_sizes), dout, kwargs, *scales)
+        lhs, rhs, groups, *scales = primals
+        dout, own = cotangents[0].astype(lhs.dtype), own_rows(groups, lhs.shape[0], rhs.shape[0])
+        dlhs, drhs = gradients_of_product((lhs, rhs, groups), dout, kwargs, *scales)
         if not scales:
             return dlhs, drhs, None
         # Of a row, dout · (lhs @ rhs) is (dout @ rhs.T) · lhs: its factor's gradient takes no further product.
-        left, right = (x.astype(accumulator(x.dtype)) for x in (dlhs, without_rest(lhs, group_sizes)))
-        return scaled_rows(dlhs, scales[0], group_sizes), drhs, None, jnp.sum(left * right, axis=1)
+        left, right = (x.astype(accumulator(x.dtype)) for x in (dlhs, without_rest(lhs, own)))
+        return scaled_rows(dlhs, scales[0], own), drhs, None, jnp.sum(left * right, axis=1)
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -238,34 +264,40 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         *,
         preferred_element_type: Any = None,
         precision: Any = None,
+        first_group: Any = None,
+        groups: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
         arguments.check_operand("lhs", lhs, "[m, k]")
         arguments.check_operand("rhs", rhs, "[m, n]")
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
-        arguments.check_sizes(group_sizes)
+        own = arguments.canonical_groups(group_sizes, first_group, arguments.canonical_count(groups))
         said = arguments.said_options(lhs.dtype, preferred_element_type=preferred_element_type, precision=precision)
-        return (lhs, rhs, group_sizes), said | {"implementation": self.requested(implementation)}
+        count = {"groups": groups} if isinstance(own, tuple) else {}
+        return (lhs, rhs, own), said | count | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
         lhs: Any,
         rhs: Any,
-        group_sizes: Any,
+        own: Groups,
         *,
         preferred_element_type: str | None = None,
         precision: str | None = None,
+        groups: int | None = None,
     ) -> GroupedMatmulCall:
         """Return the sizes and dtypes."""
+        sizes, first = taken_apart(own)
         return GroupedMatmulCall(
             rows=lhs.shape[0],
-            groups=group_sizes.shape[0],
+            groups=sizes.shape[0] if groups is None else groups,
             inner=lhs.shape[1],
             columns=rhs.shape[1],
             dtype=str(lhs.dtype),
             out_dtype=preferred_element_type or str(lhs.dtype),
             precision=precision,
+            all_groups=None if first is None else sizes.shape[0],
         )
 
     def result_size(self, call: GroupedMatmulCall) -> int:
@@ -273,13 +305,19 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         return call.groups * call.inner * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulWgradConfig, jax.Array]) -> ShardingRule:
-        """Return that both axes of the matrices may be split."""
-        return ShardingRule("rows inner, rows columns, groups -> groups inner columns", split="columns inner")
+        """Return that every axis may be split; a part of the rows gives a part of the sum."""
+        return ShardingRule(f"rows inner, rows columns, {axes_of_groups(inv)} -> groups inner columns", **SPLIT)
+
+    def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `GroupedOperation`; no argument tells how many groups the part has."""
+        args, options = super().part_arguments(part, *args, **options)
+        return args, options | ({"groups": part.length("groups")} if isinstance(args[GROUPS], tuple) else {})
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the sums, in float32."""
-        lhs, rhs, group_sizes = args
-        out = reference.weights_gradient(lhs, rhs, group_sizes, block=REFERENCE_BLOCK, precision="highest")
+        lhs, rhs, own = args
+        count = options.get("groups", taken_apart(own)[0].shape[0])
+        out = reference.weights_gradient(lhs, rhs, own, count=count, block=REFERENCE_BLOCK, precision="highest")
         return out.astype(options.get("preferred_element_type") or lhs.dtype)
 
     def custom_vjp(
@@ -290,10 +328,10 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         cotangents: tuple[Any, ...],
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by products that are calls of their own."""
-        lhs, rhs, group_sizes = primals
+        lhs, rhs, groups = primals
         dout, shared = cotangents[0].astype(lhs.dtype), shared_options(kwargs, grouped_matmul)
-        dlhs = grouped_matmul(rhs, dout, group_sizes, transpose_rhs=True, **shared)
-        return dlhs, grouped_matmul(lhs, dout, group_sizes, **shared), None
+        dlhs = grouped_matmul(rhs, dout, groups, transpose_rhs=True, **shared)
+        return dlhs, grouped_matmul(lhs, dout, groups, **shared), None
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -320,29 +358,35 @@ def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> np.ndarra
     return np.diff(ends, prepend=0)
 
 
+def axes_of_groups(inv: Invocation[Any, Any]) -> str:
+    """Return the axes of sizes, which go whole to every device, and of the first group's number, which has none."""
+    return "_, " if isinstance(inv.args[GROUPS], tuple) else "_"
+
+
 def gradients_of_product(
-    primals: tuple[Any, Any, Any], dout: jax.Array, options: dict[str, Any], row_scale: jax.Array | None = None
+    primals: tuple[Any, Any, Groups], dout: jax.Array, options: dict[str, Any], row_scale: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of both operands of a product, calls of their own; with factors, only rhs's has them in it.
 
     Args:
-        primals: Rows, matrices, sizes.
+        primals: Rows, matrices, groups.
         dout: The gradient of the product, in the dtype of the operands.
         options: Of the call.
         row_scale: Factors of the rows that `dout` does not have in it as yet.
     """
-    lhs, rhs, group_sizes = primals
+    lhs, rhs, groups = primals
     transposed = options.get("transpose_rhs", False)
     shared = shared_options(options, grouped_matmul)
-    dlhs = grouped_matmul(dout, rhs, group_sizes, transpose_rhs=not transposed, **shared)
+    dlhs = grouped_matmul(dout, rhs, groups, transpose_rhs=not transposed, **shared)
     operands = [lhs, dout]
     if row_scale is not None:  # either will do, so the narrower one
         narrower = int(is_known(lhs.shape[1], dout.shape[1]) and dout.shape[1] < lhs.shape[1])
-        operands[narrower] = scaled_rows(operands[narrower], row_scale, group_sizes)
+        own = own_rows(groups, lhs.shape[0], rhs.shape[0])
+        operands[narrower] = scaled_rows(operands[narrower], row_scale, own)
     if transposed:
         operands.reverse()
-    drhs = grouped_matmul_wgrad(*operands, group_sizes, **shared_options(options, grouped_matmul_wgrad))
-    return dlhs, drhs
+    shared = shared_options(options, grouped_matmul_wgrad)
+    return dlhs, grouped_matmul_wgrad(*operands, groups, groups=rhs.shape[0], **shared)
 
 
 def shared_options(options: dict[str, Any], operation: Operation[Any, Any, Any]) -> dict[str, Any]:

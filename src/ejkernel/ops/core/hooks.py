@@ -26,6 +26,7 @@ from ejkernel.ops.utils.validation import asked, check_candidates, named
 
 if typing.TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.core.sharding.parts import CallPart
     from ejkernel.ops.core.sharding.rule import ShardingRule
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -210,6 +211,22 @@ class Kernel(Noted, Generic[Cfg, Out]):
             inv: The call, with the shapes of the whole arrays; under `vmap` those of one example.
         """
         return None
+
+    def part_arguments(self, part: CallPart, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of one device's part of a split call; by default its pieces of the whole call's.
+
+        Override it where these do not say all: what a part computes depends on where it lies, or on sizes of all parts.
+
+        Args:
+            part: Where the part lies along the axes that `sharding_rule` names.
+            *args: The arguments as `run` would have them: of arrays what this device has, as the rule splits them.
+            **kwargs: Likewise.
+
+        Returns:
+            Positional and keyword arguments. Floating-point arrays stay what and where they are, so that gradients
+            follow; other arrays may be computed anew, and arrays and static values added by keyword.
+        """
+        return args, kwargs
 
     def refusals(self, inv: Invocation[Cfg, Out]) -> Mapping[str, str]:
         """Return why implementations that there are do not run a call, by their names; for people to read."""

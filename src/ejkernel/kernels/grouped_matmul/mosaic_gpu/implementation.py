@@ -41,7 +41,7 @@ class _Product(Implementation[GroupedMatmulCall]):
 class MosaicGpu(_Product):
     """The product on Hopper GPUs."""
 
-    features = frozenset({"row_scale"})
+    features = frozenset({"row_scale", "first_group"})
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
         """Return the product; nothing is left for a backward."""
@@ -52,7 +52,7 @@ class MosaicGpuActivation(_Product):
     """Products and what is made of them on Hopper GPUs, in one kernel."""
 
     residuals = PREACTIVATIONS
-    features = frozenset({"activation", "gate", "row_scale"})
+    features = frozenset({"activation", "gate", "row_scale", "first_group"})
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
         """Return the output and the products."""
@@ -69,6 +69,7 @@ class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):
 
     name = "mosaic_gpu"
     params = WgradParams
+    features = frozenset({"first_group"})
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernel does not run the call."""
@@ -88,8 +89,8 @@ class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: WgradParams) -> tuple[jax.Array, Any]:
         """Return the sums; nothing is left for a backward."""
-        lhs, rhs, group_sizes = args
-        return launch.weights_gradient(call, (lhs, rhs, group_sizes), params), ()
+        lhs, rhs, groups = args
+        return launch.weights_gradient(call, (lhs, rhs, groups), params), ()
 
 
 def _given(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -100,6 +100,7 @@ class ProductPlan(Plan):
         transpose_rhs: Whether the matrices are transposed.
         activation, gated, scaled: As in the description of the call.
         keep: Whether the products are results, too.
+        all_groups: How many sizes there are, if more than groups: behind them stands which is the first group's.
     """
 
     transpose_rhs: bool
@@ -107,6 +108,7 @@ class ProductPlan(Plan):
     gated: bool = False
     scaled: bool = False
     keep: bool = False
+    all_groups: int | None = None
 
     @property
     def products(self) -> int:
@@ -127,6 +129,16 @@ class ProductPlan(Plan):
     def steps(self) -> int:
         """Steps of a tile."""
         return -(-self.inner // STEP)
+
+    @property
+    def last(self) -> int:
+        """Number of the last of what counts as groups: the rows past them, or those before them, which come last."""
+        return self.groups + self.is_part
+
+    @property
+    def is_part(self) -> bool:
+        """Whether some groups have their matrices elsewhere."""
+        return self.all_groups is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,6 +173,7 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool =
         gated=call.gated,
         scaled=call.scaled,
         keep=keep,
+        all_groups=call.all_groups,
     )
 
 

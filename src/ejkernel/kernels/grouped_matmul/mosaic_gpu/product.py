@@ -40,7 +40,7 @@ from .tiles import (
 
 
 class _Walk(NamedTuple):
-    """Where the walk over groups is; group number `groups` are the rows past the last one."""
+    """Where the walk over groups is; group number `groups` are the rows past the last one, then those before all."""
 
     group: Any
     first_tile: Any
@@ -63,8 +63,8 @@ def multiply(plan: ProductPlan, *arrays: Any, interpret: Any = None) -> list[jax
 
     Args:
         plan: The launch.
-        *arrays: Operands of padded sizes: rows, matrices, the gate's if there is one, sizes in int32, and factors of
-            rows in float32 if there are any, as many as there are rows and a tile's.
+        *arrays: Operands of padded sizes: rows, matrices, the gate's if there is one, sizes and what stands behind
+            them in int32, and factors of rows in float32 if there are any, as many as there are rows and a tile's.
         interpret: How to simulate it.
     """
 
@@ -103,6 +103,7 @@ class _Program:
         self.shared = scratch
         self.lhs_tiles, self.lhs_rows = (scratch.lhs,) * 2 if self.simulated else scratch.lhs
         self.out_views = (scratch.out,) * 3 if self.simulated else scratch.out
+        self.first_group, self.first_row = self._first()
         share_out(self.plan, scratch, self._each_tile, copy=self._copy_tile, compute=self._compute_tile)
 
     # Which tiles.
@@ -110,7 +111,7 @@ class _Program:
     def _each_tile(self, body: Callable[[_Tile, Any], Any]) -> Any:
         """Call `body(tile, step)`, which returns the next step, for each of this program's tiles."""
         plan, zero = self.plan, jnp.int32(0)
-        rows = self._rows_of(zero, zero)
+        rows = self._rows_of(zero, self.first_row)
         first = lax.axis_index("program")
 
         def one(carry: Any) -> Any:
@@ -119,27 +120,38 @@ class _Program:
             number = number + plan.programs
             return number, self._advance(number, walk), step
 
-        walk = self._advance(first, _Walk(zero, zero, zero, rows, self._tiles_of(rows)))
-        return lax.while_loop(lambda carry: carry[1].group <= plan.groups, one, (first, walk, zero))[2]
+        walk = self._advance(first, _Walk(zero, zero, self.first_row, rows, self._tiles_of(rows)))
+        return lax.while_loop(lambda carry: carry[1].group <= plan.last, one, (first, walk, zero))[2]
 
     def _rows_of(self, group: Any, first_row: Any) -> Any:
         """Return how many rows a group has, of those that there are."""
-        left = self.plan.rows - first_row
-        size = jnp.clip(self.sizes[jnp.minimum(group, self.plan.groups - 1)], 0, left)
-        return jnp.where(group < self.plan.groups, size, left)
+        plan = self.plan
+        left = (jnp.where(group > plan.groups, self.first_row, plan.rows) if plan.is_part else plan.rows) - first_row
+        size = jnp.clip(self.sizes[self.first_group + jnp.minimum(group, plan.groups - 1)], 0, left)
+        return jnp.where(group < plan.groups, size, left)
+
+    def _first(self) -> tuple[Any, Any]:
+        """Return the number of the first group, and its first row."""
+        plan, zero = self.plan, jnp.int32(0)
+        if not plan.is_part:
+            return zero, zero
+        first = self.sizes[plan.all_groups]
+        return first, lax.fori_loop(0, first, lambda i, row: jnp.minimum(row + self.sizes[i], plan.rows), zero)
 
     def _tiles_of(self, rows: Any) -> Any:
         return lax.div(rows + (self.plan.tile_rows - 1), self.plan.tile_rows)
 
     def _advance(self, number: Any, walk: _Walk) -> _Walk:
         """Walk to the group that the tile of that number is of, or past the last."""
-        column_tiles, groups = self.plan.column_tiles, self.plan.groups
+        plan, column_tiles = self.plan, self.plan.column_tiles
 
         def behind(walk: _Walk) -> Any:
-            return (number >= walk.first_tile + walk.row_tiles * column_tiles) & (walk.group <= groups)
+            return (number >= walk.first_tile + walk.row_tiles * column_tiles) & (walk.group <= plan.last)
 
         def following(walk: _Walk) -> _Walk:
             group, first_row = walk.group + 1, walk.first_row + walk.rows
+            if plan.is_part:
+                first_row = jnp.where(group > plan.groups, 0, first_row)
             rows = self._rows_of(group, first_row)
             return _Walk(group, walk.first_tile + walk.row_tiles * column_tiles, first_row, rows, self._tiles_of(rows))
 
@@ -205,8 +217,8 @@ class _Program:
             for piece in pieces():
                 self._store(functools.partial(list, [piece]), row, warpgroup, mine)
 
-        # Tiles past the end come last, so that the steps that they do not have are missed by nobody; a constant keeps
-        # the stage in registers that products read without waiting.
+        # Tiles outside of all groups come last, so that the steps that they do not have are missed by nobody; a
+        # constant keeps the stage in registers that products read without waiting.
         return step + plan.steps
 
     def _products(self, sums: Sequence[Any], step: Any, warpgroup: Any) -> None:
