@@ -18,7 +18,7 @@ from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.threads import on_device_of
 from ejkernel.ops.autotuner.search.strategies import Record
 from ejkernel.ops.autotuner.tasks.in_process import tune_here
-from ejkernel.ops.autotuner.tasks.task import TuningTask
+from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.events import Counter, SearchFinished, emit, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
@@ -83,9 +83,11 @@ class Autotuner:
         records: Sequence[Record] = (),
         compiled: BundledCall | None = None,
         inputs: GivenInputs | None = None,
+        weight: float = 1.0,
+        others: Sequence[SharedCall] = (),
         progress: Callable[[int, int], object] | None = None,
     ) -> AutotuneData:
-        """Return the search for the best configuration of `inv`.
+        """Return the search for the best configuration of `inv`, or of several calls that are to share one.
 
         Ctrl-C ends the search with the best so far, and `interrupted` set; a second one is raised.
 
@@ -98,6 +100,8 @@ class Autotuner:
             records: What was measured elsewhere for the same operation, the nearest first.
             compiled: The candidates, compiled before; they replace `candidates`.
             inputs: What to measure with, in place of what is made from the signature.
+            weight: How much the call counts beside the others.
+            others: Further calls of the kernel. What is best has the least weighted geometric mean of the times of all.
             progress: Called with how many candidates are compiled and checked, and how many there are. Events tell more
                 (`on_event`).
 
@@ -115,6 +119,10 @@ class Autotuner:
             programs=() if compiled is None else compiled.programs,
             reference=None if compiled is None else compiled.reference,
             inputs=inputs,
+            weight=weight,
+            others=tuple(
+                dataclasses.replace(o, inv=dataclasses.replace(o.inv.abstract(), kernel=kernel)) for o in others
+            ),
             policy=policy or AutotunePolicy(),
             records=tuple(records),
             rounds=self.rounds,

@@ -42,10 +42,12 @@ def confirm(oracle: Oracle, candidate: Candidate, *, rule_is_faulty: bool = Fals
     # memory.
     oracle.renew()
     oracle.begin("confirming", candidate.config)
-    results = check_again(oracle, candidate)
+    types = check_again(oracle, candidate)
     # A configuration that is right forward may break the rule.
-    agrees = _has_right_gradient(oracle, candidate, results, rule_is_faulty)
-    return ("outputs", "gradients") if agrees and not rule_is_faulty else ("outputs",)
+    agrees = [
+        _has_right_gradient(one, candidate, own, rule_is_faulty) for one, own in zip(oracle.all, types, strict=True)
+    ]
+    return ("outputs", "gradients") if all(agrees) and not rule_is_faulty else ("outputs",)
 
 
 @looking_only()
