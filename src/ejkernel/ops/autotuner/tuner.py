@@ -20,7 +20,7 @@ from ejkernel.ops.autotuner.search.strategies import Record
 from ejkernel.ops.autotuner.tasks.in_process import tune_here
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.events import Counter, SearchFinished, emit, on_event
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.examples import GivenInputs, why_not_finite
@@ -111,11 +111,11 @@ class Autotuner:
         """
         check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
         check_argument(isinstance(kernel, Kernel), "kernel", "a Kernel", kernel)
-        inv = dataclasses.replace(inv.abstract(), kernel=kernel)
+        inv = _abstract(inv, kernel)
         task = TuningTask(
             inv=inv,
             candidates=candidates if compiled is None else compiled.configs,
-            rejected=() if compiled is None else compiled.rejected,
+            rejected=() if compiled is None else _rejected(compiled, alone=not others),
             programs=() if compiled is None else compiled.programs,
             reference=None if compiled is None else compiled.reference,
             inputs=inputs,
@@ -152,6 +152,15 @@ class Autotuner:
         from ejkernel.ops.autotuner.tasks.isolated import tune_isolated  # imports multiprocessing
 
         return tune_isolated(task)
+
+
+def _abstract(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Invocation[Cfg, Out]:
+    return dataclasses.replace(inv.abstract(), kernel=kernel)
+
+
+def _rejected(compiled: BundledCall, *, alone: bool) -> tuple[Outcome, ...]:
+    """Return the candidates that need no measuring; one program of this call may be several of another."""
+    return tuple(outcome for outcome in compiled.rejected if alone or outcome.status != Status.SAME)
 
 
 def _counter_of(key: ConfigKey, progress: Callable[[int, int], object]) -> Counter:
