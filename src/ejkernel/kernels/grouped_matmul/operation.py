@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -86,10 +86,17 @@ class _Bilinear(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
     def example_inputs(
         self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random operands, and sizes as a router of tokens would give: even, uneven, or with empty groups."""
+        """Return random operands, and sizes of one of the kinds that `example_draws` has."""
+        draws = self.example_draws(inv, rng)
+        return draws[str(rng.choice(list(draws)))]
+
+    def example_draws(
+        self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
+    ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the same random operands with sizes as routers of tokens give: what is fast depends on these."""
         (lhs, rhs, sizes), kwargs = super().example_inputs(inv, rng)
         drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
-        return (lhs, rhs, jnp.asarray(drawn, sizes.dtype)), kwargs
+        return {kind: ((lhs, rhs, jnp.asarray(own, sizes.dtype)), kwargs) for kind, own in drawn.items()}
 
     def cost(self, inv: Invocation[_Cfg, jax.Array]) -> Cost | None:
         """Return the work of a call all of whose rows belong to groups."""
@@ -294,16 +301,22 @@ grouped_matmul = GroupedMatmul()
 grouped_matmul_wgrad = GroupedMatmulWgrad()
 
 
-def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Return sizes of groups that add up to `rows`: even ones, or as a skewed router's, some of them empty or not."""
-    draws: tuple[Callable[[], Any], ...] = (
-        lambda: np.ones(groups),
-        lambda: rng.permutation(1 / np.arange(1, groups + 1)),
-        lambda: rng.exponential(size=groups) * (rng.random(groups) < 0.8),
-    )
-    weights = draws[rng.integers(len(draws))]()
-    if not weights.sum():
-        weights = np.ones(groups)
+def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
+    """Return sizes of groups that add up to `rows`, by kind: even, by Zipf's law in any order, some empty."""
+    some = rng.random(groups) < _USED
+    some[rng.integers(groups)] = True
+    weights = {
+        "balanced": np.ones(groups),
+        "zipf": rng.permutation(1 / np.arange(1, groups + 1)),
+        "some empty": rng.exponential(size=groups) * some,
+    }
+    return {kind: _apportioned(rows, own) for kind, own in weights.items()}
+
+
+_USED = 0.8  # of the groups, where some are empty
+
+
+def _apportioned(rows: int, weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     ends = np.floor(np.cumsum(weights / weights.sum()) * rows + 0.5)
     ends[-1:] = rows
     return np.diff(ends, prepend=0)
