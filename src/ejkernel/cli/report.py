@@ -118,7 +118,8 @@ def candidates(tuned: AutotuneData) -> str:
                 " ".join(outcome.reason.split()),
             )
         )
-    header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
+    time = "mean (of each)" if tuned.cases else "median"
+    header = ("", "configuration", "status", time, "spread", "compiled in", "reason")
     title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {arguments(tuned.inv.description)}")
     kept = [f"the heuristic stays: {tuned.why}"] if tuned.why else []
     told = map(printable_lines, (*kept, *remarks(tuned)))
