@@ -91,14 +91,14 @@ def _call(text: str) -> _Line:
     args, kwargs, named = data["args"], data.get("kwargs", {}), data.get("set", "")
     for name, value, kind in (("args", args, list), ("kwargs", kwargs, dict), ("set", named, str)):
         if not isinstance(value, kind):
-            raise ArgumentError(f"{name} must be a {_KINDS[kind]}, got {value!r}.")
+            raise ArgumentError(f"{name} must be {_KINDS[kind]}, got {value!r}.")
     weight = checked_weight(data.get("weight", 1), "weight")
     kernel = _kernel(data["kernel"])
     given, options = prepared(kernel, tuple(map(_value, args)), {name: _value(v) for name, v in kwargs.items()})
     return _Line(SharedCall(inv=Invocation(kernel=kernel, args=given, kwargs=options), weight=weight), named)
 
 
-_KINDS: Final = {list: "list", dict: "object", str: "text"}
+_KINDS: Final = {list: "a list", dict: "an object", str: "a text"}
 
 
 def _kernel(name: object) -> Kernel[Any, Any]:

@@ -43,6 +43,8 @@ class Case:
 def geometric_mean(pairs: Iterable[tuple[float, float]]) -> float:
     """Return the weighted geometric mean of `(value, weight)`; 0 if a value is."""
     pairs = list(pairs)
+    if len(pairs) == 1:
+        return pairs[0][0]
     if any(value <= 0 for value, _ in pairs):
         return 0.0
     total = math.fsum(weight for _, weight in pairs)

@@ -54,7 +54,8 @@ class Configurations:
     @property
     def baseline(self) -> Any:
         """What the others are compared with: the first heuristic's, or the first of the others."""
-        looked_at = [*self.first, *itertools.islice(self.others, _LOOKED_AT if self._task.others else 1)]
+        some = itertools.islice(self.others, _LOOKED_AT if self._task.others else 1)
+        looked_at = _distinct([*self.first, *some]) if self._task.others else [*self.first, *some]
         for config in looked_at:
             if not self.why_refused(config):
                 return config
@@ -63,7 +64,7 @@ class Configurations:
             raise TuningError(f"{op_id}: there is nothing to measure; config_space(inv) returned no configuration.")
         raise TuningError(
             f"{op_id}: none of {counted(len(looked_at), 'configuration')} runs for all of {calls} calls; the first, "
-            f"{looked_at[0]!r}, {self.why_refused(looked_at[0])}; tune fewer calls together, or each alone."
+            f"{looked_at[0]!r}, {self.why_refused(looked_at[0]).rstrip('.')}; tune fewer calls together, or each alone."
         )
 
     def why_refused(self, config: object) -> str:
