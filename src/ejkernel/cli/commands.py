@@ -72,9 +72,11 @@ def tune(**options: Any) -> int:
     process that has so many devices of the CPU; make the mesh in FUNCTION, not where the module is imported.
 
     Candidates run in a worker process, which one that crashes or never returns takes with it; the command goes on.
-    With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from.
+    With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from (and with
+    the same --shapes, if they share a configuration).
     """
-    if sum(map(bool, (options["target"], options["missed"], options["bundle"], options["shapes"]))) != 1:
+    named = [options[name] for name in ("target", "missed", "bundle", "shapes") if options[name]]
+    if len(named) != 1 and named != [options["bundle"], options["shapes"]]:
         raise click.UsageError("give one of MODULE:FUNCTION, FILE, --missed, --shapes and --from.")
     device, output = options.pop("device"), options.pop("output")
     if options.pop("compile_only"):
@@ -95,8 +97,8 @@ def tune(**options: Any) -> int:
 
 
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
-    if output is None or not options["target"]:
-        raise click.UsageError("--compile-only needs MODULE:FUNCTION and --output.")
+    if output is None or bool(options["target"]) == bool(options["shapes"]):
+        raise click.UsageError("--compile-only needs MODULE:FUNCTION, or --shapes, and --output.")
     for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices"):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")
@@ -105,7 +107,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
         _leave_devices_alone()
     from ejkernel.cli.compile import run_compile
 
-    run_compile(options["target"], options["imports"], device, output, options["compile_processes"])
+    run_compile(options["target"], options["imports"], device, output, options["compile_processes"], options["shapes"])
     return 0
 
 

@@ -28,7 +28,7 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the calls are; one of the first five is given.
+    """Where the calls are; one of the first five is given, or the last two of them.
 
     Attributes:
         program: The function that returns the program.
@@ -104,7 +104,10 @@ def find(source: Source) -> Found:
 def _in_files(source: Source) -> Found:
     importlib.import_module("ejkernel.modules")  # the kernels that a file may name without the user's naming a module
     if source.bundle is not None:
-        return files.calls_in_bundle(source.bundle)
+        bundled = files.calls_in_bundle(source.bundle)
+        if source.shapes is None:
+            return bundled
+        return dataclasses.replace(calls_of_shapes(source.shapes), compiled=bundled.compiled)
     if source.missed is not None:
         return files.missed_calls(source.missed)
     if source.shapes is not None:
