@@ -22,12 +22,15 @@ from ejkernel.ops.utils.values.signature import HasType
 logger = logging.getLogger(__name__)
 
 
-def confirm(oracle: Oracle, candidate: Candidate, *, rule_is_faulty: bool = False) -> tuple[str, ...]:
+def confirm(
+    oracle: Oracle, candidate: Candidate, *, gradients: bool = True, rule_is_faulty: bool = False
+) -> tuple[str, ...]:
     """Check a winner on fresh inputs: its results and, if the call is a forward that has one, its gradient.
 
     Args:
         oracle: The call.
         candidate: The winner.
+        gradients: Whether anybody wants to know of its gradient.
         rule_is_faulty: Whether the heuristic's gradient is known to be wrong: then the winner's has to be the same.
 
     Returns:
@@ -43,6 +46,8 @@ def confirm(oracle: Oracle, candidate: Candidate, *, rule_is_faulty: bool = Fals
     oracle.renew()
     oracle.begin("confirming", candidate.config)
     types = check_again(oracle, candidate)
+    if not gradients:
+        return ("outputs",)
     # A configuration that is right forward may break the rule.
     agrees = [
         _has_right_gradient(one, candidate, own, rule_is_faulty) for one, own in zip(oracle.all, types, strict=True)

@@ -163,7 +163,7 @@ class TuningRun:
         return Oracle(
             inv=call.inv,
             baseline=baseline,
-            validate=self.task.policy.validate,
+            validate=bool(self.task.policy.validate),
             seed=self.task.seed,
             reference=call.reference,
             inputs=call.inputs,
@@ -332,7 +332,7 @@ class TuningRun:
 
     def _checked_rule(self) -> str:
         """Return what is wrong with the heuristic's gradients, if there is time to look."""
-        if not self.task.policy.validate or self._must_end():
+        if self.task.policy.validate is not True or self._must_end():
             return ""
         first = self._tried[0]
         if first.status == Status.WRONG and self.task.inv.direction == "bwd":  # which is a gradient
@@ -399,7 +399,8 @@ class TuningRun:
         """Return what was checked of a winner; nothing if it failed."""
         self._note_suspicion(rival)
         try:
-            return confirm(self._oracle, rival, rule_is_faulty=bool(self._rule_fault))
+            gradients = self.task.policy.validate is True
+            return confirm(self._oracle, rival, gradients=gradients, rule_is_faulty=bool(self._rule_fault))
         except CandidateError as error:
             rival.fail(Status.WRONG, error)
             self._tell(CandidateFinished(self.task.inv.key, rival.outcome()))
