@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How published mixtures of experts call grouped products, for `benchmarks/shipped.py`."""
+"""How published mixtures of experts call grouped products, for `benchmarks/shipped.py`; and what was measured of them.
+
+python -m benchmarks.experts CACHE   # a table of the searches in a cache, as Markdown
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +24,10 @@ from ejkernel.kernels.grouped_matmul.operation import (
     grouped_matmul,
     grouped_matmul_wgrad,
 )
-from ejkernel.ops import Invocation
+from ejkernel.ops import Invocation, PersistentCache
+from ejkernel.ops.autotuner.store.log import StoredSearch
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.outcome import Outcome
 from ejkernel.ops.errors import ConfigError
 
 OPERATIONS = ("grouped_matmul", "grouped_matmul_wgrad")
@@ -129,3 +138,50 @@ def _running(implementation: Any, call: Any, changes: Iterable[dict[str, Any]]) 
             continue
         if implementation.params_fault(call, params) is None:
             yield params
+
+
+DIRECTIONS = ("in", "in, rows' gradient", "in, weights'", "out", "out, rows' gradient", "out, weights'")
+
+
+def table(cache: Path) -> str:
+    """Return what was measured of each use: microseconds on balanced, skewed and partly empty groups, and means."""
+    searches = {
+        search.key.call: search for search in MeasurementStore(PersistentCache(cache, shipped=False)).searches()
+    }
+    lines = [
+        "| | | ours, us: balanced / zipf / some empty | tuned, mean | JAX's kernel, mean | its time / tuned |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, use in USES.items():
+        named = DIRECTIONS if use[2] else (DIRECTIONS[0], DIRECTIONS[3])
+        for direction, inv in zip(named, calls_of(*use), strict=True):
+            found = searches.get(inv.call_key)
+            if found is not None:
+                lines.append(f"| {name} | {direction} | {' | '.join(_cells(found))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(search: StoredSearch) -> tuple[str, ...]:
+    ours, theirs = (_best(search, name) for name in ("mosaic_gpu", "jax_mgpu"))
+    mean = search.outcomes[search.winner].seconds or 0.0
+    own = " / ".join(f"{(case.median or 0) * 1e6:,.0f}" for case in ours.cases) if ours is not None else ""
+    other = None if theirs is None else theirs.seconds
+    return own, f"{mean * 1e6:,.0f}", *((f"{other * 1e6:,.0f}", f"{other / mean:.2f}") if other else ("-", "-"))
+
+
+def _best(search: StoredSearch, implementation: str) -> Outcome | None:
+    found = [o for o in search.outcomes if o.seconds and o.config["implementation"] == implementation]
+    return min(found, key=lambda outcome: outcome.seconds or 0.0, default=None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("cache", type=Path)
+    print(table(parser.parse_args(argv).cache), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
