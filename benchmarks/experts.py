@@ -1,189 +1,187 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products under `jit` over a mesh of two GPUs or more, beside `jax.lax.ragged_dot`, which XLA splits.
+"""How published mixtures of experts call grouped products, for `benchmarks/shipped.py`; and what was measured of them.
 
-    python -m benchmarks.experts --out benchmarks/results
-
-Nothing is tuned, and there is no `shard_map`. Rounds are taken in turn; a ratio is that of `ragged_dot`'s time to ours,
-the median of the rounds' own. Sizes of groups follow Zipf's law, in any order.
-
-On one device: what it costs that a call is told of which groups its matrices are.
+python -m benchmarks.experts CACHE   # a table of the searches in a cache, as Markdown
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-from collections.abc import Iterator
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from benchmarks.grouped_matmul import DIRECTIONS, SHAPES, Shape, group_sizes, operands, ours
-from benchmarks.mesh import Program, seconds
-from benchmarks.report import environment
-from ejkernel import compat
-from ejkernel.modules import grouped_matmul
+from ejkernel.kernels.grouped_matmul.jax_mgpu import JaxMgpuParams
+from ejkernel.kernels.grouped_matmul.operation import (
+    GroupedMatmulConfig,
+    GroupedMatmulWgradConfig,
+    grouped_matmul,
+    grouped_matmul_wgrad,
+)
+from ejkernel.ops import Invocation, PersistentCache
+from ejkernel.ops.autotuner.store.log import StoredSearch
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.errors import ConfigError
 
-CALLS = ("8 groups", "64 groups")
-SPLITS = {
-    "experts": (P(), P("devices"), P()),
-    "rows": (P("devices"), P(), P()),
-    "rows and experts": (P("devices"), P("devices"), P()),
+OPERATIONS = ("grouped_matmul", "grouped_matmul_wgrad")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A layer's experts.
+
+    Attributes:
+        width: Of the model.
+        hidden: Of one expert.
+        count: How many there are.
+        chosen: How many a token goes to.
+    """
+
+    width: int
+    hidden: int
+    count: int
+    chosen: int
+
+
+MODELS = {
+    "Mixtral 8x7B": Experts(width=4096, hidden=14336, count=8, chosen=2),
+    "Qwen-3 30B-A3B": Experts(width=2048, hidden=768, count=128, chosen=8),
+    "DeepSeek-V3": Experts(width=7168, hidden=2048, count=256, chosen=8),
+    "Llama-4 Scout": Experts(width=5120, hidden=8192, count=16, chosen=1),
+    "Qwen-3 235B-A22B": Experts(width=4096, hidden=1536, count=128, chosen=8),
+    "Llama-4 Maverick": Experts(width=5120, hidden=8192, count=128, chosen=1),
+}
+TRAINING, DECODING = 8192, (64, 256)  # tokens of a batch
+
+# What is worth most comes first: a lease may end before the list does.
+USES: dict[str, tuple[Experts, int, bool]] = {
+    **{f"{name}, training, {TRAINING} tokens": (experts, TRAINING, True) for name, experts in MODELS.items()},
+    **{
+        f"{name}, decoding {tokens} tokens": (experts, tokens, False)
+        for tokens, (name, experts) in itertools.product(DECODING, MODELS.items())
+    },
 }
 
 
-def with_gradients(product: Program) -> Program:
-    """Return a product and its gradients."""
-
-    def both(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
-        out, pull = jax.vjp(lambda lhs, rhs: product(lhs, rhs, sizes), lhs, rhs)
-        return out, pull(out)
-
-    return both
-
-
-def difference(left: Any, right: Any) -> float:
-    """Return the largest difference of results, as a part of the largest number."""
-    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
-    numbers = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in pairs]
-    return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in numbers)
+def calls_of(experts: Experts, tokens: int, training: bool) -> list[Invocation[Any, Any]]:
+    """Return the two products of a layer, into the experts and out of them, with their gradients if it is trained."""
+    rows = tokens * experts.chosen
+    wide, narrow = (jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for size in (experts.width, experts.hidden))
+    sizes = jax.ShapeDtypeStruct((experts.count,), jnp.int32)
+    found = []
+    for lhs, out in ((wide, narrow), (narrow, wide)):
+        matrices = jax.ShapeDtypeStruct((experts.count, lhs.shape[1], out.shape[1]), jnp.bfloat16)
+        found.append(_call(grouped_matmul, lhs, matrices, sizes))
+        if training:
+            found.append(_call(grouped_matmul, out, matrices, sizes, transpose_rhs=True))
+            found.append(_call(grouped_matmul_wgrad, lhs, out, sizes))
+    return found
 
 
-def compiled(program: Program, arrays: list[jax.Array]) -> Program:
-    """Return a compiled program that has run once."""
-    built: Program = jax.jit(program).lower(*arrays).compile()
-    jax.block_until_ready(built(*arrays))
-    return built
+def _call(kernel: Any, *args: Any, **options: Any) -> Invocation[Any, Any]:
+    prepared, kwargs = kernel.prepare(*args, **options)
+    return Invocation(kernel=kernel, args=prepared, kwargs=kwargs)
 
 
-def in_turns(programs: list[Program], arrays: list[jax.Array], rounds: int) -> tuple[list[float], float]:
-    """Return the microseconds of two programs, and the second's as a multiple of the first's."""
-    calls = [max(3, round(0.02 / seconds(program, arrays, 3))) for program in programs]
-    pairs = [
-        [seconds(program, arrays, count) for program, count in zip(programs, calls, strict=True)] for _ in range(rounds)
-    ]
-    medians = [round(statistics.median(times) * 1e6, 1) for times in zip(*pairs, strict=True)]
-    return medians, round(statistics.median(theirs / own for own, theirs in pairs), 3)
+def candidates(inv: Invocation[Any, Any]) -> list[Any]:
+    """Return what is worth measuring for a call: of ours the neighbours of the heuristic's, and JAX's kernel."""
+    kernel: Any = inv.kernel
+    call, own = kernel.call_of(inv), kernel.implementations["mosaic_gpu"]
+    decoding = call.rows < 128 * call.groups
+    config = GroupedMatmulWgradConfig if inv.op_id == OPERATIONS[1] else GroupedMatmulConfig
+    changes = _wgrad_changes() if config is GroupedMatmulWgradConfig else _product_changes(decoding)
+    found = [config(implementation="mosaic_gpu", fwd=params) for params in _running(own, call, changes)]
+    if "jax_mgpu" in kernel.able(inv):
+        others = kernel.implementations["jax_mgpu"].space(call) if decoding else [JaxMgpuParams()]
+        found += [GroupedMatmulConfig(implementation="jax_mgpu", fwd=params) for params in others]
+    return list(dict.fromkeys(found))
 
 
-def measure(name: str, split: str, direction: str, rounds: int) -> dict[str, Any]:
-    """Return times of a split product and of XLA's."""
-    shape = SHAPES[name]
-    mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=(AxisType.Auto,))
-    shapes = ((shape.m, shape.k), (shape.groups, shape.k, shape.n))
-    made = [jax.random.normal(jax.random.key(seed), own, jnp.bfloat16) for seed, own in enumerate(shapes)]
-    arrays = [*made, jnp.asarray(group_sizes(shape, "zipf"))]
-    given = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, SPLITS[split], strict=True)]
-    row: dict[str, Any] = {"call": name, "split": split, "direction": direction}
-    programs = []
-    for product in (grouped_matmul, jax.lax.ragged_dot):
+_TILES = (
+    {"block_n": 256, "stages": 4, "out_slots": 2},
+    {"block_n": 192, "stages": 4, "out_slots": 3},
+    {"block_n": 128, "stages": 6, "out_slots": 2},
+    {"block_n": 64, "stages": 8, "out_slots": 1},
+)
+
+
+def _product_changes(decoding: bool) -> Iterator[dict[str, Any]]:
+    yield {}
+    yield from ({"panel": panel} for panel in ((4, 32) if decoding else (4, 8, 32)))
+    yield from _TILES
+    yield {"block_m": 256, "block_n": 128, "stages": 4, "out_slots": 2}
+    if not decoding:
+        yield {"block_m": 256, "block_n": 128, "stages": 4, "out_slots": 1, "panel": 8}
+
+
+def _wgrad_changes() -> Iterator[dict[str, Any]]:
+    yield {}
+    yield from ({"largest_first": first, "snake": snake} for first, snake in itertools.product((False, True), repeat=2))
+    yield from ({"panel": panel} for panel in (4, 8, 32))
+    yield from _TILES[1:3]
+    yield {"block_k": 256, "block_n": 128, "stages": 4, "out_slots": 2}
+
+
+def _running(implementation: Any, call: Any, changes: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    first = implementation.heuristic(call)
+    for change in changes:
         try:
-            programs.append(compiled(with_gradients(product) if direction == "both" else product, given))
-        except Exception as error:  # noqa: BLE001 - whatever keeps a contender from running is its result
-            return row | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
-    (own, theirs), ratio = in_turns(programs, given, rounds)
-    apart = difference(*[program(*given) for program in programs])
-    return row | {"ejkernel_us": own, "ragged_dot_us": theirs, "ratio": ratio, "largest_difference": round(apart, 5)}
+            params = dataclasses.replace(first, **change)
+        except ConfigError:
+            continue
+        if implementation.params_fault(call, params) is None:
+            yield params
 
 
-def measure_part(name: str, direction: str, rounds: int) -> dict[str, Any]:
-    """Return the device's own times of a product, and of the same with all groups as a part of the groups."""
-    shape = SHAPES[name]
-    call, part = ours(shape, direction), {"first_group": jnp.int32(0)}
-    more = {"groups": shape.groups} if direction == "wgrad" else {}
-    shapes = operands(shape, direction)
-    made = [jax.random.normal(jax.random.key(seed), own, jnp.bfloat16) for seed, own in enumerate(shapes)]
-    arrays = [*made, jnp.asarray(group_sizes(shape, "zipf")), part["first_group"]]
-    programs = [
-        compiled(lambda lhs, rhs, sizes, _: call(lhs, rhs, sizes), arrays),
-        compiled(lambda lhs, rhs, sizes, first: call(lhs, rhs, sizes, first_group=first, **more), arrays),
+DIRECTIONS = ("in", "in, rows' gradient", "in, weights'", "out", "out, rows' gradient", "out, weights'")
+
+
+def table(cache: Path) -> str:
+    """Return what was measured of each use: microseconds on balanced, skewed and partly empty groups, and means."""
+    searches = {
+        search.key.call: search for search in MeasurementStore(PersistentCache(cache, shipped=False)).searches()
+    }
+    lines = [
+        "| | | ours, us: balanced / zipf / some empty | tuned, mean | JAX's kernel, mean | its time / tuned |",
+        "|---|---|---|---|---|---|",
     ]
-    samples = [[compat.cupti_seconds(lambda p=p: p(*arrays)) or 0.0 for p in programs] for _ in range(rounds)]
-    whole, some = (round(statistics.median(times) * 1e6, 1) for times in zip(*samples, strict=True))
-    apart = difference(*[program(*arrays) for program in programs])
-    figures = {"plain_us": whole, "first_group_us": some, "ratio": round(some / whole, 3)}
-    return {"call": name, "direction": direction} | figures | {"largest_difference": round(apart, 5)}
+    for name, use in USES.items():
+        named = DIRECTIONS if use[2] else (DIRECTIONS[0], DIRECTIONS[3])
+        for direction, inv in zip(named, calls_of(*use), strict=True):
+            found = searches.get(inv.call_key)
+            if found is not None:
+                lines.append(f"| {name} | {direction} | {' | '.join(_cells(found))} |")
+    return "\n".join(lines) + "\n"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown."""
-    lines = ["| call, bfloat16 | split by | | ejkernel, us | ragged_dot, us | ratio |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        direction = {"forward": "forward", "both": "forward and backward"}[row["direction"]]
-        figures = (
-            f"failed: {row['failed']} | |"
-            if "failed" in row
-            else f"{row['ejkernel_us']:,.0f} | {row['ragged_dot_us']:,.0f} | {row['ratio']:.2f}"
-        )
-        lines.append(f"| {described(SHAPES[row['call']])} | {row['split']} | {direction} | {figures} |")
-    return "\n".join(lines)
+def _cells(search: StoredSearch) -> tuple[str, ...]:
+    ours, theirs = (_best(search, name) for name in ("mosaic_gpu", "jax_mgpu"))
+    mean = search.outcomes[search.winner].seconds or 0.0
+    own = " / ".join(f"{(case.median or 0) * 1e6:,.0f}" for case in ours.cases) if ours is not None else ""
+    other = None if theirs is None else theirs.seconds
+    return own, f"{mean * 1e6:,.0f}", *((f"{other * 1e6:,.0f}", f"{other / mean:.2f}") if other else ("-", "-"))
 
 
-def described(shape: Shape) -> str:
-    """Return a shape in words."""
-    return f"{shape.m} rows, {shape.k} to {shape.n}, {shape.groups} groups"
+def _best(search: StoredSearch, implementation: str) -> Outcome | None:
+    found = [o for o in search.outcomes if o.seconds and o.config["implementation"] == implementation]
+    return min(found, key=lambda outcome: outcome.seconds or 0.0, default=None)
 
 
-def table_of_parts(rows: list[dict[str, Any]]) -> str:
-    """Return the rows of `measure_part` as Markdown."""
-    lines = ["| call on one device, bfloat16 | | plain, us | with first_group, us | ratio |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {described(SHAPES[row['call']])} | {row['direction']} | {row['plain_us']:,.1f} | "
-        f"{row['first_group_us']:,.1f} | {row['ratio']:.3f} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Measure what so many devices can, print it, and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=11)
-    args = parser.parse_args()
-    over_mesh = jax.device_count() > 1
-    found = over_a_mesh(args.rounds) if over_mesh else of_parts(args.rounds)
-    result: dict[str, Any] = {"environment": environment(), "devices": jax.device_count(), "rows": []}
-    for row in found:
-        print(row, flush=True)
-        result["rows"].append(row)
-        if args.out is not None:
-            keep(result, args.out / ("experts_gpu" if over_mesh else "first_group_gpu"))
-
-
-def over_a_mesh(rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the times of split products."""
-    for split in SPLITS:
-        for name in CALLS:
-            for direction in ("forward", "both"):
-                yield measure(name, split, direction, rounds)
-
-
-def of_parts(rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the times of products on one device."""
-    for name in (*CALLS, "256 groups, decoding"):
-        for direction in DIRECTIONS:
-            yield measure_part(name, direction, rounds)
-
-
-def keep(result: dict[str, Any], path: Path) -> None:
-    """Write the results, as JSON and as a table."""
-    said = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
-    made = table if result["devices"] > 1 else table_of_parts
-    title = "over a mesh of devices" if result["devices"] > 1 else "that are told of which groups their matrices are"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".md").write_text(
-        f"# Grouped products {title}\n\n`python -m benchmarks.experts`, {result['devices']} devices; {said}.\n\n"
-        f"{made(result['rows'])}\n"
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("cache", type=Path)
+    print(table(parser.parse_args(argv).cache), end="")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
