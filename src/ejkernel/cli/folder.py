@@ -20,8 +20,9 @@ from ejkernel.cli import report
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
+from ejkernel.ops.config.entries import read_entry
 from ejkernel.ops.config.missed import MissedNotes
-from ejkernel.ops.config.persistent import PersistentCache, read_entry
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.printable import printable

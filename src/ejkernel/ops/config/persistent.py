@@ -3,80 +3,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Final, overload
+from typing import Any, overload
 
 from ejkernel import settings
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
-    file_name,
     forget_warning,
     identity,
     location,
     now,
     places,
-    provenance,
-    read_file,
-    restored_key,
     slug,
     warn_of,
 )
 from ejkernel.ops.config._writing import write_file
+from ejkernel.ops.config.entries import (
+    StoredEntry,
+    check_key,
+    decoded,
+    found_entry,
+    new_entry,
+    parsed,
+    read_at,
+    text_of,
+)
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
-from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, to_data
-from ejkernel.ops.utils.values.typenames import decode_config, type_name
-
-SCHEMA: Final = 2  # raise when the layout of an entry changes; entries of another schema are a warned miss
-_LARGEST: Final = 4 << 20  # bytes of an entry; real ones have a few thousand
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StoredEntry:
-    """One entry as it is in its file.
-
-    Attributes:
-        key: What it was stored under; a `ConfigKey` for the usual keys.
-        config: The configuration as plain JSON data.
-        config_type: `module.Qualname` of the configuration's class, or `json` for plain data.
-        call: The abstract call as plain data, if it was given.
-        measured: What was measured, if it was given.
-        provenance: Device, versions and time of writing.
-        path: The file; `None` for an entry that could not be written and lives in memory.
-    """
-
-    key: Any
-    config: Any
-    config_type: str
-    call: Any
-    measured: Mapping[str, Any] | None
-    provenance: Mapping[str, Any]
-    path: Path | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """Layout of a file."""
-
-    schema: int
-    key: Any
-    config_type: str
-    config: Any
-    call: Any
-    measured: dict[str, Any] | None
-    provenance: dict[str, Any]
-
-
-_FIELDS: Final = {field.name for field in dataclasses.fields(_File)}
+from ejkernel.ops.errors import CacheWarning, ConfigError
 
 
 class PersistentCache:
@@ -169,18 +128,7 @@ class PersistentCache:
         key, cfg = _key(key_and_cfg[:-1]), key_and_cfg[-1]
         if cfg is None:
             raise ConfigError("cfg must not be None, which is how get() says that there is no entry.")
-        entry = _File(
-            schema=SCHEMA,
-            key=to_data(key),
-            config_type=type_name(cfg),
-            config=to_data(cfg),
-            call=to_data(call),
-            measured=None if measured is None else dict(to_data(measured)),
-            provenance=provenance(key, self._clock()),
-        )
-        text = sealed_json(entry)
-        if len(text.encode()) > _LARGEST:
-            raise SerializationError(f"$: an entry must not be larger than {_LARGEST} bytes, got {len(text.encode())}.")
+        text = text_of(new_entry(key, cfg, call, measured, self._clock()))
         self._store(key, text)
 
     @overload
@@ -249,12 +197,12 @@ class PersistentCache:
     def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
         """Yield all entries, each with the canonical form of its key."""
         for canonical, text in list(self._memory.items()):
-            yield canonical, _parse(text.encode(), None)
+            yield canonical, parsed(text.encode(), None)
         begin = "" if operation is None else slug(f"{operation}@v")
         for folder in self.folders():
             for name, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
                 try:
-                    found = _found(name, place)
+                    found = found_entry(name, place)
                 except UnusableError as error:
                     warn_of(str(place), error)
                 else:
@@ -270,7 +218,7 @@ class PersistentCache:
                 entry = read()
                 if entry is None:
                     continue
-                _check_key(entry, canonical)
+                check_key(entry, canonical)
                 answer = use(entry)
             except UnusableError as error:
                 if problem is None:
@@ -283,11 +231,11 @@ class PersistentCache:
     def _places(self, key: object, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
         text = self._memory.get(canonical)
         if text is not None:
-            yield f"{canonical} (in memory)", functools.partial(_parse, text.encode(), None)
+            yield f"{canonical} (in memory)", functools.partial(parsed, text.encode(), None)
         parts = location(key)
         for folder in self.folders():
             file = folder.joinpath(*parts)
-            yield str(file), functools.partial(_read, file)
+            yield str(file), functools.partial(read_at, file)
 
     def folders(self) -> Iterator[Path]:
         """Yield the folders that are read, in their order."""
@@ -349,90 +297,3 @@ def _expand(path: str | Path | None) -> Path | None:
         return settings.current().cache_dir if path is None else Path(path).expanduser()
     except RuntimeError:  # a container's user without a home
         return None
-
-
-# --- files ---
-
-
-def read_entry(file: Path) -> StoredEntry | None:
-    """Return the entry of a file that was found in a cache's folder, or `None` if it is gone.
-
-    Raises:
-        UnusableError: it cannot be used.
-    """
-    found = _found(file.name, file)
-    return None if found is None else found[1]
-
-
-def entry_in(folder: Traversable, key: ConfigKey) -> StoredEntry | None:
-    """Return the entry of a key in a folder that is laid out as a cache's, or `None` if it has none.
-
-    Raises:
-        UnusableError: it cannot be used.
-    """
-    entry = _read(folder.joinpath(*location(key)))
-    if entry is not None:
-        _check_key(entry, identity(key))
-    return entry
-
-
-def _check_key(entry: StoredEntry, canonical: str) -> None:
-    if identity(entry.key) != canonical:
-        raise UnusableError(f"it holds another key: {describe(entry.key)}")
-
-
-def _found(name: str, place: Traversable | str) -> tuple[str, StoredEntry] | None:
-    """Return the canonical form of the key of an entry that lies in a folder under that name, and the entry."""
-    entry = _read(place)
-    if entry is None:
-        return None
-    canonical = identity(entry.key)
-    if file_name(entry.key.call if isinstance(entry.key, ConfigKey) else canonical, canonical) != name:
-        raise UnusableError(f"it holds another key: {describe(entry.key)}")
-    return canonical, entry
-
-
-def _read(file: Traversable | str) -> StoredEntry | None:
-    """Return the entry of a file, or `None` if there is no file."""
-    raw = read_file(file, _LARGEST)
-    if raw is None:
-        return None
-    return _parse(raw, Path(file) if isinstance(file, (str, Path)) else None)
-
-
-def _parse(raw: bytes, path: Path | None) -> StoredEntry:
-    try:
-        data = read_object(raw, SCHEMA, "an entry of this cache")
-        if not _is_entry(data):
-            from_plain(data, _File)  # which says what is wrong
-    except SerializationError as error:
-        raise UnusableError(str(error)) from error
-    del data["schema"]
-    return StoredEntry(path=path, **data | {"key": restored_key(data["key"])})
-
-
-def _is_entry(data: Mapping[str, object]) -> bool:
-    """Return whether an object has the fields of an entry; to decode it takes longer than all the rest of reading."""
-    return (
-        data.keys() == _FIELDS
-        and type(data["config_type"]) is str
-        and type(data["provenance"]) is dict
-        and (data["measured"] is None or type(data["measured"]) is dict)
-    )
-
-
-# --- what an entry holds ---
-
-
-def decoded(entry: StoredEntry, cfg_type: object) -> Any:
-    """Return the configuration of an entry; for the type see `PersistentCache.get`.
-
-    Raises:
-        UnusableError: it is no such configuration.
-    """
-    try:
-        if cfg_type is None:
-            return decode_config(entry.config, entry.config_type)
-        return from_data(entry.config, cfg_type)
-    except ConfigError as error:
-        raise UnusableError(f"its configuration cannot be decoded: {error}") from error
