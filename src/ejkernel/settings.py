@@ -16,6 +16,7 @@ _ON_MISS = ("heuristic", "tune", "error")
 _READ = (  # all that settings depend on; a home is what `~` stands for
     "EJKERNEL_AUTOTUNE",
     "EJKERNEL_CACHE_DIR",
+    "EJKERNEL_CACHE_LAYERS",
     "EJKERNEL_NOTE_MISSES",
     "EJKERNEL_ON_MISS",
     "EJKERNEL_OPS_RECORD",
@@ -32,6 +33,7 @@ class Settings:
 
     Attributes:
         cache_dir: Folder of the persistent cache that is written (`EJKERNEL_CACHE_DIR`).
+        cache_layers: Folders and URLs that are read after it (`EJKERNEL_CACHE_LAYERS`, with commas between them).
         autotune: Whether the default executor tunes on a miss (`EJKERNEL_ON_MISS=tune`, or `EJKERNEL_AUTOTUNE`).
         heuristic: Whether it may answer a miss with the heuristic; not so with `EJKERNEL_ON_MISS=error`.
         note_misses: Whether it notes, beside the cache, calls that nothing was measured for (`EJKERNEL_NOTE_MISSES`).
@@ -40,6 +42,7 @@ class Settings:
     """
 
     cache_dir: Path
+    cache_layers: tuple[str, ...] = ()
     autotune: bool = False
     heuristic: bool = True
     note_misses: bool = False
@@ -52,6 +55,7 @@ class Settings:
         on_miss = _on_miss(env)
         return cls(
             cache_dir=_cache_dir(env),
+            cache_layers=tuple(filter(None, map(str.strip, env.get("EJKERNEL_CACHE_LAYERS", "").split(",")))),
             autotune=on_miss == "tune",
             heuristic=on_miss != "error",
             note_misses=_flag(env, "EJKERNEL_NOTE_MISSES"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -132,21 +133,33 @@ def read_file(file: Traversable | str, largest: int) -> bytes | None:
     return raw
 
 
-def _read_path(path: str | Path, largest: int) -> bytes:
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[tuple[int, int]]:
+    """Open a file to read it, and give its descriptor and size; whatever else is there, this does not wait for it.
+
+    Raises:
+        OSError: it cannot be opened.
+        UnusableError: it is no regular file.
+    """
     descriptor = os.open(path, _READ)  # a pipe would be waited for otherwise
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UnusableError("it cannot be read: it is no regular file")
-        raw = os.read(descriptor, min(status.st_size, largest) + 1)
-        while len(raw) <= largest and len(raw) != status.st_size:  # a file system that is read piece by piece, or grew
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
+
+
+def _read_path(path: str | Path, largest: int) -> bytes:
+    with opened(path) as (descriptor, size):
+        raw = os.read(descriptor, min(size, largest) + 1)
+        while len(raw) <= largest and len(raw) != size:  # a file system that is read piece by piece, or grew
             chunk = os.read(descriptor, largest + 1 - len(raw))
             if not chunk:
                 break
             raw += chunk
         return raw
-    finally:
-        os.close(descriptor)
 
 
 def _read_other(file: Traversable, largest: int) -> bytes:
@@ -171,7 +184,7 @@ def provenance(key: object, time: datetime.datetime) -> dict[str, Any]:
     device = key.device if isinstance(key, ConfigKey) else None
     return {
         "device": device,
-        "driver": _driver() if device is not None and device.startswith("gpu") else None,
+        "driver": driver_of(device),
         "ejkernel": version("ejkernel-ops"),
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
@@ -192,6 +205,11 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def driver_of(device: str | None) -> str | None:
+    """Return the version of the driver that a device has here; `None` if it needs none, or none is known."""
+    return _driver() if device is not None and device.startswith("gpu") else None
 
 
 @functools.cache

@@ -34,12 +34,17 @@ from ejkernel.ops.config.entries import (
     read_at,
     text_of,
 )
+from ejkernel.ops.config.shared.layer import SharedLayer
+from ejkernel.ops.config.shared.stores import is_url
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
 
 
 class PersistentCache:
-    """A folder of configurations over read-only folders of the same form; the first that has a key answers.
+    """A folder of configurations over read-only layers, folders of the same form or URLs; the first with a key answers.
+
+    Of a URL the copy on this machine is read, and never the place itself: `look_again` brings the copy up to date, as a
+    chain does when nothing was measured for a call.
 
     A key is a `ConfigKey`, another tuple of three strings, or any value that `stable_json` accepts; keys of equal
     JSON are equal. An entry that cannot be used is a miss with one `CacheWarning` a file; a folder that cannot be
@@ -50,7 +55,7 @@ class PersistentCache:
         self,
         path: str | Path | None = None,
         *,
-        layers: Sequence[str | Path] = (),
+        layers: Sequence[str | Path] | None = None,
         shipped: bool = True,
         clock: Callable[[], datetime.datetime] | None = None,
     ) -> None:
@@ -58,14 +63,18 @@ class PersistentCache:
 
         Args:
             path: The only folder that is written; `None` means `EJKERNEL_CACHE_DIR`, or `~/.cache/ejkernel/configs`.
-            layers: Folders that are read after it, in this order.
+            layers: Folders, and URLs of shared caches, that are read after it, in this order; `None` means those of
+                `EJKERNEL_CACHE_LAYERS`, if `path` is that of the environment, too.
             shipped: Whether a chain that finds nothing here goes on to what the package brings along.
             clock: Source of the entries' time.
         """
         if isinstance(layers, (str, Path)):
             raise ConfigError(f"layers must be a sequence of folders, got {layers!r}; write [{str(layers)!r}].")
+        if layers is None:
+            layers = settings.current().cache_layers if path is None else ()
         self._path = _expand(path)
-        self._layers = tuple(layer for layer in map(_expand, layers) if layer is not None)
+        opened = (SharedLayer(layer, self._path) if is_url(layer) else _expand(layer) for layer in map(_text, layers))
+        self._layers = tuple(layer for layer in opened if layer is not None)
         self._shipped = shipped
         self._clock = clock if clock is not None else now
         self._memory: dict[str, str] = {}  # canonical key: text of the file that could not be written
@@ -77,9 +86,22 @@ class PersistentCache:
         return self._path
 
     @property
-    def layers(self) -> tuple[Path, ...]:
-        """The folders that are read after `path`."""
+    def layers(self) -> tuple[Path | SharedLayer, ...]:
+        """What is read after `path`."""
         return self._layers
+
+    @property
+    def shared(self) -> tuple[SharedLayer, ...]:
+        """Those of the layers that are named by URLs."""
+        return tuple(layer for layer in self._layers if isinstance(layer, SharedLayer))
+
+    def look_again(self) -> None:
+        """Bring the copies of shared layers up to date, unless that was done lately.
+
+        This waits a few seconds at most. A place that cannot be reached is one `CacheWarning`.
+        """
+        for layer in self.shared:
+            layer.look_again()
 
     @property
     def shipped(self) -> bool:
@@ -104,7 +126,7 @@ class PersistentCache:
         return None
 
     def __repr__(self) -> str:
-        return f"PersistentCache({str(self._path)!r}, layers={[str(p) for p in self._layers]}, shipped={self._shipped})"
+        return f"PersistentCache({str(self._path)!r}, layers={list(map(str, self._layers))}, shipped={self._shipped})"
 
     @overload
     def put(self, key: Any, cfg: Any, /, *, call: Any = ..., measured: Mapping[str, Any] | None = ...) -> None: ...
@@ -198,15 +220,11 @@ class PersistentCache:
         """Yield all entries, each with the canonical form of its key."""
         for canonical, text in list(self._memory.items()):
             yield canonical, parsed(text.encode(), None)
-        begin = "" if operation is None else slug(f"{operation}@v")
-        for folder in self.folders():
-            for name, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
-                try:
-                    found = found_entry(name, place)
-                except UnusableError as error:
-                    warn_of(str(place), error)
-                else:
-                    yield from () if found is None else (found,)
+        for layer in (self._path, *self._layers):
+            if isinstance(layer, SharedLayer):
+                yield from ((identity(entry.key), entry) for entry in layer.entries(operation))
+            elif layer is not None:
+                yield from _all_in(layer, operation)
 
     def _answers(
         self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
@@ -233,15 +251,16 @@ class PersistentCache:
         if text is not None:
             yield f"{canonical} (in memory)", functools.partial(parsed, text.encode(), None)
         parts = location(key)
-        for folder in self.folders():
-            file = folder.joinpath(*parts)
-            yield str(file), functools.partial(read_at, file)
+        for layer in (self._path, *self._layers):
+            if isinstance(layer, SharedLayer):
+                yield from ((f"{canonical} of {layer}", lambda entry=entry: entry) for entry in layer.find(key))
+            elif layer is not None:
+                file = layer.joinpath(*parts)
+                yield str(file), functools.partial(read_at, file)
 
     def folders(self) -> Iterator[Path]:
         """Yield the folders that are read, in their order."""
-        if self._path is not None:
-            yield self._path
-        yield from self._layers
+        yield from (layer for layer in (self._path, *self._layers) if isinstance(layer, Path))
 
     def _store(self, key: object, text: str) -> None:
         canonical = identity(key)
@@ -292,8 +311,25 @@ def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any,
     return given[:-1], given[-1]
 
 
+def _text(layer: str | Path) -> str | Path:
+    if not isinstance(layer, (str, Path)):
+        raise ConfigError(f"layers must be folders and URLs, got {layer!r} among them.")
+    return layer
+
+
 def _expand(path: str | Path | None) -> Path | None:
     try:
         return settings.current().cache_dir if path is None else Path(path).expanduser()
     except RuntimeError:  # a container's user without a home
         return None
+
+
+def _all_in(folder: Path, operation: str | None) -> Iterator[tuple[str, StoredEntry]]:
+    begin = "" if operation is None else slug(f"{operation}@v")
+    for name, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
+        try:
+            found = found_entry(name, place)
+        except UnusableError as error:
+            warn_of(str(place), error)
+        else:
+            yield from () if found is None else (found,)

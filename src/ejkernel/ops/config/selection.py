@@ -25,6 +25,7 @@ from ejkernel.ops.config.tiers import (
     OVERLAY,
     OVERRIDE,
     PERSISTENT,
+    SHARED,
     SHIPPED,
     SISTER,
     Tier,
@@ -300,12 +301,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             (MEMORY, self._from_memory),
             (PERSISTENT, self._from_persistent),
             (SHIPPED, self._from_shipped),
+            (SHARED, self._from_shared),
             (AUTOTUNE, self._from_tuning),
             (SISTER, self._from_sister),
             (FORWARD, self._from_forward),
             (HEURISTIC, self._from_heuristic),
         )
         for tier, ask in tiers:
+            if tier is SHARED and not getattr(self.persistent, "shared", ()):
+                continue
             consulted = Consulted.of(tier, ask(request))
             yield consulted
             if consulted.resolution is not None:
@@ -383,6 +387,15 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if not misfit:  # it was measured elsewhere, with other versions: here it may not run at all
             misfit = request.kernel.why_not(request.inv, found.config)
         return misfit or (request.answer(found.config, tier), found.note)
+
+    def _from_shared(self, request: _Request) -> Resolution[Any] | str:
+        """Ask the persistent cache again once the copies of what machines share are up to date."""
+        if request.key is None:
+            return request.no_key
+        assert self.persistent is not None  # who has shared layers is one
+        self.persistent.look_again()
+        found = self._from_persistent(request)
+        return found if isinstance(found, str) else request.answer(found.config, SHARED)
 
     def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.autotune:

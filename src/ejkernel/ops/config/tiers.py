@@ -32,6 +32,7 @@ OVERLAY: Final = Tier("overlay", is_passing=True)
 MEMORY: Final = Tier("memory")
 PERSISTENT: Final = Tier("persistent", is_saved=True)
 SHIPPED: Final = Tier("shipped", is_saved=True)
+SHARED: Final = Tier("shared", is_saved=True)  # from a shared cache whose copy here had nothing before
 AUTOTUNE: Final = Tier("autotune")
 AGREED: Final = Tier("agreed", is_passing=True)  # by the processes of a program; a source goes on with whom
 SISTER: Final = Tier("sister", is_provisional=True, is_saved=True)  # shipped, and measured on another device
@@ -41,7 +42,7 @@ CHOOSER: Final = Tier("chooser", is_for_one_call=True)  # one of the user's own,
 
 _BY_NAME: Final = {
     tier.name: tier
-    for tier in (OVERRIDE, OVERLAY, MEMORY, PERSISTENT, SHIPPED, AUTOTUNE, SISTER, FORWARD, HEURISTIC, CHOOSER)
+    for tier in (OVERRIDE, OVERLAY, MEMORY, PERSISTENT, SHIPPED, SHARED, AUTOTUNE, SISTER, FORWARD, HEURISTIC, CHOOSER)
 }
 
 
