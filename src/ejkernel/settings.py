@@ -11,6 +11,8 @@ from pathlib import Path
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _STAMPS = ("hash", "json", "none")
+_STALE = ("use", "retune", "refuse")
+_MAY_DIFFER = ("jax", "jaxlib", "driver", "space")
 _DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 _ON_MISS = ("heuristic", "tune", "error")
 _READ = (  # all that settings depend on; a home is what `~` stands for
@@ -21,6 +23,7 @@ _READ = (  # all that settings depend on; a home is what `~` stands for
     "EJKERNEL_ON_MISS",
     "EJKERNEL_OPS_RECORD",
     "EJKERNEL_OPS_STAMP",
+    "EJKERNEL_STALE",
     "HOME",
     "USERPROFILE",
     "XDG_CACHE_HOME",
@@ -38,6 +41,8 @@ class Settings:
         heuristic: Whether it may answer a miss with the heuristic; not so with `EJKERNEL_ON_MISS=error`.
         note_misses: Whether it notes, beside the cache, calls that nothing was measured for (`EJKERNEL_NOTE_MISSES`).
         record: Whether every call that is lowered is recorded (`EJKERNEL_OPS_RECORD`).
+        stale: What becomes of configurations that were measured with other versions, by what differs: `use`, `retune`
+            or `refuse` (`EJKERNEL_STALE`).
         stamp: What a label carries in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`).
     """
 
@@ -47,6 +52,7 @@ class Settings:
     heuristic: bool = True
     note_misses: bool = False
     record: bool = False
+    stale: tuple[tuple[str, str], ...] = ()
     stamp: str = "hash"
 
     @classmethod
@@ -60,6 +66,7 @@ class Settings:
             heuristic=on_miss != "error",
             note_misses=_flag(env, "EJKERNEL_NOTE_MISSES"),
             record=_flag(env, "EJKERNEL_OPS_RECORD"),
+            stale=_stale(env),
             stamp=_choice(env, "EJKERNEL_OPS_STAMP", _STAMPS),
         )
 
@@ -135,6 +142,18 @@ def _on_miss(env: Mapping[str, str]) -> str:
     if tune and asked != "tune" and env.get("EJKERNEL_ON_MISS", "").strip():
         raise _error(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
     return "tune" if tune else asked
+
+
+def _stale(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return what `retune`, which is for all that may differ, or `jax=retune,driver=refuse` says."""
+    raw = env.get("EJKERNEL_STALE", "").strip().lower()
+    if raw in _STALE:
+        return tuple((name, raw) for name in _MAY_DIFFER)
+    said = [tuple(map(str.strip, part.partition("=")[::2])) for part in filter(None, raw.split(","))]
+    if any(name not in _MAY_DIFFER or action not in _STALE for name, action in said):
+        fields = ", ".join(_MAY_DIFFER)
+        raise _error(f"EJKERNEL_STALE must be one of {', '.join(_STALE)}, or NAME=ACTION of {fields}; got {raw!r}.")
+    return tuple((name, action) for name, action in said)
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

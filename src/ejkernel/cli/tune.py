@@ -29,6 +29,7 @@ from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.config.staleness import standing, usual_stale_policy
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
@@ -87,8 +88,11 @@ def _run(options: TuneOptions) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
         found = _find(options, store)
     console.print(report.found(found.name, found.calls, found.device), soft_wrap=True)
+    store.look_again()  # what others have tuned is not tuned here
     if options.dry_run:
-        _list(options, found, ConfigSelectorChain(ConfigCache(), store))
+        _list(
+            options, found, ConfigSelectorChain(ConfigCache(), store, policy=AutotunePolicy(stale=usual_stale_policy()))
+        )
     else:
         _check_devices(options, found.device)
         _tune_found(options, found, store, console)
@@ -120,6 +124,7 @@ def _tune_found(options: TuneOptions, found: Found, store: PersistentCache, cons
         isolate=not options.in_process,
         devices=options.devices,
         compile_processes=_processes(options, found.device),
+        stale=usual_stale_policy(),
     )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
     todo = list(calls) if options.force else [inv for inv in calls if not _known(chain, inv, options.budget)]
@@ -206,9 +211,8 @@ def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budg
     if kernel is None or store is None:
         return False
     note_config_types(inv, kernel)
-    if store.get(inv.key, cfg_type=kernel.config_type) is None:
-        return False
-    entry = store.load(inv.key)
+    saved = (entry for _, entry in store.found(inv.key, kernel.config_type))
+    entry = next((entry for entry in saved if standing(chain.policy.stale, entry, kernel, inv)[0] == "use"), None)
     measured = {} if entry is None else dict(entry.measured or {})
     if entry is None or measured.get("interrupted"):
         return False

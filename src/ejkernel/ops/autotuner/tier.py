@@ -16,6 +16,7 @@ from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
+from ejkernel.ops.config.spaces.digest import space_digest
 from ejkernel.ops.config.tiers import AUTOTUNE
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -55,7 +56,10 @@ class AutotuneTier:
         # The representative, and not whichever call of its bucket came first: the answer must not depend on the order
         # of a program's calls.
         tuned = tuner.tune(inv.representative, kernel, **options)
-        chain.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
+        measured = tuned.summary_data()
+        if options.get("candidates") is None and kernel is not None:  # else it was not the kernel's own space
+            measured["space"] = space_digest(kernel, inv)
+        chain.remember(inv.key, tuned.config, call=inv.description, measured=measured)
         # All of it, not the winner alone: other searches start from there.
         if store is not None and chain.persist_autotune:
             store.save(tuned)

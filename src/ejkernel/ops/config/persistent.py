@@ -71,7 +71,7 @@ class PersistentCache:
         if isinstance(layers, (str, Path)):
             raise ConfigError(f"layers must be a sequence of folders, got {layers!r}; write [{str(layers)!r}].")
         if layers is None:
-            layers = settings.current().cache_layers if path is None else ()
+            layers = _usual_layers() if path is None else ()
         self._path = _expand(path)
         opened = (SharedLayer(layer, self._path) if is_url(layer) else _expand(layer) for layer in map(_text, layers))
         self._layers = tuple(layer for layer in opened if layer is not None)
@@ -172,6 +172,10 @@ class PersistentCache:
         parts, cfg_type = _split_type(key_and_type, cfg_type)
         key = _key(parts)
         return next((config for config in self._answers(key, lambda entry: decoded(entry, cfg_type))), None)
+
+    def found(self, key: object, cfg_type: object = None) -> Iterator[tuple[Any, StoredEntry]]:
+        """Yield the configurations of a key that can be used, with their entries: that which `get` returns first."""
+        return self._answers(_key((key,)), lambda entry: (decoded(entry, cfg_type), entry))
 
     def load(self, *key: object) -> StoredEntry | None:
         """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
@@ -309,6 +313,13 @@ def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any,
     if cfg_type is not None:
         raise TypeError("get() got cfg_type twice.")
     return given[:-1], given[-1]
+
+
+def _usual_layers() -> tuple[str, ...]:
+    try:
+        return settings.current().cache_layers
+    except RuntimeError:  # as in `_expand`
+        return ()
 
 
 def _text(layer: str | Path) -> str | Path:

@@ -7,10 +7,16 @@ The version of the kernel and the device are parts of an entry's key: what was m
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Final, Literal, NamedTuple, get_args
 
+from ejkernel import settings
 from ejkernel.ops.config._files import driver_of, version
 from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.spaces.digest import space_digest
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.printable import printable
 
@@ -53,6 +59,12 @@ class StalePolicy:
         return action
 
 
+def usual_stale_policy() -> StalePolicy:
+    """Return what the environment says, in `EJKERNEL_STALE`."""
+    said: dict[str, Any] = dict(settings.current().stale)
+    return StalePolicy(**said)
+
+
 class Difference(NamedTuple):
     """What an entry was measured with, and what is here instead; `None` where there is none here."""
 
@@ -91,3 +103,36 @@ def differences(entry: StoredEntry, space: str | None = None) -> tuple[Differenc
 def told(found: tuple[Difference, ...]) -> str:
     """Return differences in words."""
     return ", ".join(map(str, found))
+
+
+def saved_in(persistent: Any, key: ConfigKey, cfg_type: object) -> Iterator[tuple[Any, StoredEntry | None]]:
+    """Yield the configurations that a cache has for a key, with their entries; one of the user's own may have none."""
+    found = getattr(persistent, "found", None)
+    if found is not None:
+        yield from found(key, cfg_type)
+    elif (config := persistent.get(key, cfg_type=cfg_type)) is not None:
+        yield config, None
+
+
+def standing(
+    policy: StalePolicy,
+    entry: StoredEntry | None,
+    kernel: Kernel[Any, Any],
+    inv: Invocation[Any, Any],
+    *,
+    look: bool = False,
+) -> tuple[Action, str]:
+    """Return what becomes of the entry of a call, and in what it differs from what is here, in words.
+
+    Args:
+        policy: What becomes of such.
+        entry: The entry; `None` where nothing is known of it.
+        kernel: The call's kernel.
+        inv: The call.
+        look: Whether to look at the kernel's space also where that changes nothing.
+    """
+    if entry is None:
+        return "use", ""
+    looks = (look or policy.space != "use") and made_with(entry)["space"] != UNKNOWN
+    found = differences(entry, space_digest(kernel, inv) if looks else None)
+    return policy.action(found), told(found)

@@ -138,7 +138,8 @@ def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tu
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
     """Say more about why the persistent tier has no answer."""
     store = getattr(chooser, "persistent", None)
-    if tier.tier != PERSISTENT.name or tier.resolution is not None or not isinstance(store, PersistentCache):
+    is_stale = "the policy says" in tier.note
+    if tier.tier != PERSISTENT.name or tier.resolution or is_stale or not isinstance(store, PersistentCache):
         return tier
     return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
 

@@ -104,7 +104,6 @@ class Store:
             if "file" in _protocols(system):  # fsspec would write it in place
                 write_chunks(Path(path), lambda: (raw,))
                 return
-            system.makedirs(root, exist_ok=True)
             system.pipe_file(path, raw)
             system.invalidate_cache()
             size = system.info(path).get("size")
