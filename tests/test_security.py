@@ -74,7 +74,7 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
 from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.config import persistent
+from ejkernel.ops.config import entries
 from ejkernel.ops.config.agreement import agreement
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.declared_names import names_of
@@ -372,7 +372,7 @@ KEY = ConfigKey("cpu", "takes@v0", "0" * 16)
 
 def test_an_entry_of_a_type_that_was_not_registered_is_a_warned_miss(tmp_path, monkeypatch):
     cache = PersistentCache(tmp_path, shipped=False)
-    monkeypatch.setattr(persistent, "type_name", lambda config: f"{HERE}.Fires")
+    monkeypatch.setattr(entries, "type_name", lambda config: f"{HERE}.Fires")
     cache.put(KEY, Config(2))
     with pytest.warns(CacheWarning, match="files may name here"):
         assert cache.get(KEY) is None

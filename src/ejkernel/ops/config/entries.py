@@ -14,7 +14,7 @@ from ejkernel.ops.config._files import UnusableError, file_name, identity, locat
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, to_data
+from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
 from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 SCHEMA: Final = 2  # raise when the layout of an entry changes; entries of another schema are a warned miss
@@ -203,6 +203,6 @@ def decoded(entry: StoredEntry, cfg_type: object) -> Any:
     try:
         if cfg_type is None:
             return decode_config(entry.config, entry.config_type)
-        return from_data(entry.config, cfg_type)
+        return from_plain(entry.config, cfg_type)  # it was parsed
     except ConfigError as error:
         raise UnusableError(f"its configuration cannot be decoded: {error}") from error
