@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from ejkernel.cli.commands import FOLDER, as_json, read_cache
+from ejkernel.cli.commands import FOLDER, as_json, imports, read_cache
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -74,16 +74,18 @@ def show(prefix: str, cache: Path | None, as_json: bool) -> int:
 
 
 @cache.command()
+@imports
 @read_cache
 @as_json
-def verify(cache: Path | None, as_json: bool) -> int:
-    """Read every file, and say which cannot be used and why.
+def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
+    """Read every file, and say which cannot be used and why, and what was measured with other versions.
 
-    The exit status is 1 if there is one.
+    With --import, also of which entries the kernels of that module would be tuned among other configurations now. The
+    exit status is 1 if a file cannot be used.
     """
     from ejkernel.cli.folder import run_verify
 
-    return run_verify(cache, as_json=as_json)
+    return run_verify(cache, imports, as_json=as_json)
 
 
 @cache.command()

@@ -105,7 +105,8 @@ def _row(step: Step, *, only_left: bool = False) -> tuple[str, ...]:
     better = "" if step.ours is None else "unknown" if step.verdict.is_conflict else _stays(step)
     better = {"ours": "left", "theirs": "right"}.get(better, better)
     configs = ("-" if left is None else compact(left.config), "-" if only_left else compact(entry.config))
-    return device, op, call, *configs, better, step.verdict.why
+    why = step.verdict.why.replace("ours", "left").replace("theirs", "right")
+    return device, op, call, *configs, better, why
 
 
 def _stays(step: Step) -> str:

@@ -152,6 +152,7 @@ class Pack:
         path: The file.
         names: The packs of the store that it has the entries of.
         size: Its bytes.
+        lines: How many entries it says that it has.
 
     Raises:
         UnusableError: it cannot be read, or is no whole pack.
@@ -165,10 +166,11 @@ class Pack:
             sources = _sources(first)
             tail = _read(descriptor, max(0, size - _WINDOW), _WINDOW)
         last = tail[tail.rfind(b"\n", 0, -1) + 1 :]
-        if not last.startswith(f'["{_LAST}"'.encode()):
+        if not last.startswith(f'["{_LAST}"'.encode()) or not last.endswith(b"\n"):
             raise UnusableError("it was cut off")
         self.names = frozenset(sources or [path.name])
         self.size = size
+        self.lines = _content(last).get("lines")
         self._begin = len(first)
 
     def find(self, token: str) -> list[bytes]:
@@ -212,6 +214,23 @@ class Pack:
                 if line.startswith(last):
                     return
                 yield line
+
+
+def verify(path: Path) -> None:
+    """Read all of a pack.
+
+    Raises:
+        UnusableError: some of it is not what was written.
+        FileNotFoundError: it is gone.
+    """
+    pack, count, previous = Pack(path), 0, b""
+    for line in pack.walk():
+        _checked(line)
+        if line < previous:
+            raise UnusableError("its lines are not sorted")
+        previous, count = line, count + 1
+    if count != pack.lines:
+        raise UnusableError(f"it has {count} entries, not {describe(pack.lines)}")
 
 
 # --- lines ---

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-_SCALARS: Final = (bool, int, float, str, type(None))
-_hints: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
+_SCALARS: Final = frozenset({bool, int, float, str, type(None)})
+_fields: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
 
 
 class _LeftError(Exception):
@@ -36,7 +36,7 @@ def quick(data: object, cls: object) -> Any:
 def _read(data: Any, cls: Any) -> Any:
     if cls is Any:
         return data
-    if cls is None or any(cls is scalar for scalar in _SCALARS):  # what NumPy has for a type may be equal to one
+    if type(cls) is type and cls in _SCALARS:  # what NumPy and JAX have for a type may be equal to one
         return _scalar(data, cls)
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         return _dataclass(data, cls)
@@ -47,7 +47,7 @@ def _read(data: Any, cls: Any) -> Any:
 
 
 def _scalar(data: Any, cls: Any) -> Any:
-    if type(data) is not (type(None) if cls is None else cls):
+    if type(data) is not cls:
         raise _LeftError
     return data
 
@@ -81,25 +81,21 @@ def _optional(data: Any, arguments: tuple[Any, ...]) -> Any:
 def _dataclass(data: Any, cls: Any) -> Any:
     if type(data) is not dict:
         raise _LeftError
-    known = {field.name for field in dataclasses.fields(cls) if field.init}
-    if not data.keys() <= known:
-        raise _LeftError
     try:
-        hints = _hints_of(cls)
-        tagged = getattr(cls, "field_types", None)
-        if tagged is not None:
-            hints = hints | tagged(data)
-        return cls(**{name: _read(value, hints[name]) for name, value in data.items()})
+        fields = _fields.get(cls) or _fields_of(cls)
+        if hasattr(cls, "field_types"):
+            fields = fields | cls.field_types(data)
+        # a name that is no field's is a KeyError
+        return cls(**{name: _read(value, fields[name]) for name, value in data.items()})
     except _LeftError:
         raise
     except Exception as error:  # what is missing, what the class refuses: `decode` finds it too, and says it
         raise _LeftError from error
 
 
-def _hints_of(cls: type) -> dict[str, Any]:
-    found = _hints.get(cls)
-    if found is None:
-        found = _hints[cls] = typing.get_type_hints(cls)
+def _fields_of(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    found = _fields[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
     return found
 
 
