@@ -107,7 +107,7 @@ def by_reference(operation, args, options, dtype):
 
     def run(*wide):
         out, pull = jax.vjp(lambda *arrays: operation.reference(*joined(arrays), **options), *wide)
-        return out, list(pull(jnp.cos(out.astype(dtype)).astype(out.dtype)))
+        return out, list(pull(jax.tree.map(lambda x: jnp.cos(x.astype(dtype)).astype(x.dtype), out)))
 
     return compute(run, *wide)
 
@@ -129,14 +129,19 @@ def by_implementation(found, successor, calls, params, joined):
     def run(*arrays):
         args = joined(arrays)
         out, residuals = found.forward(call, *args, params=fwd)
-        gradients = successor.backward(backward_call, residuals, out, (jnp.cos(out),), *args, params=bwd)
+        cotangents = tuple(map(jnp.cos, jax.tree.leaves(out)))
+        gradients = successor.backward(backward_call, residuals, out, cotangents, *args, params=bwd)
         return out, residuals, [g for g in jax.tree.leaves(gradients) if is_inexact(g)]
 
     return run
 
 
 def assert_close(subject, expected, actual, dtype, allow=1):
-    """Compare with a tolerance that is relative to the largest value."""
-    expected, actual = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
-    atol = allow * subject.tolerance[dtype] * max(1.0, np.abs(expected).max(initial=0))
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+    """Compare arrays, or several, with a tolerance that is relative to the largest value."""
+
+    def compare(expected, actual):
+        expected, actual = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+        atol = allow * subject.tolerance[dtype] * max(1.0, np.abs(expected).max(initial=0))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+
+    jax.tree.map(compare, expected, actual)

@@ -15,13 +15,15 @@ from ejkernel.kernels.layer_norm.pallas import PallasParams
 from ejkernel.modules import LayerNorm
 
 
-def rows_of(*shape, vectors=None, **options):
+def rows_of(*shape, vectors=None, residual=False, **options):
     """Return a call with random rows, and weight and bias of a dtype of their own."""
 
     def call(dtype):
         rng = np.random.default_rng(0)
         x, weight, bias = (rng.standard_normal(size) for size in (shape, shape[-1:], shape[-1:]))
-        return (jnp.asarray(3 + x, dtype), *(jnp.asarray(1 + v, vectors or dtype) for v in (weight, bias))), options
+        added = (jnp.asarray(rng.standard_normal(shape), dtype),) if residual else ()
+        weight, bias = (jnp.asarray(1 + v, vectors or dtype) for v in (weight, bias))
+        return (jnp.asarray(3 + x, dtype), weight, bias, *added), options
 
     return call
 
@@ -42,9 +44,12 @@ SUBJECT = Subject(
         "one row": rows_of(24),
         "several axes": rows_of(2, 3, 6, 16, eps=0.1),
         "wide vectors": rows_of(4, 16, vectors="float32"),
+        "residual": rows_of(20, 24, residual=True),
+        "long rows": rows_of(6, 1536, residual=True),
     },
-    briefly=("rows",),
+    briefly=("rows", "residual"),
     backends={
+        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16", "float32")),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16")),
         "pallas": Backend(params=(PallasParams(block_rows=16), None), simulate=interpret_pallas),
     },

@@ -12,13 +12,15 @@ from ejkernel.kernels.rms_norm.xla import XlaParams
 from ejkernel.modules import RmsNorm
 
 
-def rows_of(*shape, weight_dtype=None, **options):
+def rows_of(*shape, weight_dtype=None, residual=False, **options):
     """Return a call with random rows."""
 
     def call(dtype):
         rng = np.random.default_rng(0)
         x = jnp.asarray(rng.standard_normal(shape), dtype)
-        return (x, jnp.asarray(1 + rng.standard_normal(shape[-1]), weight_dtype or dtype)), options
+        weight = jnp.asarray(1 + rng.standard_normal(shape[-1]), weight_dtype or dtype)
+        added = (jnp.asarray(rng.standard_normal(shape), dtype),) if residual else ()
+        return (x, weight, *added), options
 
     return call
 
@@ -35,12 +37,15 @@ SUBJECT = Subject(
         "several axes": rows_of(2, 3, 6, 16, eps=0.1),
         "odd sizes": rows_of(7, 13),
         "wide weight": rows_of(4, 16, weight_dtype="float32"),
+        "residual": rows_of(8, 16, residual=True),
+        "long rows": rows_of(6, 1536, residual=True),
     },
-    briefly=("rows",),
+    briefly=("rows", "residual"),
     backends={
+        "mosaic_gpu": Backend(dtypes=("bfloat16", "float16", "float32")),
         "xla": Backend(
             dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=4), XlaParams(block_rows=5))
-        )
+        ),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"many rows": in_use},

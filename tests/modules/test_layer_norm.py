@@ -22,7 +22,7 @@ KERNEL = LayerNorm()
         ({"bias": jnp.ones(3)}, r"bias must have the length of x's last axis; got shapes \(3,\) and \(4, 16\)"),
         ({"weight": jnp.ones(16, int)}, "weight must be a floating-point array .* got dtype int32"),
         ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
-        ({"implementation": "cudnn"}, "implementation must be one of xla, pallas, or None; got 'cudnn'"),
+        ({"implementation": "cudnn"}, "implementation must be one of mosaic_gpu, xla, pallas, or None; got 'cudnn'"),
     ],
 )
 def test_a_wrong_argument_is_named(changes, words):

@@ -115,14 +115,25 @@ def test_a_replicated_weights_gradient_is_summed_under_shard_map(cfg):
         ({"x": [1.0]}, "x must be a floating-point array .* got list"),
         ({"x": jnp.ones((2, 16), int)}, "x must be a floating-point array .* got dtype int32"),
         ({"weight": jnp.ones(3)}, r"weight must have the length of x's last axis; got shapes \(3,\) and"),
+        ({"residual": jnp.ones((2, 8))}, r"residual must have x's shape and dtype, \(3, 6, 16\), .*; got \(2, 8\)"),
+        ({"residual": 1.0}, "residual must have x's shape and dtype, .*; got float"),
         ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
-        ({"implementation": "cudnn"}, "implementation must be one of xla, or None; got 'cudnn'"),
+        ({"implementation": "cudnn"}, "implementation must be one of mosaic_gpu, xla, or None; got 'cudnn'"),
     ],
 )
 def test_a_wrong_argument_is_named(changes, words):
     x, weight = make()
     with pytest.raises(ArgumentError, match=words):
         rms_norm(**{"x": x, "weight": weight} | changes)
+
+
+@pytest.mark.parametrize("axis", [-1, 1, (0, -1)])
+def test_a_residual_is_added_before_and_the_sum_returned(axis):
+    x, _ = make(dtype="bfloat16")
+    residual = jnp.flip(x, axis=0)
+    out, total = rms_norm(x, residual=residual, axis=axis)
+    assert_close(x + residual, total, "bfloat16")
+    assert_close(rms_norm(x + residual, axis=axis), out, "bfloat16")
 
 
 def test_block_rows_are_positive():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 from jaxtyping import Array, Float
 
@@ -12,33 +13,63 @@ from ejkernel.kernels.layer_norm.operation import LayerNormConfig as LayerNormCo
 from ejkernel.kernels.layer_norm.operation import layer_norm as _layer_norm
 
 
+@overload
 def layer_norm(
     x: Float[Array, "*rows dim"],
     weight: Float[Array, " dim"],
     bias: Float[Array, " dim"],
     *,
+    residual: None = None,
     eps: float = 1e-5,
     implementation: str | Sequence[str] | None = None,
     cfg: LayerNormConfig | None = None,
-) -> Float[Array, "*rows dim"]:
+) -> Float[Array, "*rows dim"]: ...
+
+
+@overload
+def layer_norm(
+    x: Float[Array, "*rows dim"],
+    weight: Float[Array, " dim"],
+    bias: Float[Array, " dim"],
+    *,
+    residual: Float[Array, "*rows dim"],
+    eps: float = 1e-5,
+    implementation: str | Sequence[str] | None = None,
+    cfg: LayerNormConfig | None = None,
+) -> tuple[Float[Array, "*rows dim"], Float[Array, "*rows dim"]]: ...
+
+
+def layer_norm(
+    x: Float[Array, "*rows dim"],
+    weight: Float[Array, " dim"],
+    bias: Float[Array, " dim"],
+    *,
+    residual: Float[Array, "*rows dim"] | None = None,
+    eps: float = 1e-5,
+    implementation: str | Sequence[str] | None = None,
+    cfg: LayerNormConfig | None = None,
+) -> Float[Array, "*rows dim"] | tuple[Float[Array, "*rows dim"], Float[Array, "*rows dim"]]:
     """Normalise `x` over its last axis: `(x - mean) / sqrt(variance + eps) * weight + bias`.
 
     Args:
         x: What is normalised.
         weight: Factor on every element of a row; of any floating-point dtype.
         bias: Added to every element of a row, likewise.
+        residual: Added to `x` before, as a block adds its input to what it computed; of `x`'s shape and dtype. The sum
+            is a result, too, rounded to that dtype before it is normalised.
         eps: Added to the variance.
-        implementation: Run this one (`xla`, `pallas`), or one of these, the one to prefer first, or raise; `None`
-            leaves the choice to the configuration.
+        implementation: Run this one (`mosaic_gpu`, `xla`, `pallas`), or one of these, the one to prefer first, or
+            raise; `None` leaves the choice to the configuration.
         cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no
             parameters for one of the two, they are the implementation's heuristic's.
 
     Returns:
-        The output, in `x.dtype`; it is computed in float32.
+        The output, in `x.dtype`; it is computed in float32. With a residual, the output and the sum.
 
     Raises:
         ArgumentError: an argument has the wrong shape, dtype or value.
         ConfigError: `cfg` names another implementation than `implementation`, or does not fit the call.
         UnsupportedError: `implementation` cannot run this call; the message says why.
     """
-    return _layer_norm(x, weight, bias, eps=eps, implementation=implementation, cfg=cfg)
+    more = () if residual is None else (residual,)  # what is not said takes no time
+    return _layer_norm(x, weight, bias, *more, eps=eps, implementation=implementation, cfg=cfg)

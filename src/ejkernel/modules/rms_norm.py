@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ejkernel.kernels._numbers import is_integer
+from ejkernel.kernels._row_norms.common import Normalized, check_residual
 from ejkernel.kernels.rms_norm.operation import RmsNorm as RmsNorm
 from ejkernel.kernels.rms_norm.operation import RmsNormConfig as RmsNormConfig
 from ejkernel.kernels.rms_norm.operation import rms_norm as _rms_norm
@@ -27,46 +29,86 @@ def _normalized_axes(axis: Any, count: int) -> tuple[int, ...]:
     return found
 
 
+@overload
 def rms_norm(
     x: Float[Array, "*rows dim"],
     weight: Float[Array, "*dim"] | None = None,
     *,
+    residual: None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     axis: int | Sequence[int] = -1,
     implementation: str | Sequence[str] | None = None,
     cfg: RmsNormConfig | None = None,
-) -> Float[Array, "*rows dim"]:
+) -> Float[Array, "*rows dim"]: ...
+
+
+@overload
+def rms_norm(
+    x: Float[Array, "*rows dim"],
+    weight: Float[Array, "*dim"] | None = None,
+    *,
+    residual: Float[Array, "*rows dim"],
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    implementation: str | Sequence[str] | None = None,
+    cfg: RmsNormConfig | None = None,
+) -> tuple[Float[Array, "*rows dim"], Float[Array, "*rows dim"]]: ...
+
+
+def rms_norm(
+    x: Float[Array, "*rows dim"],
+    weight: Float[Array, "*dim"] | None = None,
+    *,
+    residual: Float[Array, "*rows dim"] | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    axis: int | Sequence[int] = -1,
+    implementation: str | Sequence[str] | None = None,
+    cfg: RmsNormConfig | None = None,
+) -> Float[Array, "*rows dim"] | tuple[Float[Array, "*rows dim"], Float[Array, "*rows dim"]]:
     """Scale `x` by the root mean square of its last axis: `x / sqrt(mean(x²) + eps) * (weight + weight_offset)`.
 
     Args:
         x: What is normalised.
         weight: Factor on every element of a row; of any floating-point dtype, and of the shape that the axes have, in
             their order. `None`: 1.
+        residual: Added to `x` before, as a block adds its input to what it computed; of `x`'s shape and dtype. The sum
+            is a result, too, rounded to that dtype before it is normalised.
         eps: Added to the mean of squares.
         weight_offset: Added to the weight: 1 for weights that are kept around zero.
         axis: Which axis is normalised, or which ones together.
-        implementation: Run this one (`xla`) or raise; `None` leaves the choice to the configuration.
+        implementation: Run this one (`mosaic_gpu`, `xla`), or one of these, the one to prefer first, or raise; `None`
+            leaves the choice to the configuration.
         cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no
             parameters for one of the two, they are the implementation's heuristic's.
 
     Returns:
-        The output, in `x.dtype`; it is computed in float32.
+        The output, in `x.dtype`; it is computed in float32. With a residual, the output and the sum.
 
     Raises:
         ArgumentError: an argument has the wrong shape, dtype or value.
     """
+    more = () if residual is None else (residual,)
     if type(axis) is int and axis == -1 and type(weight_offset) is float and not weight_offset:
-        return _rms_norm(x, weight, eps=eps, implementation=implementation, cfg=cfg)  # what is not said takes no time
+        # What is not said takes no time.
+        return _rms_norm(x, weight, *more, eps=eps, implementation=implementation, cfg=cfg)
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "implementation": implementation, "cfg": cfg}
     if not is_array(x) or axis in (-1, len(x.shape) - 1):
-        return _rms_norm(x, weight, **options)
+        return _rms_norm(x, weight, *more, **options)
     axes = _normalized_axes(axis, len(x.shape))
-    moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    for other in more:
+        check_residual(other, x)
+    moved, *others = (jnp.moveaxis(y, axes, range(-len(axes), 0)) for y in (x, *more))
     kept, dims = moved.shape[: -len(axes)], moved.shape[-len(axes) :]
     if weight is not None and (not is_array(weight) or tuple(weight.shape) != dims):
         got = tuple(weight.shape) if is_array(weight) else type(weight).__name__
         raise ArgumentError(f"weight must have the shape of x's axes {axes}, {dims}; got {got}.")
     flat = None if weight is None else jnp.reshape(weight, -1)
-    out = _rms_norm(jnp.reshape(moved, (*kept, -1)), flat, **options)
-    return jnp.moveaxis(jnp.reshape(out, moved.shape), range(-len(axes), 0), axes)
+    rows, *added = [jnp.reshape(y, (*kept, -1)) for y in (moved, *others)]
+    found = _rms_norm(rows, flat, *added, **options)
+    out: Normalized = jax.tree.map(
+        lambda y: jnp.moveaxis(jnp.reshape(y, moved.shape), range(-len(axes), 0), axes), found
+    )
+    return out

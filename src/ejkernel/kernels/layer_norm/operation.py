@@ -11,35 +11,29 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import accumulator, is_number
+from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, check_residual
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationCall, OperationConfig
+from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.values.signature import is_array
 
-_Invocation = Invocation["LayerNormConfig", jax.Array]
+_Invocation = Invocation["LayerNormConfig", Normalized]
 
 RESIDUALS = "mean and 1 / standard deviation of every row, in float32"
 """What every forward leaves for every backward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerNormCall(OperationCall):
-    """A call without its arrays.
+class LayerNormCall(RowNormCall):
+    """A call without its arrays; `eps` is added to the variance."""
 
-    Attributes:
-        rows: How many rows are normalised, those of enclosing `vmap`s left out.
-        dim: How long they are.
-        dtype: Name of their dtype.
-        eps: Added to the variance.
-    """
-
-    rows: int
-    dim: int
-    dtype: str
-    eps: float
+    @property
+    def features(self) -> frozenset[str]:
+        """See `OperationCall`."""
+        return frozenset(("residual",) if self.residual else ())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +43,12 @@ class LayerNormConfig(OperationConfig):
     implementation: str = "xla"
 
 
-class LayerNorm(Operation[LayerNormConfig, LayerNormCall, jax.Array]):
+class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
     """The operation behind `layer_norm`, which documents the arguments."""
 
     implementations = Implementations(
         {
+            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu:MosaicGpu", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
             "pallas": LazyImplementation(f"{__package__}.pallas:Pallas", platforms=("tpu",)),
         }
@@ -63,9 +58,9 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, jax.Array]):
         super().__init__(name="layer_norm")
 
     def prepare(
-        self, x: Any, weight: Any, bias: Any, *, eps: Any = 1e-5, implementation: Any = None
+        self, x: Any, weight: Any, bias: Any, residual: Any = None, *, eps: Any = 1e-5, implementation: Any = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments."""
+        """Check the arguments; what says nothing is left out, so that it is not in the call's key."""
         for name, array, axes in (("x", x, "[..., dim]"), ("weight", weight, "[dim]"), ("bias", bias, "[dim]")):
             if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
                 got = f"dtype {array.dtype}" if is_array(array) else type(array).__name__
@@ -79,32 +74,47 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, jax.Array]):
                 )
         if not is_number(eps) or not 0 <= eps < math.inf:
             raise ArgumentError(f"eps must be a number >= 0, got {eps!r}; it is static under jit.")
-        return (x, weight, bias), {"eps": float(eps), "implementation": self.requested(implementation)}
+        if residual is not None:
+            check_residual(residual, x)
+        return (x, weight, bias, *(() if residual is None else (residual,))), {
+            "eps": float(eps),
+            "implementation": self.requested(implementation),
+        }
 
-    def describe(self, x: Any, weight: Any, bias: Any, *, eps: float = 1e-5) -> LayerNormCall:
+    def describe(self, x: Any, weight: Any, bias: Any, residual: Any = None, *, eps: float = 1e-5) -> LayerNormCall:
         """Return the number of rows, their length, and their dtype."""
-        return LayerNormCall(rows=math.prod(x.shape[:-1]), dim=x.shape[-1], dtype=str(x.dtype), eps=eps)
+        return LayerNormCall(
+            rows=math.prod(x.shape[:-1]),
+            dim=x.shape[-1],
+            dtype=str(x.dtype),
+            eps=eps,
+            residual=residual is not None,
+        )
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output, as the formula says, computed in float32."""
-        x, weight, bias = args
+        x, weight, bias, *residual = args
+        x = x + residual[0] if residual else x
         wide = x.astype(accumulator(x.dtype))
         centred = wide - wide.mean(axis=-1, keepdims=True)
         normal = centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + options["eps"])
         weight, bias = (y.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + y.shape) for y in (weight, bias))
-        return (normal * weight + bias).astype(x.dtype)
+        out = (normal * weight + bias).astype(x.dtype)
+        return (out, x) if residual else out
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return that rows may be split."""
-        return ShardingRule("... dim, dim, dim -> ... dim", split="...", residuals="..., ...")
+        more = ", ... dim" * (len(inv.args) - 3)
+        return ShardingRule(f"... dim, dim, dim{more} -> ... dim{more}", split="...", residuals="..., ...")
 
     def cost(self, inv: _Invocation) -> Cost | None:
-        """Return the forward's work: seven operations an element; the arrays are read, the output is written."""
+        """Return the forward's work: seven operations an element; arrays are read, and the results are written."""
         if inv.direction != "fwd":
             return None
         call = self.call_of(inv)
-        elements = call.rows * call.examples * call.dim
-        return Cost(flops=7 * elements, bytes=inv.input_bytes + elements * jnp.dtype(call.dtype).itemsize)
+        elements = call.all_rows * call.dim
+        written = (1 + call.residual) * elements * jnp.dtype(call.dtype).itemsize
+        return Cost(flops=7 * elements, bytes=inv.input_bytes + written)
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with some rows."""

@@ -22,16 +22,18 @@ class Xla(Implementation[LayerNormCall]):
     name = "xla"
     residuals = RESIDUALS
     differentiable = True
+    features = frozenset(("residual",))
 
-    def forward(self, call: LayerNormCall, /, *args: Any, params: Any) -> tuple[jax.Array, Any]:
+    def forward(self, call: LayerNormCall, /, *args: Any, params: Any) -> tuple[Any, Any]:
         """Return the output, and mean and scale of every row."""
-        x, weight, bias = args
+        x, weight, bias, *residual = args
+        x = x + residual[0] if residual else x
         wide = x.astype(accumulator(x.dtype))
         mean = wide.mean(axis=-1, keepdims=True)
         centred = wide - mean
         scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + call.eps)
-        out = centred * scale * _as_row(weight, wide) + _as_row(bias, wide)
-        return out.astype(x.dtype), (mean[..., 0], scale[..., 0])
+        out = (centred * scale * _as_row(weight, wide) + _as_row(bias, wide)).astype(x.dtype)
+        return ((out, x) if residual else out), (mean[..., 0], scale[..., 0])
 
     def backward(
         self,
@@ -43,8 +45,9 @@ class Xla(Implementation[LayerNormCall]):
         *args: Any,
         params: Any,
     ) -> tuple[jax.Array, ...]:
-        """Return the gradients of `x`, the weight and the bias."""
-        x, weight, bias = args
+        """Return the gradients of `x`, the weight, the bias, and what was added to `x`."""
+        x, weight, bias, *residual = args
+        x = out[1] if residual else x
         weight, x, mean, scale, dout = unify_varying((weight, x, *residuals, cotangents[0]))
         wide, dout = x.astype(scale.dtype), dout.astype(scale.dtype)
         normal = (wide - mean[..., None]) * scale[..., None]
@@ -52,7 +55,11 @@ class Xla(Implementation[LayerNormCall]):
         along = normal * jnp.mean(dnormal * normal, axis=-1, keepdims=True)
         dx = scale[..., None] * (dnormal - dnormal.mean(axis=-1, keepdims=True) - along)
         rows = tuple(range(x.ndim - 1))
-        return dx.astype(x.dtype), (dout * normal).sum(rows).astype(weight.dtype), dout.sum(rows).astype(bias.dtype)
+        dweight, dbias = (dout * normal).sum(rows).astype(weight.dtype), dout.sum(rows).astype(bias.dtype)
+        if not residual:
+            return dx.astype(x.dtype), dweight, dbias
+        dx = dx.astype(x.dtype) + cotangents[1]
+        return dx, dweight, dbias, dx
 
 
 def _as_row(vector: jax.Array, like: jax.Array) -> jax.Array:

@@ -11,49 +11,44 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import is_number
+from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, check_residual
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.implementation import Implementations, OperationCall, OperationConfig
+from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
 from ejkernel.ops.utils.values.signature import is_array
 
 from .reference import normalize
 
-_Invocation = Invocation["RmsNormConfig", jax.Array]
+_Invocation = Invocation["RmsNormConfig", Normalized]
+
+RESIDUALS = "1 / rms of every row, in float32"
+"""What every forward leaves for every backward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RmsNormCall(OperationCall):
+class RmsNormCall(RowNormCall):
     """A call without its arrays.
 
     Attributes:
-        rows: How many rows are normalised, those of enclosing `vmap`s left out.
-        dim: How long they are.
-        dtype: Name of their dtype.
-        eps: Added to the mean of squares.
         weight: Whether there is one.
         weight_offset: Added to the weight.
     """
 
-    rows: int
-    dim: int
-    dtype: str
-    eps: float
     weight: bool = True
     weight_offset: float = 0.0
 
     @property
     def features(self) -> frozenset[str]:
         """See `OperationCall`."""
-        asked = {"weight=None": not self.weight, "weight_offset": self.weight_offset != 0}
+        asked = {
+            "weight=None": not self.weight,
+            "weight_offset": self.weight_offset != 0,
+            "residual": self.residual,
+        }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
-
-    @property
-    def all_rows(self) -> int:
-        """How many rows are normalised at once."""
-        return self.rows * self.examples
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +58,30 @@ class RmsNormConfig(OperationConfig):
     implementation: str = "xla"
 
 
-class RmsNorm(Operation[RmsNormConfig, RmsNormCall, jax.Array]):
+class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
     """The operation behind `rms_norm`, which documents the arguments."""
 
-    implementations = Implementations({"xla": f"{__package__}.xla:Xla"})
+    implementations = Implementations(
+        {
+            "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu:MosaicGpu", platforms=("gpu",)),
+            "xla": f"{__package__}.xla:Xla",
+        }
+    )
 
     def __init__(self) -> None:
         super().__init__(name="rms_norm")
 
     def prepare(
-        self, x: Any, weight: Any = None, *, eps: Any = 1e-6, weight_offset: Any = 0.0, implementation: Any = None
+        self,
+        x: Any,
+        weight: Any = None,
+        residual: Any = None,
+        *,
+        eps: Any = 1e-6,
+        weight_offset: Any = 0.0,
+        implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments; an offset of zero is left out, so that it is not in the call's key."""
+        """Check the arguments; what says nothing is left out, so that it is not in the call's key."""
         for name, array, axes in (("x", x, "[..., dim]"), ("weight", weight, "[dim]")):
             if name == "weight" and array is None:
                 continue
@@ -94,37 +101,49 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, jax.Array]):
                 f"weight_offset must be a number, and 0 where there is no weight, got {weight_offset!r}; it is static "
                 "under jit."
             )
+        if residual is not None:
+            check_residual(residual, x)
         offset = {"weight_offset": float(weight_offset)} if weight_offset else {}
-        return (x, weight), {"eps": float(eps), "implementation": self.requested(implementation)} | offset
+        return (x, weight, *(() if residual is None else (residual,))), {
+            "eps": float(eps),
+            "implementation": self.requested(implementation),
+        } | offset
 
-    def describe(self, x: Any, weight: Any, *, eps: float = 1e-6, weight_offset: float = 0.0) -> RmsNormCall:
+    def describe(
+        self, x: Any, weight: Any, residual: Any = None, *, eps: float = 1e-6, weight_offset: float = 0.0
+    ) -> RmsNormCall:
         """Return the number of rows, their length, and their dtype."""
         return RmsNormCall(
             rows=math.prod(x.shape[:-1]),
             dim=x.shape[-1],
             dtype=str(x.dtype),
             eps=eps,
+            residual=residual is not None,
             weight=weight is not None,
             weight_offset=weight_offset,
         )
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the output, as the formula says."""
-        x, weight = args
-        return normalize(x, weight, options["eps"], options.get("weight_offset", 0.0)).astype(x.dtype)
+        x, weight, *residual = args
+        x = x + residual[0] if residual else x
+        out = normalize(x, weight, options["eps"], options.get("weight_offset", 0.0)).astype(x.dtype)
+        return (out, x) if residual else out
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule:
         """Return that rows may be split."""
         weight = "" if inv.args[1] is None else ", dim"
-        return ShardingRule(f"... dim{weight} -> ... dim", split="...", residuals="...")
+        more = ", ... dim" * (len(inv.args) - 2)
+        return ShardingRule(f"... dim{weight}{more} -> ... dim{more}", split="...", residuals="...")
 
     def cost(self, inv: _Invocation) -> Cost | None:
-        """Return the forward's work: four operations an element; `x` and the weight are read, the output is written."""
+        """Return the forward's work: four operations an element; arrays are read, and the results are written."""
         if inv.direction != "fwd":
             return None
         call = self.call_of(inv)
         elements = call.all_rows * call.dim
-        return Cost(flops=4 * elements, bytes=inv.input_bytes + elements * jnp.dtype(call.dtype).itemsize)
+        written = (1 + call.residual) * elements * jnp.dtype(call.dtype).itemsize
+        return Cost(flops=4 * elements, bytes=inv.input_bytes + written)
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with some rows."""

@@ -21,7 +21,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
-from .operation import RmsNormCall
+from .operation import RESIDUALS, RmsNormCall
 
 # On a CPU, measured: elements of one block, and how many elements a call must have for blocks to pay. They pay most
 # where XLA would keep a wide copy of narrow rows, and never in a float32 forward.
@@ -49,9 +49,9 @@ class Xla(Implementation[RmsNormCall]):
 
     name = "xla"
     params = XlaParams
-    residuals = "1 / rms of every row, in float32"
+    residuals = RESIDUALS
     differentiable = True
-    features = frozenset(("weight=None", "weight_offset"))
+    features = frozenset(("weight=None", "weight_offset", "residual"))
 
     def heuristic(self, call: RmsNormCall) -> XlaParams:
         """Return one pass over all rows; on a CPU blocks, where they were seen to pay."""
@@ -71,17 +71,24 @@ class Xla(Implementation[RmsNormCall]):
         sizes = dict.fromkeys(_even(rows, max(1, elements // dim)) for elements in (1 << 15, 1 << 17, _BLOCK, 1 << 21))
         return [XlaParams(), *(XlaParams(block_rows=size) for size in sizes if size < rows)]
 
-    def forward(self, call: RmsNormCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, jax.Array]:
+    def forward(self, call: RmsNormCall, /, *args: Any, params: XlaParams) -> tuple[Any, jax.Array]:
         """Return the output, and `1 / rms` of every row."""
-        x, weight = args
-        return forward(x, weight, call.eps, params.block_rows, offset=call.weight_offset)
+        x, weight, *residual = args
+        x = x + residual[0] if residual else x
+        out, scale = forward(x, weight, call.eps, params.block_rows, offset=call.weight_offset)
+        return ((out, x) if residual else out), scale
 
     def backward(
         self, call: RmsNormCall, residuals: Any, out: Any, cotangents: tuple[Any, ...], /, *args: Any, params: XlaParams
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the gradients of `x` and the weight."""
-        x, weight = args
-        return backward(x, weight, residuals, cotangents[0], params.block_rows, offset=call.weight_offset)
+    ) -> tuple[jax.Array | None, ...]:
+        """Return the gradients of `x`, the weight, and what was added to `x`."""
+        x, weight, *residual = args
+        x = out[1] if residual else x
+        dx, dweight = backward(x, weight, residuals, cotangents[0], params.block_rows, offset=call.weight_offset)
+        if not residual:
+            return dx, dweight
+        dx = dx + cotangents[1]
+        return dx, dweight, dx
 
 
 def forward(

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The implementation on Hopper GPUs, but for the formula, which is each operation's own."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from ejkernel.kernels import _hopper as hopper
+from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.implementation import Implementation
+from ejkernel.ops.utils.values.signature import is_known
+
+from . import launch
+from .common import RowNormCall
+from .plan import THREADS, Formula, RowNormParams, RowNormPlan
+
+CallT = TypeVar("CallT", bound=RowNormCall)
+
+_DTYPES = (*hopper.DTYPES, "float32")
+_SHORTEST = 512  # elements: of a shorter row each thread has too little to do
+_FEW = 1 << 23  # elements, up to which XLA's forward is as fast
+_MULTIPROCESSOR = 233_472  # bytes of its shared memory, of which a block of threads takes `_RESERVED` for itself
+_RESERVED = 1024
+_OCCUPANCY = (1, 2, 3, 4, 6, 8)
+
+
+class MosaicGpu(Implementation[CallT], Generic[CallT]):
+    """Rows are normalised, and gradients summed, in shared memory."""
+
+    name = "mosaic_gpu"
+    params = RowNormParams
+
+    def formula(self, call: CallT) -> Formula:
+        """Return what is computed."""
+        raise NotImplementedError
+
+    def unsupported(self, call: CallT) -> str | None:
+        """Return why `call` does not run, and what would; `None` if it runs."""
+        if not is_known(call.all_rows, call.dim) or not call.rows:
+            return "it needs rows whose number is known and not 0; use 'xla'."
+        if call.dtype not in _DTYPES:
+            return f"x has dtype {call.dtype}, and 'mosaic_gpu' takes {', '.join(_DTYPES)}; cast it, or use 'xla'."
+        if call.dim % THREADS or call.dim < _SHORTEST:
+            return (
+                f"x has rows of {call.dim} elements, and 'mosaic_gpu' takes multiples of {THREADS} from {_SHORTEST} "
+                "on; use 'xla'."
+            )
+        if self.params_fault(call, RowNormParams(stages=1, occupancy=1)):
+            return f"x has rows of {call.dim} elements, which shared memory does not hold; use 'xla'."
+        return hopper.unavailable(call, "x", "'xla'")
+
+    def preference(self, call: CallT) -> int:
+        """Return that XLA is better where there is little to do, and where gradients are summed for many examples."""
+        if call.backward:
+            return 0 if call.examples == 1 else -1
+        return 0 if call.residual or call.all_rows * call.dim > _FEW else -1
+
+    def params_fault(self, call: CallT, params: RowNormParams) -> str | None:
+        """Return why rows cannot be gone through like this; `None` if they can."""
+        needed = self._plan(call, params).shared_bytes()
+        if call.rows % params.block_rows:
+            return f"block_rows must divide {call.rows}, the number of rows, and is {params.block_rows}."
+        if needed > hopper.SHARED_MEMORY:
+            return f"it takes {needed} bytes of shared memory, and a block of threads has {hopper.SHARED_MEMORY}."
+        return None
+
+    def heuristic(self, call: CallT) -> RowNormParams:
+        """Return one row at a time, and as many blocks of threads as there is room for."""
+        for stages in (2, 1):
+            for occupancy in reversed(_OCCUPANCY):
+                params = RowNormParams(stages=stages, occupancy=occupancy)
+                if self._fits(call, params):
+                    return params
+        return RowNormParams(stages=1, occupancy=1)
+
+    def space(self, call: CallT) -> ConfigSpace[RowNormParams]:
+        """Return all parameters for which there is room."""
+
+        def fits(block_rows: int, stages: int, occupancy: int) -> bool:
+            return self._fits(call, RowNormParams(block_rows=block_rows, stages=stages, occupancy=occupancy))
+
+        axes = {"block_rows": (1, 2, 4), "stages": (1, 2, 3, 4), "occupancy": _OCCUPANCY}
+        return ConfigSpace(axes, constraints=fits, build=RowNormParams)
+
+    def _fits(self, call: CallT, params: RowNormParams) -> bool:
+        room = params.occupancy * (self._plan(call, params).shared_bytes() + _RESERVED) <= _MULTIPROCESSOR
+        return room and self.params_fault(call, params) is None
+
+    def _plan(self, call: CallT, params: RowNormParams) -> RowNormPlan:
+        x = jax.ShapeDtypeStruct((call.rows, call.dim), call.dtype)
+        return launch.plan_of(x, self.formula(call), params, backward=call.backward)
+
+    def forward(self, call: CallT, /, *args: Any, params: RowNormParams) -> tuple[Any, Any]:
+        """Return the output, and what is known of every row."""
+        x, *vectors, residual = args if call.residual else (*args, None)
+        rows = [x] if residual is None else [x, residual]
+        found = launch.normalize(self.formula(call), params, rows, [v for v in vectors if v is not None])
+        outs, stats = found[: len(rows)], found[len(rows) :]
+        return (outs if call.residual else outs[0]), (stats if len(stats) > 1 else stats[0])
+
+    def backward(
+        self,
+        call: CallT,
+        residuals: Any,
+        out: Any,
+        cotangents: tuple[Any, ...],
+        /,
+        *args: Any,
+        params: RowNormParams,
+    ) -> tuple[jax.Array | None, ...]:
+        """Return the gradients."""
+        x, *vectors, _ = args if call.residual else (*args, None)
+        formula = self.formula(call)
+        stats = residuals if formula.centred else (residuals,)
+        rows = [out[1] if call.residual else x, *cotangents]
+        dx, *sums = launch.gradients(formula, params, rows, stats, [v for v in vectors if v is not None][:1])
+        given = iter(sums)
+        gradients = [None if v is None else next(given).astype(v.dtype) for v in vectors]
+        return (dx, *gradients, dx) if call.residual else (dx, *gradients)

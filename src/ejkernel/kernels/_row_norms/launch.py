@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launches: operands are brought into the form that the kernels read, under any transformation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap, sequential_vmap
+
+from ejkernel.kernels._varying import unify_varying
+
+from .plan import Formula, RowNormParams, RowNormPlan
+
+_VECTORS = ("float32", "bfloat16", "float16")  # dtypes of weight and bias that kernels read
+_one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
+
+
+def normalize(
+    formula: Formula, params: RowNormParams, rows: Sequence[jax.Array], vectors: Sequence[jax.Array], **options: Any
+) -> tuple[jax.Array, ...]:
+    """Run the forward; see `machine.normalize`.
+
+    Args:
+        formula: What is computed.
+        params: How.
+        rows: Arrays of rows, `[..., dim]`.
+        vectors: Weight and bias, if they are in the formula.
+        **options: Of `machine.normalize`.
+    """
+    count = len(rows)
+
+    def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .machine import normalize  # what it imports is not there in every environment
+
+        plan = plan_of(arrays[0], formula, params, backward=False)
+        shape = arrays[0].shape
+        with jax.enable_x64(False):  # the kernels count in int32
+            flat = _flat(plan, arrays[:count], arrays[count:])
+            found = normalize(plan, flat, **options)
+        return tuple(x.reshape(shape if x.ndim == 2 else shape[:-1]) for x in found)
+
+    found: tuple[jax.Array, ...] = _folded(compute, count)(*unify_varying((*rows, *vectors)))
+    return found
+
+
+def gradients(
+    formula: Formula,
+    params: RowNormParams,
+    rows: Sequence[jax.Array],
+    stats: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Run the backward; see `machine.gradients`, and `normalize`."""
+    ends = len(rows), len(rows) + len(stats)
+
+    def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .machine import gradients
+
+        plan = plan_of(arrays[0], formula, params, backward=True)
+        with jax.enable_x64(False):
+            flat = _flat(plan, arrays[: ends[0]], arrays[ends[1] :])
+            dx, *sums = gradients(plan, flat, [x.reshape(-1) for x in arrays[slice(*ends)]], **options)
+        return dx.reshape(arrays[0].shape), *sums
+
+    found: tuple[jax.Array, ...] = _one_by_one(compute)(*unify_varying((*rows, *stats, *vectors)))
+    return found
+
+
+def plan_of(x: Any, formula: Formula, params: RowNormParams, *, backward: bool) -> RowNormPlan:
+    """Return the launch for rows of such an array."""
+    *axes, dim = x.shape
+    return RowNormPlan(
+        rows=math.prod(axes), dim=dim, dtype=str(x.dtype), formula=formula, backward=backward, params=params
+    )
+
+
+def _flat(plan: RowNormPlan, rows: Sequence[jax.Array], vectors: Sequence[jax.Array]) -> list[jax.Array]:
+    readable = [x if str(x.dtype) in _VECTORS else x.astype(jnp.float32) for x in vectors]
+    return [*(x.reshape(plan.rows, plan.dim) for x in rows), *readable]
+
+
+def _folded(compute: Callable[..., tuple[jax.Array, ...]], rows: int) -> Any:
+    """Return a function that is given more rows under `vmap`, as long as the vectors are the same for all."""
+    found: Any = custom_vmap(compute)
+
+    def rule(size: int, batched: list[bool], *arrays: jax.Array) -> Any:
+        folds = not any(batched[rows:])
+        mapped = [
+            jnp.broadcast_to(x, (size, *x.shape)) if not (is_batched or (folds and i >= rows)) else x
+            for i, (x, is_batched) in enumerate(zip(arrays, batched, strict=True))
+        ]
+        out = found(*mapped) if folds else lax.map(lambda one: found(*one), tuple(mapped))
+        return out, (True,) * len(out)
+
+    found.def_vmap(rule)
+    return found

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our normalisations of rows for Hopper: simulated on a CPU, and refused where they would not run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ejkernel import compat
+from ejkernel.kernels._row_norms import launch, plan
+from ejkernel.kernels._row_norms.plan import RowNormParams
+from ejkernel.modules import LayerNorm, RmsNorm, rms_norm
+
+pytestmark = pytest.mark.slow
+
+OPERATIONS = {"rms_norm": RmsNorm(), "layer_norm": LayerNorm()}
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """The kernels run in the interpreter, with races told, by two blocks of threads that have several rows each."""
+    if reason := compat.mosaic_gpu_reason():
+        pytest.skip(reason)
+    from jax.experimental.pallas import mosaic_gpu
+
+    interpret = mosaic_gpu.InterpretGPUParams(detect_races=True)
+    for name in ("normalize", "gradients"):
+        monkeypatch.setattr(launch, name, functools.partial(getattr(launch, name), interpret=interpret))
+    monkeypatch.setattr(plan.hopper, "MULTIPROCESSORS", 2)
+
+
+def arguments(operation, rows, dim, *, dtype="bfloat16", weight=True, residual=False):
+    rng = np.random.default_rng(0)
+    # A sum of eighths is exact in all dtypes, so that a reference in float32 normalises what the kernels do.
+    x, added = (jnp.asarray(rng.integers(-16, 24, (rows, dim)) / 8, dtype) for _ in range(2))
+    vectors = [jnp.asarray(1 + rng.standard_normal(dim), dtype) for _ in range(1 + (operation.name == "layer_norm"))]
+    return (x, *(vectors if weight else [None]), *([added] if residual else []))
+
+
+def by_kernel(operation, params, **options):
+    """Return a function to output and gradients, forward and backward by the kernels."""
+    found = operation.implementations["mosaic_gpu"]
+
+    def run(*args):
+        call = operation.describe(*args, **options)
+        out, residuals = found.forward(call, *args, params=params)
+        cotangents = tuple(map(jnp.cos, jax.tree.leaves(out)))
+        backward = dataclasses.replace(call, backward=True)
+        return out, found.backward(backward, residuals, out, cotangents, *args, params=params)
+
+    return run
+
+
+def assert_near(expected, found, error=2e-2):
+    expected, found = np.asarray(expected, np.float64), np.asarray(found, np.float64)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=error * max(1, np.abs(expected).max()))
+
+
+def check(operation, params, args, error=2e-2, **options):
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
+    expected, pull = jax.vjp(lambda *args: operation.reference(*args, eps=1e-3, **options), *wide)
+    out, gradients = jax.jit(by_kernel(operation, params, eps=1e-3, **options))(*args)
+    wanted = pull(jax.tree.map(lambda x, like: jnp.cos(x.astype(like.dtype)).astype(x.dtype), expected, out))
+    for a, b in zip(jax.tree.leaves((expected, wanted)), jax.tree.leaves((out, gradients)), strict=True):
+        assert_near(a, b, error)
+    assert [x.dtype for x in jax.tree.leaves(args)] == [x.dtype for x in jax.tree.leaves(gradients)]
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    ("params", "dim"),
+    [(RowNormParams(block_rows=1, stages=3), 1024), (RowNormParams(block_rows=2, stages=1, occupancy=1), 640)],
+    ids=["one row", "two rows"],
+)
+@pytest.mark.usefixtures("simulated")
+def test_output_and_gradients_are_right_without_races(name, params, dim, residual):
+    check(OPERATIONS[name], params, arguments(OPERATIONS[name], 10, dim, residual=residual))
+    assert not compat.simulated_races()
+
+
+@pytest.mark.parametrize(
+    ("options", "arrays"),
+    [({"weight_offset": 1.0}, {}), ({}, {"weight": False}), ({}, {"dtype": "float32", "residual": True})],
+    ids=["offset", "no weight", "float32"],
+)
+@pytest.mark.usefixtures("simulated")
+def test_options_are_those_of_the_reference(options, arrays):
+    error = 1e-5 if arrays.get("dtype") == "float32" else 2e-2
+    check(
+        OPERATIONS["rms_norm"], RowNormParams(), arguments(OPERATIONS["rms_norm"], 3, 512, **arrays), error, **options
+    )
+
+
+@pytest.mark.parametrize("axes", [(0, None), (0, 0)], ids=["one weight", "a weight for each"])
+@pytest.mark.usefixtures("simulated")
+def test_a_batched_call_is_the_stack_of_its_examples(axes):
+    operation = OPERATIONS["rms_norm"]
+    x, weight = arguments(operation, 3, 512)
+    args = [jnp.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip((x, weight), axes, strict=True)]
+    run = by_kernel(operation, RowNormParams(), eps=1e-6)
+    found = jax.jit(jax.vmap(run, in_axes=axes))(*args)
+    expected = jax.jit(run)(x[::-1], args[1][1] if axes[1] == 0 else weight)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert_near(a, b[1])
+
+
+def test_blocks_of_rows_must_divide_them_and_fit():
+    found, operation = OPERATIONS["rms_norm"].implementations["mosaic_gpu"], OPERATIONS["rms_norm"]
+    call = operation.describe(*arguments(operation, 6, 1024))
+    assert (
+        found.params_fault(call, RowNormParams(block_rows=4))
+        == "block_rows must divide 6, the number of rows, and is 4."
+    )
+    assert "bytes of shared memory" in found.params_fault(call, RowNormParams(block_rows=6, stages=16))
+    assert all(6 % params.block_rows == 0 for params in found.space(call))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "dtype", "platform", "reason"),
+    [
+        (8, 256, "bfloat16", "gpu", "rows of 256 elements, and 'mosaic_gpu' takes multiples of 128 from 512"),
+        (8, 1000, "bfloat16", "gpu", "rows of 1000 elements"),
+        (8, 65536, "bfloat16", "gpu", "which shared memory does not hold"),
+        (8, 1024, "float64", "gpu", "x has dtype float64"),
+        (8, 1024, "bfloat16", "tpu", "needs a Hopper GPU"),
+    ],
+)
+def test_what_does_not_run_says_why(rows, dim, dtype, platform, reason):
+    operation = OPERATIONS["rms_norm"]
+    call = dataclasses.replace(operation.describe(*arguments(operation, 1, 512)), platform=platform)
+    call = dataclasses.replace(call, rows=rows, dim=dim, dtype=dtype)
+    if platform == "tpu" and compat.mosaic_gpu_reason():
+        reason = "is not available"
+    assert reason in operation.implementations.unsupported("mosaic_gpu", call)
+
+
+def test_small_forwards_and_gradients_of_many_examples_are_left_to_xla():
+    operation = OPERATIONS["rms_norm"]
+    found, call = operation.implementations["mosaic_gpu"], operation.describe(*arguments(operation, 1, 512))
+    large = dataclasses.replace(call, rows=1 << 16, dim=4096)
+    backward = dataclasses.replace(call, backward=True)
+    assert [found.preference(x) for x in (call, large, backward, dataclasses.replace(backward, examples=8))] == [
+        -1,
+        0,
+        0,
+        -1,
+    ]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_part_under_shard_map_is_a_call_of_its_own():
+    x, weight = arguments(OPERATIONS["rms_norm"], 4, 512)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    run = by_kernel(OPERATIONS["rms_norm"], RowNormParams(), eps=1e-6)
+    mapped = jax.shard_map(lambda x, w: run(x, w)[0], mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))
+    assert_near(rms_norm(x, weight, implementation="xla"), jax.jit(mapped)(x, weight))
