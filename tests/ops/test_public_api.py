@@ -70,6 +70,7 @@ DOCUMENTED = [
     "SerializationError",
     "ShardingRule",
     "ShardingWarning",
+    "StalePolicy",
     "TuningError",
     "TuningWarning",
     "UnstableKeyError",

@@ -13,9 +13,9 @@ import click
 from ejkernel import settings
 from ejkernel.cli import report
 from ejkernel.cli.show import opened
+from ejkernel.ops.config._files import is_url
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.exchange import Place, Plan, SharedPlace, Step, place_of, plan
-from ejkernel.ops.config.shared.stores import is_url
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.formatting import arguments, compact, counted

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, EjkernelError
@@ -28,6 +28,7 @@ _SLUG_LENGTH: Final = 48
 _NO_SLUG: Final = "_"
 _NOT_IN_PATHS: Final = re.compile(r"[^a-z0-9._-]+")
 _READ: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://.*", re.IGNORECASE | re.DOTALL)
 _NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
 
 _quoted: Final = json.encoder.encode_basestring_ascii
@@ -63,6 +64,11 @@ def identity(key: object) -> str:
         device, op, call = map(_quoted, key)
         return f'{{"call":{call},"device":{device},"op":{op}}}'
     return stable_json(key)
+
+
+def is_url(place: object) -> TypeGuard[str]:
+    """Return whether a place is named by a URL, rather than by a path."""
+    return isinstance(place, str) and _URL.fullmatch(place) is not None
 
 
 def slug(text: str) -> str:

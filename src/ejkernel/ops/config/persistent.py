@@ -9,7 +9,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import settings
 from ejkernel.ops.config._files import (
@@ -17,6 +17,7 @@ from ejkernel.ops.config._files import (
     UnusableError,
     forget_warning,
     identity,
+    is_url,
     location,
     now,
     places,
@@ -34,10 +35,11 @@ from ejkernel.ops.config.entries import (
     read_at,
     text_of,
 )
-from ejkernel.ops.config.shared.layer import SharedLayer
-from ejkernel.ops.config.shared.stores import is_url
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
+
+if TYPE_CHECKING:
+    from ejkernel.ops.config.shared.layer import SharedLayer
 
 
 class PersistentCache:
@@ -73,7 +75,7 @@ class PersistentCache:
         if layers is None:
             layers = _usual_layers() if path is None else ()
         self._path = _expand(path)
-        opened = (SharedLayer(layer, self._path) if is_url(layer) else _expand(layer) for layer in map(_text, layers))
+        opened = (_shared(layer, self._path) if is_url(layer) else _expand(layer) for layer in map(_text, layers))
         self._layers = tuple(layer for layer in opened if layer is not None)
         self._shipped = shipped
         self._clock = clock if clock is not None else now
@@ -93,7 +95,7 @@ class PersistentCache:
     @property
     def shared(self) -> tuple[SharedLayer, ...]:
         """Those of the layers that are named by URLs."""
-        return tuple(layer for layer in self._layers if isinstance(layer, SharedLayer))
+        return tuple(layer for layer in self._layers if not isinstance(layer, Path))
 
     def look_again(self) -> None:
         """Bring the copies of shared layers up to date, unless that was done lately.
@@ -225,10 +227,10 @@ class PersistentCache:
         for canonical, text in list(self._memory.items()):
             yield canonical, parsed(text.encode(), None)
         for layer in (self._path, *self._layers):
-            if isinstance(layer, SharedLayer):
-                yield from ((identity(entry.key), entry) for entry in layer.entries(operation))
-            elif layer is not None:
+            if isinstance(layer, Path):
                 yield from _all_in(layer, operation)
+            elif layer is not None:
+                yield from ((identity(entry.key), entry) for entry in layer.entries(operation))
 
     def _answers(
         self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
@@ -256,11 +258,11 @@ class PersistentCache:
             yield f"{canonical} (in memory)", functools.partial(parsed, text.encode(), None)
         parts = location(key)
         for layer in (self._path, *self._layers):
-            if isinstance(layer, SharedLayer):
-                yield from ((f"{canonical} of {layer}", lambda entry=entry: entry) for entry in layer.find(key))
-            elif layer is not None:
+            if isinstance(layer, Path):
                 file = layer.joinpath(*parts)
                 yield str(file), functools.partial(read_at, file)
+            elif layer is not None:
+                yield from ((f"{canonical} of {layer}", lambda entry=entry: entry) for entry in layer.find(key))
 
     def folders(self) -> Iterator[Path]:
         """Yield the folders that are read, in their order."""
@@ -313,6 +315,12 @@ def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any,
     if cfg_type is not None:
         raise TypeError("get() got cfg_type twice.")
     return given[:-1], given[-1]
+
+
+def _shared(url: str, folder: Path | None) -> SharedLayer:
+    from ejkernel.ops.config.shared.layer import SharedLayer  # which most programs have none of
+
+    return SharedLayer(url, folder)
 
 
 def _usual_layers() -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ejkernel.ops.config._files import UnusableError, identity, location, warn_of
+from ejkernel.ops.config._files import UnusableError, identity, is_url, location, warn_of
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.entries import StoredEntry, entry_in, text_of
 from ejkernel.ops.config.persistent import PersistentCache
@@ -16,7 +16,7 @@ from ejkernel.ops.config.shared.choice import Verdict, by_preference, judge, pro
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.packs import line_of, packed
-from ejkernel.ops.config.shared.stores import Store, is_url, shown
+from ejkernel.ops.config.shared.stores import Store, shown
 from ejkernel.ops.errors import ConfigError
 
 

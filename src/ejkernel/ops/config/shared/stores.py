@@ -12,7 +12,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config._writing import write_chunks
@@ -22,17 +22,11 @@ from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.printable import printable
 
 MOST: Final = 10_000  # objects that a store is listed for; `ejkernel cache push --merge` makes one of many
-_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://.*", re.IGNORECASE | re.DOTALL)
 _USER: Final = re.compile(r"//[^/@]*@")
 
 
 class UnreachableError(EjkernelError, OSError):
     """A store cannot be read or written now, for the reason in the message."""
-
-
-def is_url(place: object) -> TypeGuard[str]:
-    """Return whether a place is named by a URL, rather than by a path."""
-    return isinstance(place, str) and _URL.fullmatch(place) is not None
 
 
 def shown(url: str) -> str:
