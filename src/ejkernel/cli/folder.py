@@ -126,7 +126,7 @@ def _packs(folder: Path) -> Iterator[Item]:
     for path in sorted(folder.glob(f"{FOLDER}/*/*{SUFFIX}")):
         try:
             verify(path)
-        except (UnusableError, FileNotFoundError) as error:
+        except (UnusableError, OSError) as error:
             yield Item(path=path, kind="pack", problem=str(error))
         else:
             yield Item(path=path, kind="pack")

@@ -60,9 +60,10 @@ def file_name(call: str, text: str) -> str:
 
 def identity(key: object) -> str:
     """Return the canonical JSON of a key, as `stable_json` does, but sooner where the key is a usual one."""
-    if isinstance(key, ConfigKey) and all(type(part) is str and part.isascii() for part in key):
-        device, op, call = map(_quoted, key)
-        return f'{{"call":{call},"device":{device},"op":{op}}}'
+    if isinstance(key, ConfigKey):
+        device, op, call = key
+        if type(device) is type(op) is type(call) is str and device.isascii() and op.isascii() and call.isascii():
+            return f'{{"call":{_quoted(call)},"device":{_quoted(device)},"op":{_quoted(op)}}}'
     return stable_json(key)
 
 
@@ -71,6 +72,7 @@ def is_url(place: object) -> TypeGuard[str]:
     return isinstance(place, str) and _URL.fullmatch(place) is not None
 
 
+@functools.lru_cache(maxsize=256)  # a process has few devices and operations
 def slug(text: str) -> str:
     """Return a text as a part of a path: lower case, short, and without what a file system minds."""
     return _NOT_IN_PATHS.sub("-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG

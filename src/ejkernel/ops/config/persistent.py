@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -259,8 +260,8 @@ class PersistentCache:
         parts = location(key)
         for layer in (self._path, *self._layers):
             if isinstance(layer, Path):
-                file = layer.joinpath(*parts)
-                yield str(file), functools.partial(read_at, file)
+                file = os.path.join(layer, *parts)  # in text: to make a path takes as long as to open the file
+                yield file, functools.partial(read_at, file)
             elif layer is not None:
                 yield from ((f"{canonical} of {layer}", lambda entry=entry: entry) for entry in layer.find(key))
 

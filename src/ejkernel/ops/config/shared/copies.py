@@ -39,13 +39,14 @@ class LocalCopy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._name = str(folder)
         self._packs: dict[str, Pack] = {}
         self._listed: int | None = None
 
     def packs(self) -> list[Pack]:
         """Return the packs that are there; the folder is listed only if it has changed."""
         try:
-            changed = self.folder.stat().st_mtime_ns
+            changed = os.stat(self._name).st_mtime_ns
             if changed != self._listed:
                 names = [name for name in os.listdir(self.folder) if packs.is_name(name)]
                 self._packs = {name: pack for name in sorted(names) if (pack := self._opened(name)) is not None}
@@ -76,12 +77,12 @@ class LocalCopy:
     def entries(self, operation: str | None = None) -> Iterator[StoredEntry]:
         """Yield for each key the entry that answers here; with `operation`, of that one alone, without its version."""
         for entries in self.variants(operation):
-            yield by_preference(entries)[0]
+            yield entries[0] if len(entries) == 1 else by_preference(entries)[0]
 
     def variants(self, operation: str | None = None) -> Iterator[list[StoredEntry]]:
         """Yield for each key all entries of it; see `entries`."""
         wanted = None if operation is None else f'"{operation}@v'.encode()
-        for _, lines in itertools.groupby(_merged(self.packs()), token_in):
+        for _, lines in itertools.groupby(_merged([_walked(pack) for pack in self.packs()]), token_in):
             read = [self._read(line) for line in lines if wanted is None or wanted in line]
             found = [entry for entry in read if entry is not None]
             if found:
@@ -122,7 +123,8 @@ class LocalCopy:
 
     def best_lines(self, sources: Sequence[Pack] | None = None) -> Iterator[bytes]:
         """Yield, sorted, the lines of packs that are not worse than another one; those of another schema stay."""
-        for _, lines in itertools.groupby(_merged(self.packs() if sources is None else sources), token_in):
+        walks = [pack.walk() for pack in (self.packs() if sources is None else sources)]
+        for _, lines in itertools.groupby(_merged(walks), token_in):
             of_key = list(lines)
             if len(of_key) == 1:
                 yield of_key[0]
@@ -143,7 +145,9 @@ class LocalCopy:
         for pack in self.packs():
             try:
                 found += pack.find(token)
-            except UnusableError as error:
+            except FileNotFoundError:
+                raise
+            except (OSError, UnusableError) as error:
                 warn_of(str(pack.path), error)
         return found
 
@@ -155,15 +159,26 @@ class LocalCopy:
             return Pack(self.folder / name)
         except FileNotFoundError:
             return None
-        except UnusableError as error:
+        except (OSError, UnusableError) as error:
             warn_of(str(self.folder / name), error)
             return None
 
 
-def _merged(sources: Sequence[Pack]) -> Iterator[bytes]:
+def _walked(pack: Pack) -> Iterator[bytes]:
+    """Yield the lines of a pack as far as it can be read."""
+    try:
+        yield from pack.walk()
+    except (OSError, UnusableError) as error:
+        warn_of(str(pack.path), error)
+
+
+def _merged(walks: Sequence[Iterator[bytes]]) -> Iterator[bytes]:
     """Yield the lines of packs, sorted, each once."""
+    if len(walks) == 1:
+        yield from walks[0]
+        return
     previous = b""
-    for line in heapq.merge(*(pack.walk() for pack in sources)):
+    for line in heapq.merge(*walks):
         if line != previous:
             previous = line
             yield line

@@ -7,7 +7,6 @@ entry. The first line names the packs that this one was made of, the last says h
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -30,10 +29,10 @@ LARGEST: Final = 64 << 20  # bytes of a pack that is fetched
 _FULL: Final = 8 << 20  # bytes after which another pack is begun
 _LONGEST: Final = entries.LARGEST + (1 << 10)
 _DIGITS: Final = 32
-_WINDOW: Final = 8 << 10  # bytes that are read at once
+_WINDOW: Final = 4 << 10  # bytes that are read at once
+_REMEMBERED: Final = 512  # places of a pack that were looked at
 _FIRST, _LAST = "", "~"  # in place of a key's digest: they sort before and behind all of them
 _NAME: Final = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
-_LINE: Final = re.compile(rb'\["([0-9a-f]{32}|~?)","([0-9a-f]{32})",(\{.*\})\]\n')
 
 
 def is_name(name: str) -> bool:
@@ -62,12 +61,7 @@ def read_line(line: bytes) -> StoredEntry:
     Raises:
         UnusableError: it is none, or is not what was written.
     """
-    data = _content(line)
-    try:
-        check_schema(data, entries.SCHEMA, entries.WHAT)
-    except SerializationError as error:
-        raise UnusableError(str(error)) from error
-    entry = entry_of(data)
+    entry = _entry(line)
     if token_of(entry.key) != token_in(line):
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
     return entry
@@ -79,9 +73,18 @@ def entry_in_line(line: bytes, key: object) -> StoredEntry:
     Raises:
         UnusableError: it is none of this key, or is not what was written.
     """
-    entry = read_line(line)
+    entry = _entry(line)
     check_key(entry, identity(key))
     return entry
+
+
+def _entry(line: bytes) -> StoredEntry:
+    data = _content(line)
+    try:
+        check_schema(data, entries.SCHEMA, entries.WHAT)
+    except SerializationError as error:
+        raise UnusableError(str(error)) from error
+    return entry_of(data)
 
 
 def packed(lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -155,13 +158,14 @@ class Pack:
         lines: How many entries it says that it has.
 
     Raises:
-        UnusableError: it cannot be read, or is no whole pack.
-        FileNotFoundError: it is gone.
+        UnusableError: it is no whole pack.
+        OSError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _readable(self.path) as (descriptor, size):
+        self._name = str(path)  # which takes longer to make than to open
+        with opened(self._name) as (descriptor, size):
             first = next(_lines(descriptor, 0, 1 << 10), b"")
             sources = _sources(first)
             tail = _read(descriptor, max(0, size - _WINDOW), _WINDOW)
@@ -172,23 +176,24 @@ class Pack:
         self.size = size
         self.lines = _content(last).get("lines")
         self._begin = len(first)
+        self._probes: dict[int, tuple[int, bytes]] = {}
 
     def find(self, token: str) -> list[bytes]:
         """Return the lines of a key.
 
         Raises:
-            UnusableError: the file cannot be read.
-            FileNotFoundError: it is gone.
+            UnusableError: the file has no such lines.
+            OSError: it cannot be read.
         """
         wanted = f'["{token}'.encode()
-        with _readable(self.path) as (descriptor, size):
+        with opened(self._name) as (descriptor, size):
             low, high = (
                 self._begin,
                 size,
             )  # a line that begins at `low` or before it may be the first; none behind `high`
             while high - low > _WINDOW:
                 middle = (low + high) // 2
-                start, head = _next_line(descriptor, middle, len(wanted))
+                start, head = self._probe(descriptor, middle, len(wanted))
                 if head and head < wanted:
                     low = start
                 else:
@@ -201,15 +206,24 @@ class Pack:
                     found.append(line)
         return found
 
+    def _probe(self, descriptor: int, middle: int, count: int) -> tuple[int, bytes]:
+        """Return what `_next_line` does; every search begins at the same places, and a pack is never changed."""
+        found = self._probes.get(middle)
+        if found is None:
+            found = _next_line(descriptor, middle, count)
+            if len(self._probes) < _REMEMBERED:
+                self._probes[middle] = found
+        return found
+
     def walk(self) -> Iterator[bytes]:
         """Yield the lines of all entries.
 
         Raises:
-            UnusableError: the file cannot be read.
-            FileNotFoundError: it is gone.
+            UnusableError: the file has no such lines.
+            OSError: it cannot be read.
         """
         last = f'["{_LAST}'.encode()
-        with _readable(self.path) as (descriptor, _):
+        with opened(self._name) as (descriptor, _):
             for line in _lines(descriptor, self._begin, 1 << 20):
                 if line.startswith(last):
                     return
@@ -221,7 +235,7 @@ def verify(path: Path) -> None:
 
     Raises:
         UnusableError: some of it is not what was written.
-        FileNotFoundError: it is gone.
+        OSError: it cannot be read.
     """
     pack, count, previous = Pack(path), 0, b""
     for line in pack.walk():
@@ -247,10 +261,10 @@ def _checked(line: bytes) -> bytes:
     Raises:
         UnusableError: it is no line, or is not what was written.
     """
-    match = _LINE.fullmatch(line)
-    if match is None:
+    parts = line.split(b'"', 4)  # what is between them has none
+    if len(parts) != 5 or parts[0] != b"[" or parts[2] != b"," or parts[4][:2] != b",{" or line[-3:] != b"}]\n":
         raise UnusableError("it is no line of a pack")
-    token, digest, text = match.groups()
+    token, digest, text = parts[1], parts[3], parts[4][1:-2]
     if _digest(token + text).encode() != digest:
         raise UnusableError("it is not what was written: its digest is another's")
     return text
@@ -289,20 +303,10 @@ def _digest(raw: bytes) -> str:
 # --- reading in pieces ---
 
 
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[tuple[int, int]]:
-    """Open a file as `opened` does; what goes wrong but that it is gone is an `UnusableError`."""
-    try:
-        with opened(path) as found:
-            yield found
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UnusableError(f"it cannot be read: {error}") from error
-
-
 def _read(descriptor: int, offset: int, count: int) -> bytes:
-    os.lseek(descriptor, offset, os.SEEK_SET)
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, count, offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)  # there, nobody else has the descriptor
     return os.read(descriptor, count)
 
 
