@@ -112,22 +112,26 @@ class SharedLayer:
         if sum(new.values()) > _MOST - sum(pack.size for pack in stay):
             raise OSError(f"its copy would have more than {_MOST} bytes")
 
-        def fetch(name: str) -> str:
-            """Return why a pack is of no use, if it is of none."""
+        def fetch(name: str) -> str | None:
+            """Add a pack to the copy, and return `""`, or why it is of no use; `None` if it is gone."""
             try:
-                raw = store.read(name) if 0 < new[name] <= LARGEST else None
+                if not 0 < new[name] <= LARGEST:
+                    raise UnusableError(f"it has {new[name]} bytes, and none has more than {LARGEST}")
+                raw = store.read(name)
             except UnusableError as error:
                 return f"{name}: {error}"
-            if raw is not None:  # else it is none of ours, or gone since
-                copy.add(name, raw)
+            if raw is None:
+                return None
+            copy.add(name, raw)
             return ""
 
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-            problems = list(filter(None, pool.map(fetch, new)))
+            found = list(pool.map(fetch, new))
+        problems = list(filter(None, found))
         self.problem = f"{counted(len(problems), 'pack')} cannot be used, such as {problems[0]}" if problems else ""
         copy.remove(gone)
         self._tidy()
-        return len(new) - len(problems)
+        return found.count("")
 
     def _tidy(self) -> None:
         try:
@@ -145,7 +149,7 @@ class SharedLayer:
     def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            text = f"the shared cache {self} cannot be read ({reason}); what its copy here has is used."
+            text = f"the copy of the shared cache {self} is used as it is, and is not up to date: {reason}"
             warnings.warn(text, CacheWarning, stacklevel=4)
 
 

@@ -30,8 +30,8 @@ class UnreachableError(EjkernelError, OSError):
 
 
 def shown(url: str) -> str:
-    """Return a URL as messages have it: without names and passwords of users, in printable characters."""
-    return printable(_USER.sub("//", url))
+    """Return a URL as messages have it, in printable characters: without users, passwords and signatures."""
+    return printable(_USER.sub("//", url.partition("?")[0]))
 
 
 class Store:
@@ -134,7 +134,8 @@ class Store:
         except EjkernelError:
             raise
         except Exception as error:
-            raise UnreachableError(f"{shown(self.url)} cannot be {what}: {error_text(error)}") from error
+            reason = error_text(error).replace(self.url, shown(self.url))
+            raise UnreachableError(f"{shown(self.url)} cannot be {what}: {reason}") from error
 
 
 def _protocols(system: Any) -> tuple[str, ...]:
