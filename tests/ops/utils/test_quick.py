@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ejkernel.ops import ConfigKey, FwdParams, PersistentCache
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.storage import decode
 from ejkernel.ops.utils.storage.quick import quick
@@ -97,13 +97,11 @@ def test_what_is_wrong_or_rare_is_left_to_cattrs(data, cls):
         quick(data, cls)
 
 
-def test_a_lookup_loads_no_cattrs(tmp_path):
-    code = (
-        "import sys\n"
-        "from ejkernel.ops import FwdParams, PersistentCache\n"
-        f"cache = PersistentCache({str(tmp_path)!r})\n"
-        "cache.put('gpu:x', 'mm@v1', '0' * 16, FwdParams(q_blocksize=64))\n"
-        "assert cache.get('gpu:x', 'mm@v1', '0' * 16) == FwdParams(q_blocksize=64)\n"
-        "assert 'cattrs' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_a_lookup_loads_no_cattrs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ejkernel.ops.utils.storage.decode", None)  # to import it is an error
+    cache = PersistentCache(tmp_path, shipped=False)
+    for number, config in enumerate([FwdParams(q_blocksize=64), {"rows": [1, {}]}, 64]):
+        key = ConfigKey("gpu:x", "mm@v1", f"{number:016x}")
+        cache.put(key, config)
+        assert cache.get(key) == config
+        assert cache.get(key, dict[str, Any] if isinstance(config, dict) else type(config)) == config

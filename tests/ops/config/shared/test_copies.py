@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -90,3 +91,11 @@ def test_what_cannot_be_used_is_one_warning_and_the_rest_answers(copy):
     assert sorted("cut off" in str(w.message) for w in caught) == [False, True]
     assert fresh.find(entry(2).key) == []
     assert good in {name for one in fresh.packs() for name in one.names}
+
+
+def test_one_operation_s_entries_are_listed_alone(copy):
+    other = dataclasses.replace(entry(2), key=entry(2).key._replace(op="mätmul@v1"))
+    added(copy, entry(1), other)
+    assert list(copy.entries("mätmul")) == [other]
+    assert list(copy.entries("matmul")) == [entry(1)]
+    assert list(copy.entries("mat")) == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,7 @@ class LocalCopy:
 
     def variants(self, operation: str | None = None) -> Iterator[list[StoredEntry]]:
         """Yield for each key all entries of it; see `entries`."""
-        wanted = None if operation is None else f'"{operation}@v'.encode()
+        wanted = None if operation is None else json.dumps(f"{operation}@v")[:-1].encode()  # as lines have it
         for _, lines in itertools.groupby(_merged([_walked(pack) for pack in self.packs()]), token_in):
             read = [self._read(line) for line in lines if wanted is None or wanted in line]
             found = [entry for entry in read if entry is not None]
