@@ -169,7 +169,7 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
     for item in bad:
         click.echo(f"{printable(item.path)}: {printable(item.problem)}")
     for words, count in collections.Counter(told(item.stale) for item in found if item.stale).most_common():
-        click.echo(f"{counted(count, 'entry', 'entries')} {words}")
+        click.echo(f"{counted(count, 'entry', 'entries')}: {words}")
     click.echo(f"{store.path}: {_counts(counts)}; {_usable(len(found), len(bad))}")
     return 1 if bad else 0
 

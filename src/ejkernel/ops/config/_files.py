@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import hashlib
@@ -24,6 +23,7 @@ from ejkernel.ops.errors import CacheWarning, EjkernelError
 from ejkernel.ops.utils.storage.serialize import stable_json
 
 ENTRY: Final = ".json"  # how the name of an entry ends; whatever else lies beside it ends otherwise
+_KEY: Final = frozenset(ConfigKey._fields)
 _SLUG_LENGTH: Final = 48
 _NO_SLUG: Final = "_"
 _NOT_IN_PATHS: Final = re.compile(r"[^a-z0-9._-]+")
@@ -50,7 +50,7 @@ def location(key: object) -> tuple[str, str, str]:
     """Return folder, folder and file name of a key: readable, and unique through the digest of the whole key."""
     text = identity(key)
     device, op, call = key if isinstance(key, ConfigKey) else ("", "", text)
-    return slug(device), slug(op), file_name(call, text)
+    return _known_slug(device), _known_slug(op), file_name(call, text)
 
 
 def file_name(call: str, text: str) -> str:
@@ -72,20 +72,20 @@ def is_url(place: object) -> TypeGuard[str]:
     return isinstance(place, str) and _URL.fullmatch(place) is not None
 
 
-@functools.lru_cache(maxsize=256)  # a process has few devices and operations
 def slug(text: str) -> str:
     """Return a text as a part of a path: lower case, short, and without what a file system minds."""
     return _NOT_IN_PATHS.sub("-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG
 
 
+_known_slug: Final = functools.lru_cache(maxsize=256)(slug)  # a process has few devices and operations
+
+
 def restored_key(data: object) -> Any:
     """Return the key that was stored as `data`."""
-    if (
-        isinstance(data, dict)
-        and data.keys() == set(ConfigKey._fields)
-        and all(isinstance(v, str) for v in data.values())
-    ):
-        return ConfigKey(**data)
+    if isinstance(data, dict) and data.keys() == _KEY:
+        device, op, call = data["device"], data["op"], data["call"]
+        if type(device) is type(op) is type(call) is str:
+            return ConfigKey(device, op, call)
     return _frozen(data)
 
 
@@ -141,9 +141,8 @@ def read_file(file: Traversable | str, largest: int) -> bytes | None:
     return raw
 
 
-@contextlib.contextmanager
-def opened(path: str | Path) -> Iterator[tuple[int, int]]:
-    """Open a file to read it, and give its descriptor and size; whatever else is there, this does not wait for it.
+def opened(path: str | Path) -> tuple[int, int]:
+    """Open a file to read it, and return its descriptor and size; whatever else is there, this does not wait for it.
 
     Raises:
         OSError: it cannot be opened.
@@ -154,13 +153,15 @@ def opened(path: str | Path) -> Iterator[tuple[int, int]]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UnusableError("it cannot be read: it is no regular file")
-        yield descriptor, status.st_size
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor, status.st_size
 
 
 def _read_path(path: str | Path, largest: int) -> bytes:
-    with opened(path) as (descriptor, size):
+    descriptor, size = opened(path)
+    try:
         raw = os.read(descriptor, min(size, largest) + 1)
         while len(raw) <= largest and len(raw) != size:  # a file system that is read piece by piece, or grew
             chunk = os.read(descriptor, largest + 1 - len(raw))
@@ -168,6 +169,8 @@ def _read_path(path: str | Path, largest: int) -> bytes:
                 break
             raw += chunk
         return raw
+    finally:
+        os.close(descriptor)
 
 
 def _read_other(file: Traversable, largest: int) -> bytes:

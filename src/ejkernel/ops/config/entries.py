@@ -108,8 +108,15 @@ def entry_of(data: dict[str, Any], path: Path | None = None) -> StoredEntry:
             from_plain(data, _File)  # which says what is wrong
         except SerializationError as error:
             raise UnusableError(str(error)) from error
-    parts = {name: value for name, value in data.items() if name != "schema"}
-    return StoredEntry(path=path, **parts | {"key": restored_key(data["key"])})
+    return StoredEntry(
+        key=restored_key(data["key"]),
+        config=data["config"],
+        config_type=data["config_type"],
+        call=data["call"],
+        measured=data["measured"],
+        provenance=data["provenance"],
+        path=path,
+    )
 
 
 def read_entry(file: Path) -> StoredEntry | None:

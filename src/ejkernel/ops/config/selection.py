@@ -379,7 +379,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             if action == wanted:
                 return (request.answer(config, tier), why) if why else request.answer(config, tier)
             notes.append(f"{why}: the policy says {action}")
-        return "; ".join(notes) or "no entry"
+        return "; ".join(dict.fromkeys(notes)) or "no entry"
 
     def _from_stale(self, request: _Request) -> _Answer:
         return self._saved(request, STALE, "retune")

@@ -149,6 +149,20 @@ def test_what_was_removed_or_merged_there_is_removed_here_too(layer, store):
     assert layer.find(entry(2).key) == [entry(2)]
 
 
+def test_what_others_merge_while_it_is_listed_is_not_lost(layer, store):
+    layer.refresh()
+    merged = pack(entry(1), entry(2), entry(9))
+    listings = [dict([pack(entry(5))]), dict([pack(entry(5)), merged])]  # the first has neither the old nor the new
+
+    def sizes():
+        store.objects = listings.pop(0) if len(listings) > 1 else listings[0]
+        return {name: len(raw) for name, raw in store.objects.items()}
+
+    store.sizes = sizes
+    layer.refresh()
+    assert sorted(found.key.call[-1] for found in layer.entries()) == ["1", "2", "5", "9"]
+
+
 def test_many_packs_are_one_file_here_and_are_not_fetched_again(layer, store):
     for number in range(10):
         store.objects.update([pack(entry(number, note="many"))])

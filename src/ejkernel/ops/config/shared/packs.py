@@ -165,10 +165,13 @@ class Pack:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._name = str(path)  # which takes longer to make than to open
-        with opened(self._name) as (descriptor, size):
+        descriptor, size = opened(self._name)
+        try:
             first = next(_lines(descriptor, 0, 1 << 10), b"")
             sources = _sources(first)
             tail = _read(descriptor, max(0, size - _WINDOW), _WINDOW)
+        finally:
+            os.close(descriptor)
         last = tail[tail.rfind(b"\n", 0, -1) + 1 :]
         if not last.startswith(f'["{_LAST}"'.encode()) or not last.endswith(b"\n"):
             raise UnusableError("it was cut off")
@@ -186,25 +189,24 @@ class Pack:
             OSError: it cannot be read.
         """
         wanted = f'["{token}'.encode()
-        with opened(self._name) as (descriptor, size):
-            low, high = (
-                self._begin,
-                size,
-            )  # a line that begins at `low` or before it may be the first; none behind `high`
-            while high - low > _WINDOW:
-                middle = (low + high) // 2
-                start, head = self._probe(descriptor, middle, len(wanted))
-                if head and head < wanted:
-                    low = start
-                else:
-                    high = middle
-            found = []
-            for line in _lines(descriptor, low):
-                if line[: len(wanted)] > wanted:
-                    break
-                if line.startswith(wanted):
-                    found.append(line)
-        return found
+        descriptor, size = opened(self._name)
+        try:
+            return _lines_of(descriptor, self._before(descriptor, size, wanted), wanted)
+        finally:
+            os.close(descriptor)
+
+    def _before(self, descriptor: int, size: int, wanted: bytes) -> int:
+        """Return where a line begins that is not far before the first one that begins so."""
+        # no line before `low` is one of the key's, and no line but those before the first one behind `high`
+        low, high = self._begin, size
+        while high - low > _WINDOW:
+            middle = (low + high) // 2
+            start, head = self._probe(descriptor, middle, len(wanted))
+            if head and head < wanted:
+                low = start
+            else:
+                high = middle
+        return low
 
     def _probe(self, descriptor: int, middle: int, count: int) -> tuple[int, bytes]:
         """Return what `_next_line` does; every search begins at the same places, and a pack is never changed."""
@@ -223,11 +225,14 @@ class Pack:
             OSError: it cannot be read.
         """
         last = f'["{_LAST}'.encode()
-        with opened(self._name) as (descriptor, _):
+        descriptor, _ = opened(self._name)
+        try:
             for line in _lines(descriptor, self._begin, 1 << 20):
                 if line.startswith(last):
                     return
                 yield line
+        finally:
+            os.close(descriptor)
 
 
 def verify(path: Path) -> None:
@@ -319,6 +324,17 @@ def _next_line(descriptor: int, offset: int, count: int) -> tuple[int, bytes]:
             return offset + end, head if len(head) == count else _read(descriptor, offset + end, count)
         offset += len(chunk)
     return offset, b""
+
+
+def _lines_of(descriptor: int, offset: int, wanted: bytes) -> list[bytes]:
+    """Return the lines that begin so; the first of them begins at `offset` or later."""
+    found = []
+    for line in _lines(descriptor, offset):
+        if line.startswith(wanted):
+            found.append(line)
+        elif line > wanted:
+            break
+    return found
 
 
 def _lines(descriptor: int, offset: int, window: int = _WINDOW) -> Iterator[bytes]:
