@@ -136,7 +136,7 @@ def test_verify_looks_at_the_spaces_of_the_kernels_that_are_named(tmp_path, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     source = (
-        "from ejkernel.ops import tune\n@tune(space={'rows': [1, 2]})\ndef spaced(x, *, rows=1):\n    return x * rows\n"
+        "from ejkernel.ops import tune\n@tune(space={'rows': [1, 2]})\ndef spaced(x, *, rows=1):\n    return x * 2\n"
     )
     (tmp_path / "kernels_of_test_cache.py").write_text(source)
     module = importlib.import_module("kernels_of_test_cache")
