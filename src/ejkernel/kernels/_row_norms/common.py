@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations that normalise rows say of a call, and how they check what is added before."""
+"""What the operations that normalise rows share: the description of a call, and the checks of its arguments."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from ejkernel.kernels._numbers import is_number
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import OperationCall
 from ejkernel.ops.utils.values.signature import is_array
@@ -38,6 +41,36 @@ class RowNormCall(OperationCall):
     def all_rows(self) -> int:
         """How many rows are normalised at once."""
         return self.rows * self.examples
+
+
+def check_rows(x: Any, **vectors: Any) -> None:
+    """Raise unless `x` has rows to normalise, and each vector is as long as they are.
+
+    Raises:
+        ArgumentError: an argument has the wrong shape or dtype.
+    """
+    for name, array in {"x": x, **vectors}.items():
+        if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
+            got = f"dtype {array.dtype}" if is_array(array) else type(array).__name__
+            axes = "[..., dim]" if name == "x" else "[dim]"
+            raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
+    if not x.shape or not x.shape[-1]:
+        raise ArgumentError(f"x must have an axis to normalise, which is not empty; got shape {tuple(x.shape)}.")
+    for name, vector in vectors.items():
+        if tuple(vector.shape) != tuple(x.shape[-1:]):
+            shapes = f"{tuple(vector.shape)} and {tuple(x.shape)}"
+            raise ArgumentError(f"{name} must have the length of x's last axis; got shapes {shapes}.")
+
+
+def canonical_eps(eps: Any) -> float:
+    """Return what is added to the mean of squares, as a number of Python's.
+
+    Raises:
+        ArgumentError: it is none, or a negative one.
+    """
+    if not is_number(eps) or not 0 <= eps < math.inf:
+        raise ArgumentError(f"eps must be a number >= 0, got {eps!r}; it is static under jit.")
+    return float(eps)
 
 
 def check_residual(residual: Any, x: Any) -> None:

@@ -10,15 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._numbers import accumulator, is_number
-from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, check_residual
+from ejkernel.kernels._numbers import accumulator
+from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, canonical_eps, check_residual, check_rows
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
-from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
-from ejkernel.ops.utils.values.signature import is_array
 
 _Invocation = Invocation["LayerNormConfig", Normalized]
 
@@ -61,23 +59,11 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
         self, x: Any, weight: Any, bias: Any, residual: Any = None, *, eps: Any = 1e-5, implementation: Any = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; what says nothing is left out, so that it is not in the call's key."""
-        for name, array, axes in (("x", x, "[..., dim]"), ("weight", weight, "[dim]"), ("bias", bias, "[dim]")):
-            if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
-                got = f"dtype {array.dtype}" if is_array(array) else type(array).__name__
-                raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
-            if name == "x" and (not x.shape or not x.shape[-1]):
-                raise ArgumentError(f"x must have an axis to normalise over, got shape {tuple(x.shape)}.")
-            if name != "x" and tuple(array.shape) != tuple(x.shape[-1:]):
-                raise ArgumentError(
-                    f"{name} must have the length of x's last axis; got shapes {tuple(array.shape)} and "
-                    f"{tuple(x.shape)}."
-                )
-        if not is_number(eps) or not 0 <= eps < math.inf:
-            raise ArgumentError(f"eps must be a number >= 0, got {eps!r}; it is static under jit.")
+        check_rows(x, weight=weight, bias=bias)
         if residual is not None:
             check_residual(residual, x)
         return (x, weight, bias, *(() if residual is None else (residual,))), {
-            "eps": float(eps),
+            "eps": canonical_eps(eps),
             "implementation": self.requested(implementation),
         }
 

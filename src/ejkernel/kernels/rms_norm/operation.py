@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import is_number
-from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, check_residual
+from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, canonical_eps, check_residual, check_rows
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
-from ejkernel.ops.utils.values.signature import is_array
 
 from .reference import normalize
 
@@ -82,20 +81,8 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; what says nothing is left out, so that it is not in the call's key."""
-        for name, array, axes in (("x", x, "[..., dim]"), ("weight", weight, "[dim]")):
-            if name == "weight" and array is None:
-                continue
-            if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
-                got = f"dtype {array.dtype}" if is_array(array) else type(array).__name__
-                raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
-        if not x.shape or not x.shape[-1]:
-            raise ArgumentError(f"x must have an axis to normalise, which is not empty; got shape {tuple(x.shape)}.")
-        if weight is not None and tuple(weight.shape) != tuple(x.shape[-1:]):
-            raise ArgumentError(
-                f"weight must have the length of x's last axis; got shapes {tuple(weight.shape)} and {tuple(x.shape)}."
-            )
-        if not is_number(eps) or not 0 <= eps < math.inf:
-            raise ArgumentError(f"eps must be a number >= 0, got {eps!r}; it is static under jit.")
+        check_rows(x, **({} if weight is None else {"weight": weight}))
+        eps = canonical_eps(eps)
         if not is_number(weight_offset) or not math.isfinite(weight_offset) or (weight is None and weight_offset):
             raise ArgumentError(
                 f"weight_offset must be a number, and 0 where there is no weight, got {weight_offset!r}; it is static "
