@@ -198,9 +198,9 @@ def test_what_a_writer_left_half_written_is_left_out(tmp_path, url):
     (tmp_path / "team" / name).write_bytes(raw[:-9])
     os.mkfifo(tmp_path / "team" / ("f" * 32 + ".pack"))
     os.symlink("/dev/zero", tmp_path / "team" / ("e" * 32 + ".pack"))
-    found = SharedPlace(url, tmp_path / "mine")
+    with pytest.warns(CacheWarning, match=r"1 pack cannot be used, such as .*digest is another's"):
+        found = SharedPlace(url, tmp_path / "mine")
     assert rows(found) == [1]
-    assert "digest" in found.layer.problem
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)

@@ -89,6 +89,7 @@ class SharedPlace:
         self._store = Store(url)
         self.layer = SharedLayer(url, cache_dir, connect=lambda _: self._store)
         self.fetched = self.layer.refresh()
+        self.layer.tell()
 
     def __str__(self) -> str:
         return shown(self._store.url)

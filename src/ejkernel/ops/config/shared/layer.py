@@ -88,10 +88,14 @@ class SharedLayer:
                 self._running.start()
             running, left = self._running, max(0.0, self._until - now)
         running.join(left)
+        self.tell()
+        if running.is_alive() and not self.problem:
+            self._warn(f"it has not answered for {patience:g} s")
+
+    def tell(self) -> None:
+        """Warn, once for this object, of what the last attempt could not bring here."""
         if self.problem:
             self._warn(self.problem)
-        elif running.is_alive():
-            self._warn(f"it has not answered for {patience:g} s")
 
     def refresh(self) -> int:
         """Bring the copy up to date, and return how many packs were fetched; `problem` tells of those of no use.
