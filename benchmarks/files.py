@@ -41,6 +41,7 @@ BARS = {  # for 100,000 entries; seconds and microseconds are the processor's, f
     "shared_grown_mb": 20.0,
 }
 PROCESSES = 5  # that look keys up, each anew
+LISTINGS = 3  # of which the soonest counts
 LOOKED_UP = 100  # keys that each of them looks up
 
 # What a new process does: it opens the folder, and looks up keys that are far apart.
@@ -156,11 +157,14 @@ def listing_seconds(cache: PersistentCache, count: int) -> dict[str, float]:
     """Return the seconds that it takes to read all entries of a cache of so many, and those of one operation."""
     found = {}
     for name, operation in (("entries", None), ("entries_of_one_operation", "square7")):
-        start, cpu = time.perf_counter(), time.process_time()
-        read = sum(1 for _ in cache.entries(operation))
-        found[f"{name}_seconds"] = time.perf_counter() - start
-        found[f"{name}_cpu_seconds"] = time.process_time() - cpu  # without what other processes took of the machine
-        assert read in (count, count // 100), read
+        walls, cpus = [], []
+        for _ in range(LISTINGS):
+            start, cpu = time.perf_counter(), time.process_time()
+            read = sum(1 for _ in cache.entries(operation))
+            walls.append(time.perf_counter() - start)
+            cpus.append(time.process_time() - cpu)  # without what other processes took of the machine
+            assert read in (count, count // 100), read
+        found |= {f"{name}_seconds": min(walls), f"{name}_cpu_seconds": min(cpus)}
     return found
 
 

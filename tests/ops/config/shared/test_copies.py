@@ -9,6 +9,7 @@ import os
 import pytest
 from tests.ops.config.shared.stores import entry, pack
 
+from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.shared.copies import MOST_PACKS, LocalCopy
 from ejkernel.ops.errors import CacheWarning
 
@@ -77,6 +78,15 @@ def test_a_merge_that_loses_its_sources_changes_nothing(copy, monkeypatch):
     with pytest.raises(FileNotFoundError):
         slow.merge()
     assert len(list(LocalCopy(copy.folder).entries())) == MOST_PACKS + 1
+
+
+def test_a_pack_that_is_damaged_is_not_merged(copy):
+    names = [added(copy, entry(number)) for number in range(MOST_PACKS + 1)]
+    file = copy.folder / names[0]
+    file.write_bytes(file.read_bytes().replace(b'"rows":64', b'"rows":65'))
+    with pytest.raises(UnusableError, match="digest"):
+        copy.merge()
+    assert sorted(os.listdir(copy.folder)) == sorted(names)
 
 
 def test_what_cannot_be_used_is_one_warning_and_the_rest_answers(copy):

@@ -8,6 +8,7 @@ import os
 import pytest
 from tests.ops.config.shared.stores import FakeStore, entry, pack
 
+from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.entries import text_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared import exchange
@@ -122,6 +123,17 @@ def test_packs_are_merged_without_losing_what_others_push_meanwhile(tmp_path, st
     assert rows(SharedPlace("fake://team", tmp_path / "third")) == [0, 1, 2, 3, 4, 5, 9]
     assert SharedPlace("fake://team", tmp_path / "fourth").merge() == len(store.objects)
     assert len(store.objects) == 1
+
+
+def test_a_damaged_copy_damages_nothing_in_the_store(store, shared):
+    shared.put([entry(1, 1)])
+    shared.put([entry(2, 2)])
+    before = dict(store.objects)
+    file = shared.copy.packs()[0].path
+    file.write_bytes(file.read_bytes().replace(b'"rows":', b'"rowz":'))
+    with pytest.raises(UnusableError, match="digest"):
+        shared.merge()
+    assert store.objects == before
 
 
 def test_to_merge_what_is_merged_already_changes_nothing(store, shared):

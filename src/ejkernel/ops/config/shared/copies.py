@@ -21,11 +21,12 @@ from ejkernel.ops.config._writing import write_chunks
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.choice import best_of_classes, by_preference
-from ejkernel.ops.config.shared.packs import Pack, entry_in_line, line_of, read_line, token_in, token_of
+from ejkernel.ops.config.shared.packs import Pack, checked, entry_in_line, line_of, read_line, token_in, token_of
 from ejkernel.ops.utils.printable import printable
 
 logger = logging.getLogger(__name__)
 
+_ATTEMPTS: Final = 3  # of a lookup, while other processes merge packs
 MOST_PACKS: Final = 4  # more are merged into one, for each is searched for each key
 
 
@@ -62,13 +63,8 @@ class LocalCopy:
     def find(self, key: object) -> list[StoredEntry]:
         """Return the entries of a key in the order in which they answer here: of each provenance class the best."""
         token = token_of(key)
-        try:
-            lines = self._found(token)
-        except FileNotFoundError:  # another process has put others in its place
-            self._listed = None
-            lines = self._found(token)
         found = []
-        for line in dict.fromkeys(lines):
+        for line in dict.fromkeys(self._found(token)):
             try:
                 found.append(entry_in_line(line, key))
             except UnusableError as error:
@@ -112,6 +108,7 @@ class LocalCopy:
         """Make one pack of all, if there are more than `most`; of each key and provenance class the best stays.
 
         Raises:
+            UnusableError: a line of them is not what was written; nothing is changed.
             OSError: it cannot be written.
         """
         sources = self.packs()
@@ -123,10 +120,15 @@ class LocalCopy:
         self.remove([pack for pack in sources if pack.path != target])
 
     def best_lines(self, sources: Sequence[Pack] | None = None) -> Iterator[bytes]:
-        """Yield, sorted, the lines of packs that are not worse than another one; those of another schema stay."""
+        """Yield, sorted, the lines of packs that are not worse than another one; those of another schema stay.
+
+        Raises:
+            UnusableError: one is not what was written, so that what is made of them must not replace them.
+            OSError: a pack cannot be read.
+        """
         walks = [pack.walk() for pack in (self.packs() if sources is None else sources)]
         for _, lines in itertools.groupby(_merged(walks), token_in):
-            of_key = list(lines)
+            of_key = [checked(line) for line in lines]
             if len(of_key) == 1:
                 yield of_key[0]
                 continue
@@ -142,14 +144,18 @@ class LocalCopy:
             return None
 
     def _found(self, token: str) -> list[bytes]:
-        found: list[bytes] = []
-        for pack in self.packs():
-            try:
-                found += pack.find(token)
-            except FileNotFoundError:
-                raise
-            except (OSError, UnusableError) as error:
-                warn_of(str(pack.path), error)
+        for _ in range(_ATTEMPTS):
+            found: list[bytes] = []
+            is_whole = True
+            for pack in self.packs():
+                try:
+                    found += pack.find(token)
+                except FileNotFoundError:  # another process has put others in its place
+                    is_whole, self._listed = False, None
+                except (OSError, UnusableError) as error:
+                    warn_of(str(pack.path), error)
+            if is_whole:
+                break
         return found
 
     def _opened(self, name: str) -> Pack | None:

@@ -122,6 +122,7 @@ class SharedPlace:
         whoever does the same, or adds a pack meanwhile, loses nothing.
 
         Raises:
+            UnusableError: the copy is damaged; nothing is changed.
             OSError: the place cannot be read or written.
         """
         before = self._store.sizes()

@@ -40,6 +40,16 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def checked(line: bytes) -> bytes:
+    """Return a line that is what was written.
+
+    Raises:
+        UnusableError: it is not.
+    """
+    _text_of(line)
+    return line
+
+
 def token_of(key: object) -> str:
     """Return the digest of a key, which lines are sorted by."""
     return _digest(identity(key).encode())
@@ -140,7 +150,7 @@ def check(name: str, raw: bytes) -> None:
     for line in inner:
         if len(line) > _LONGEST:
             raise UnusableError(f"a line has more than {_LONGEST} bytes")
-        _checked(line)
+        _text_of(line)
     if any(later < earlier for earlier, later in itertools.pairwise(inner)):
         raise UnusableError("its lines are not sorted")
 
@@ -231,6 +241,7 @@ class Pack:
                 if line.startswith(last):
                     return
                 yield line
+            raise UnusableError("it was cut off")
         finally:
             os.close(descriptor)
 
@@ -244,7 +255,7 @@ def verify(path: Path) -> None:
     """
     pack, count, previous = Pack(path), 0, b""
     for line in pack.walk():
-        _checked(line)
+        _text_of(line)
         if line < previous:
             raise UnusableError("its lines are not sorted")
         previous, count = line, count + 1
@@ -260,7 +271,7 @@ def _line(token: str, data: object) -> bytes:
     return f'["{token}","{_digest((token + text).encode())}",{text}]\n'.encode()
 
 
-def _checked(line: bytes) -> bytes:
+def _text_of(line: bytes) -> bytes:
     """Return the JSON text in a line.
 
     Raises:
@@ -277,7 +288,7 @@ def _checked(line: bytes) -> bytes:
 
 def _content(line: bytes) -> dict[str, Any]:
     try:
-        data = parse_json(decoded(_checked(line)))
+        data = parse_json(decoded(_text_of(line)))
     except SerializationError as error:
         raise UnusableError(str(error)) from error
     return data  # type: ignore[no-any-return]  # it begins as an object
