@@ -71,6 +71,7 @@ DOCUMENTED = [
     "SerializationError",
     "ShardingRule",
     "ShardingWarning",
+    "StalePolicy",
     "TuningError",
     "TuningWarning",
     "UnstableKeyError",

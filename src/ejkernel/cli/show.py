@@ -12,7 +12,8 @@ import click
 from ejkernel.cli import report
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
-from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
+from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.formatting import arguments, compact, ratio

@@ -10,7 +10,7 @@ from importlib.resources.abc import Traversable
 from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.config._files import UnusableError, listed, slug, warn_of
-from ejkernel.ops.config.persistent import StoredEntry, decoded, entry_in
+from ejkernel.ops.config.entries import StoredEntry, decoded, entry_in
 from ejkernel.ops.core.types import ConfigKey
 
 # Devices of one chip, by what they are called, and the one of them that was measured. A part of a device is none.

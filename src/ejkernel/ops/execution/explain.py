@@ -139,12 +139,14 @@ def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tu
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
     """Say more about why the persistent tier has no answer, or about what else its answer was chosen for."""
     store = getattr(chooser, "persistent", None)
-    if tier.tier not in (PERSISTENT.name, MEMORY.name) or not isinstance(store, PersistentCache):
+    is_stale = "the policy says" in tier.note
+    if tier.tier not in (PERSISTENT.name, MEMORY.name) or is_stale or not isinstance(store, PersistentCache):
         return tier
     if tier.resolution is not None:
         entry = store.load(key)
-        same = entry is not None and entry.config == to_data(tier.resolution.config)
-        return dataclasses.replace(tier, note=entry.chosen_for) if same and entry is not None else tier
+        if entry is None or entry.config != to_data(tier.resolution.config):
+            return tier
+        return dataclasses.replace(tier, note="; ".join(filter(None, (tier.note, entry.chosen_for))))
     return dataclasses.replace(tier, note=why_no_entry(store, inv, key)) if tier.tier == PERSISTENT.name else tier
 
 
