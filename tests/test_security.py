@@ -134,6 +134,7 @@ def modules(monkeypatch):
 # --- program texts, exported programs, notes ---
 
 
+@pytest.mark.slow
 def test_a_description_names_what_was_registered_and_nothing_else(modules):
     names = names_of(takes)
     for number, data in enumerate(HOSTILE):
@@ -145,6 +146,7 @@ def test_a_description_names_what_was_registered_and_nothing_else(modules):
     assert names.find("os.system") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["stablehlo", "hlo", "exported"])
 def test_a_text_runs_and_imports_nothing(modules, form):
     descriptions = {label_of(called_with(data)): called_with(data) for data in HOSTILE}
@@ -301,6 +303,7 @@ def test_a_text_of_labels_that_carry_nonsense_is_read_in_time():
     assert calls_in_text(text).calls == ()
 
 
+@pytest.mark.slow
 def test_an_exported_program_is_searched_and_not_parsed(tmp_path, monkeypatch):
     """Types that a user registered for serialisation would otherwise read parts of it, with `pickle` if they like."""
 
