@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ejkernel.ops.autotuner.process.threads import is_measuring
@@ -59,9 +59,12 @@ class AutotuneTier:
         if options.get("others"):
             options["others"] = [dataclasses.replace(o, inv=o.inv.representative) for o in options["others"]]
         tuned = tuner.tune(inv.representative, kernel, **options)
-        for key, call, found in _found(inv, tuned):
-            chain.remember(key, found.config, call=call, measured=found.summary_data())
-            # All of it, not the winner alone: other searches start from there.
+        chain.remember(inv.key, tuned.config, call=inv.description, measured=tuned.summary_data())
+        # All of it, not the winner alone: other searches start from there.
+        if store is not None and chain.persist_autotune:
+            store.save(tuned)
+        for found in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
+            chain.remember(found.key, found.config, call=found.inv.description, measured=found.summary_data())
             if store is not None and chain.persist_autotune:
                 store.save(found)
         if tuned.interrupted:  # what was measured until then is not lost
@@ -106,15 +109,6 @@ class AutotuneTier:
     def _lock_of(self, key: ConfigKey) -> threading.RLock:
         with self._locks_guard:
             return self._locks.setdefault(key, threading.RLock())
-
-
-def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, dict[str, Any], Any]]:
-    """Yield what is remembered of a search: of each call that it was for."""
-    if not (isinstance(tuned, AutotuneData) and tuned.calls):
-        yield inv.key, inv.description, tuned
-        return
-    for one in tuned.of_each_call():
-        yield one.key, one.inv.description, one
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
