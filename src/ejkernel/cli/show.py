@@ -16,7 +16,7 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.formatting import arguments, compact, ratio
+from ejkernel.ops.utils.formatting import arguments, cases, compact, ratio
 from ejkernel.ops.utils.printable import printable
 
 
@@ -85,7 +85,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("speed-up", _speedup(entry)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
         *((name, str(measured[name])) for name in ("candidates", "seconds", "checked") if name in measured),
-        ("chosen as", entry.chosen_for),
+        ("chosen as", cases(entry.measured)),
         ("measured", _time(entry)),
         ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
         ("file", str(entry.path or "in memory")),

@@ -113,11 +113,9 @@ class AutotuneTier:
 
 def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, Invocation[Any, Any], Any]]:
     """Yield what is remembered of a search: of each call that it was for."""
-    if not (isinstance(tuned, AutotuneData) and tuned.calls):
-        yield inv.key, inv, tuned
-        return
-    for one in tuned.of_each_call():
-        yield one.key, one.inv, one
+    yield inv.key, inv, tuned
+    for other in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
+        yield other.key, other.inv, other
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

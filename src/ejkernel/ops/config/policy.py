@@ -56,8 +56,6 @@ class AutotunePolicy:
         for name in ("autotune", "heuristic", "cold_cache", "isolate", "note_misses", "agree"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.validate, bool) and self.validate != "outputs":
-            raise ConfigError(f"validate must be True, False or 'outputs', got {self.validate!r}.")
         if not isinstance(self.stale, StalePolicy):
             raise ConfigError(f"stale must be a StalePolicy, got {self.stale!r}; write StalePolicy(jax='retune').")
         is_number = isinstance(self.budget_s, int | float) and not isinstance(self.budget_s, bool)
@@ -67,6 +65,8 @@ class AutotunePolicy:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} must be an int >= {least}, got {value!r}.")
+        if not isinstance(self.validate, bool) and self.validate != "outputs":
+            raise ConfigError(f"validate must be True, False or 'outputs', got {self.validate!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
