@@ -233,7 +233,8 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
             return dlhs, drhs, None
         # Of a row, dout · (lhs @ rhs) is (dout @ rhs.T) · lhs: its factor's gradient takes no further product.
         left, right = (x.astype(accumulator(x.dtype)) for x in (dlhs, without_rest(lhs, own)))
-        return scaled_rows(dlhs, scales[0], own), drhs, None, jnp.sum(left * right, axis=1)
+        dscale = jnp.sum(left * right, axis=1).astype(scales[0].dtype)
+        return scaled_rows(dlhs, scales[0], own), drhs, None, dscale
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
