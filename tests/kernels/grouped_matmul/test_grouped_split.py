@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +94,16 @@ def test_what_is_made_of_products_is_split_as_they_are(mode, split, activation):
     arrays, specs = (LHS, RHS, gate, row_scale, SIZES), [rows, matrices, matrices, P(*rows[:1]), sizes]
     _, found = compiled(both, arrays, specs, mesh_of(mode))
     close(found, jax.jit(both)(*arrays))
+
+
+def test_factors_of_rows_of_other_devices_may_be_anything():
+    lhs, row_scale = LHS.at[-ROWS // 4 :].set(jnp.nan), jnp.ones(ROWS).at[-ROWS // 4 :].set(jnp.inf)
+    ours, *others = [
+        grouped_matmul(lhs, RHS[own], SIZES, row_scale=row_scale, first_group=own.start)
+        for own in (slice(0, 4), slice(4, 8))
+    ]
+    assert np.isfinite(ours).all()
+    assert not np.isfinite(others[0]).all()
 
 
 @pytest.mark.parametrize(
