@@ -300,7 +300,8 @@ class _Program:
     def _store_some(self, piece: Any, rows: tuple[Any, Any, int], result: Any, columns: Any, wanted: Any) -> None:
         row, done, height = rows
 
-        @pl.when(wanted)
+        # A copy of one row is of one axis, which is not cut off at the end of the columns, but goes on in the next row.
+        @pl.when(wanted & (columns.start < self.plan.columns))
         def _copy() -> None:
             source = piece.at[pl.ds(done, height)]
             plgpu.copy_smem_to_gmem(source, result.at[pl.ds(row + done, height), columns], commit_group=False)
