@@ -13,7 +13,7 @@ from tests.kernels.grouped_matmul import by_numpy
 
 from ejkernel.kernels.grouped_matmul.xla import XlaParams
 from ejkernel.modules import GroupedMatmul, GroupedMatmulActivation, GroupedMatmulActivationConfig, grouped_matmul
-from ejkernel.ops import ArgumentError, ConfigError, Invocation, find_labels_in_lowered
+from ejkernel.ops import ArgumentError, ConfigError, Invocation, check_kernel, find_labels_in_lowered
 
 ROWS, K, N, GROUPS = 20, 8, 6, 4
 SIZES = jnp.array([3, 0, 9, 4])
@@ -147,6 +147,18 @@ def test_strict_promotion_of_types_is_kept():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("operation", [GroupedMatmul(), GroupedMatmulActivation()], ids=lambda x: x.name)
+def test_gradients_have_the_types_of_their_arguments(operation):
+    others, options = (GIVEN["row_scale"],), {}
+    if operation.name != "grouped_matmul":
+        others, options = (GIVEN["gate"], *others), {"activation": "silu"}
+    cfg = operation.config_type(fwd=XlaParams(block_rows=8))
+    without = ["platforms", "vmap", "pickle", "export", "tangents", "key", "split"]
+    args = (GIVEN["lhs"], GIVEN["rhs"], SIZES, *others)
+    assert check_kernel(operation, *args, configs=[cfg], without=without, **options).ok
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [(), ("gate", "row_scale")], ids=["alone", "with a gate and factors of rows"])
 @pytest.mark.parametrize("activation", FUNCTIONS)
 def test_gradients_are_those_of_a_loop_over_groups(activation, others):
@@ -205,6 +217,22 @@ def kept(given, activation):
 def test_products_are_kept_where_they_are_needed_and_factors_of_rows_need_none():
     assert kept(operands("row_scale"), None) == []
     assert kept(operands("gate", "row_scale"), "silu").count((ROWS, N)) >= 2
+
+
+def forwards(policy):
+    """Return how many forwards a program has that computes a gradient under `jax.checkpoint`."""
+
+    def loss(given):
+        return jnp.sin(ours(given | {"lhs": jnp.sin(given["lhs"])}, "silu")).sum()
+
+    gradient = jax.jit(jax.value_and_grad(jax.checkpoint(loss, policy=policy)))
+    return gradient.lower(operands("gate")).as_text().count("#grouped_matmul_activation@v0")
+
+
+def test_a_forward_is_computed_again_unless_a_policy_saves_what_it_leaves():
+    save = jax.checkpoint_policies.save_only_these_names
+    names = [f"grouped_matmul_activation.{kind}" for kind in ("out", "residuals")]
+    assert [forwards(policy) for policy in (None, save(names[0]), save(*names))] == [2, 2, 1]
 
 
 # Keys.

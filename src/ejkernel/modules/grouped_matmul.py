@@ -47,8 +47,8 @@ def grouped_matmul(
     With an activation or a gate it is `activation(lhs @ rhs) * (lhs @ gate)`, of each group's matrices, in one kernel
     where there is one, and a call with a key of its own, `grouped_matmul_activation`; what is made of the sums is made
     of them in float32, before the result is rounded. Differentiated, it keeps the products, rounded to the result's
-    dtype, as plain JAX would. To have them computed again instead, wrap it in `jax.checkpoint`, or leave
-    `grouped_matmul_activation.residuals` out of what a policy of it saves. Factors of rows alone keep nothing.
+    dtype, as plain JAX would. Under `jax.checkpoint` they are computed again instead, unless a policy saves
+    `grouped_matmul_activation.out` and `grouped_matmul_activation.residuals`. Factors of rows alone keep nothing.
 
     Under `jax.vmap` one example is computed after the other where an implementation has no other way; batches of rows
     are better joined into one call.

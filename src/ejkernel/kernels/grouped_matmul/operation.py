@@ -243,7 +243,8 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
             return dlhs, drhs, None
         # Of a row, dout · (lhs @ rhs) is (dout @ rhs.T) · lhs: its factor's gradient takes no further product.
         left, right = (x.astype(accumulator(x.dtype)) for x in (dlhs, without_rest(lhs, own)))
-        return scaled_rows(dlhs, scales[0], own), drhs, None, jnp.sum(left * right, axis=1)
+        dscale = jnp.sum(left * right, axis=1).astype(scales[0].dtype)
+        return scaled_rows(dlhs, scales[0], own), drhs, None, dscale
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -319,9 +320,9 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         return ShardingRule(f"rows inner, rows columns, {axes_of_groups(inv)} -> groups inner columns", **SPLIT)
 
     def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `_Bilinear`; no argument tells how many groups the part has."""
+        """See `GroupedOperation`; no argument tells how many groups the part has."""
         args, options = super().part_arguments(part, *args, **options)
-        return args, options | ({"groups": part.length("groups")} if isinstance(args[2], tuple) else {})
+        return args, options | ({"groups": part.length("groups")} if isinstance(args[GROUPS], tuple) else {})
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the sums, in float32."""
