@@ -49,6 +49,7 @@ from tests.hostile import (
 
 import ejkernel
 from ejkernel.cli.files import calls_in_bundle, calls_in_file, missed_calls
+from ejkernel.cli.shapes import calls_of_shapes
 from ejkernel.cli.sources import Source
 from ejkernel.ops import (
     AgreementError,
@@ -79,6 +80,7 @@ from ejkernel.ops.config.agreement import agreement
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.program_text import calls_in_text
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
@@ -168,6 +170,18 @@ def test_a_note_runs_and_imports_nothing(modules, tmp_path):
         found = missed_calls(tmp_path)
     assert found.calls == ()
     assert f"{len(some)} of no use here" in found.counts
+
+
+def test_a_file_of_shapes_names_kernels_and_gives_them_plain_values(modules, tmp_path):
+    file = tmp_path / "shapes.jsonl"
+    for name in NAMES:
+        file.write_text(json.dumps({"kernel": name, "args": []}))
+        with pytest.raises(ArgumentError, match="line 1: kernel must be one of"):
+            calls_of_shapes(file)
+    for data in HOSTILE[:: len(HOSTILE) // 20]:
+        file.write_text(json.dumps({"kernel": "takes", "args": ["f32[4]", data]}))
+        (inv,) = calls_of_shapes(file).calls
+        assert inv.args[1] == data
 
 
 def test_a_partial_is_made_and_not_called():

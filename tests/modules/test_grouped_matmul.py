@@ -278,7 +278,26 @@ def test_a_backward_has_nothing_to_choose():
 @given(st.integers(0, 5000), st.integers(1, 64), st.integers(0, 20))
 @settings(max_examples=60)
 def test_sizes_to_measure_with_add_up(rows, groups, seed):
-    sizes = example_sizes(rows, groups, np.random.default_rng(seed))
-    assert sizes.shape == (groups,)
-    assert (sizes >= 0).all()
-    assert sizes.sum() == rows
+    drawn = example_sizes(rows, groups, np.random.default_rng(seed))
+    assert list(drawn) == ["balanced", "zipf", "some empty"]
+    for sizes in drawn.values():
+        assert sizes.shape == (groups,)
+        assert (sizes >= 0).all()
+        assert sizes.sum() == rows
+
+
+def test_sizes_to_measure_with_are_balanced_skewed_or_of_some_groups_alone():
+    drawn = example_sizes(8000, 100, np.random.default_rng(0))
+    assert set(drawn["balanced"]) == {80}
+    assert max(drawn["zipf"]) > 10 * np.median(drawn["zipf"])
+    assert 5 < sum(drawn["some empty"] == 0) < 50
+
+
+def test_what_a_product_is_measured_with_differs_in_the_sizes_alone():
+    inv = Invocation(kernel=KERNEL, args=(LHS, RHS, SIZES), kwargs={})
+    draws = KERNEL.example_draws(inv, np.random.default_rng(0))
+    (first, _), *others = draws.values()
+    for args, _ in others:
+        assert args[0] is first[0]
+        assert args[1] is first[1]
+        assert not np.array_equal(args[2], first[2])

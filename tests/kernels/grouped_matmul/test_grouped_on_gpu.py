@@ -69,6 +69,19 @@ def test_products_are_right_and_repeat(transpose_rhs, params, dtypes):
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("columns", [1408, 2048 - 64])
+def test_odd_groups_leave_the_next_one_alone_where_the_last_tile_is_wider_than_the_columns(columns):
+    lhs, rhs = by_numpy.normal(ROWS, K), by_numpy.normal(GROUPS, K, columns, seed=1)
+    call = grouped_matmul.describe(lhs, rhs, jax.ShapeDtypeStruct((GROUPS,), jnp.int32))
+    chosen = ProductParams(block_n=256)
+    check(
+        jax.jit(lambda *args: launch.product(call, args, chosen)),
+        lambda sizes: by_numpy.product(lhs, rhs, sizes),
+        lambda sizes: (by_numpy.with_nan_behind(lhs, sizes), rhs),
+    )
+
+
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float16", "float32")], ids=["bfloat16", "float16 to float32"])
 @pytest.mark.parametrize(
     "params", [*SHARED, {"block_k": 256, "block_n": 128, "stages": 3}, {"largest_first": True, "snake": True}], ids=str

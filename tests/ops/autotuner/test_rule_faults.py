@@ -57,6 +57,17 @@ def test_a_rule_that_is_wrong_under_every_configuration_is_said(name):
     assert json.loads(json.dumps(data.summary_data()))["rule_fault"] == data.rule_fault
 
 
+def test_where_the_outputs_alone_are_validated_no_rule_is_looked_at(monkeypatch):
+    class Wrong(wrong_kernels.GradientOfOneArgument):
+        def config_space(self, inv):
+            return [1, 2]
+
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(lambda config: 1.0 if config == 2 else 2.0))
+    data = tune(Wrong("wrong_but_fast"), policy=AutotunePolicy(validate="outputs"))
+    assert data.rule_fault == ""
+    assert data.checked == ("outputs",)
+
+
 def test_the_warning_says_how_far_the_gradient_is_off():
     with pytest.warns(TuningWarning, match=r"\d instead of -?\d.*relative \(allowed: 0.002\)"):
         tune(wrong_kernels.GradientOfOneArgument())

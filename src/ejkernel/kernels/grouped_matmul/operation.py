@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Final, Generic, TypeVar
 
 import jax
@@ -71,19 +71,29 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
     def example_inputs(
         self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random operands, and sizes as a router of tokens would give: even, uneven, or with empty groups.
+        """Return random operands, and sizes of one of the kinds that `example_draws` has."""
+        draws = self.example_draws(inv, rng)
+        return draws[str(rng.choice(list(draws)))]
+
+    def example_draws(
+        self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
+    ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the same random operands with sizes as routers of tokens give: what is fast depends on these.
 
         Of a part of the groups it is the one that has the most rows: the others wait for it.
         """
         (lhs, rhs, groups, *others), kwargs = super().example_inputs(inv, rng)
-        sizes, first = taken_apart(groups)
+        (sizes, first), count = taken_apart(groups), self.call_of(inv).groups
+
+        def groups_with(drawn: np.ndarray[Any, Any]) -> Groups:
+            found = jnp.asarray(drawn, sizes.dtype)
+            if first is None:
+                return found
+            rows = np.convolve(drawn, np.ones(count), "valid")[::count]
+            return found, jnp.asarray(count * rows.argmax(), first.dtype)
+
         drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
-        found = jnp.asarray(drawn, sizes.dtype)
-        if first is None:
-            return (lhs, rhs, found, *others), kwargs
-        count = self.call_of(inv).groups
-        rows = np.convolve(drawn, np.ones(count), "valid")[::count]
-        return (lhs, rhs, (found, jnp.asarray(count * rows.argmax(), first.dtype)), *others), kwargs
+        return {kind: ((lhs, rhs, groups_with(own), *others), kwargs) for kind, own in drawn.items()}
 
     def part_arguments(
         self, part: CallPart, lhs: Any, rhs: Any, groups: Groups, *others: Any, **options: Any
@@ -344,24 +354,30 @@ grouped_matmul = GroupedMatmul()
 grouped_matmul_wgrad = GroupedMatmulWgrad()
 
 
-def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Return sizes of groups that add up to `rows`: even ones, or as a skewed router's, some of them empty or not."""
-    draws: tuple[Callable[[], Any], ...] = (
-        lambda: np.ones(groups),
-        lambda: rng.permutation(1 / np.arange(1, groups + 1)),
-        lambda: rng.exponential(size=groups) * (rng.random(groups) < 0.8),
-    )
-    weights = draws[rng.integers(len(draws))]()
-    if not weights.sum():
-        weights = np.ones(groups)
-    ends = np.floor(np.cumsum(weights / weights.sum()) * rows + 0.5)
-    ends[-1:] = rows
-    return np.diff(ends, prepend=0)
+def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
+    """Return sizes of groups that add up to `rows`, by kind: even, by Zipf's law in any order, some empty."""
+    some = rng.random(groups) < _USED
+    some[rng.integers(groups)] = True
+    weights = {
+        "balanced": np.ones(groups),
+        "zipf": rng.permutation(1 / np.arange(1, groups + 1)),
+        "some empty": rng.exponential(size=groups) * some,
+    }
+    return {kind: _apportioned(rows, own) for kind, own in weights.items()}
 
 
 def axes_of_groups(inv: Invocation[Any, Any]) -> str:
     """Return the axes of sizes, which go whole to every device, and of the first group's number, which has none."""
     return "_, " if isinstance(inv.args[GROUPS], tuple) else "_"
+
+
+_USED = 0.8  # of the groups, where some are empty
+
+
+def _apportioned(rows: int, weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    ends = np.floor(np.cumsum(weights / weights.sum()) * rows + 0.5)
+    ends[-1:] = rows
+    return np.diff(ends, prepend=0)
 
 
 def gradients_of_product(

@@ -62,6 +62,21 @@ class StoredEntry:
     provenance: Mapping[str, Any]
     path: Path | None = None
 
+    @property
+    def chosen_for(self) -> str:
+        """The cases that the configuration is the best for together, with their times; empty if there is one alone."""
+        measured = self.measured or {}
+        cases, mean = measured.get("cases"), measured.get("geometric_mean")
+        if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases) or not cases:
+            return ""
+        named = [
+            (", ".join(filter(None, (str(case.get("arguments", "")), str(case.get("draw", ""))))), case)
+            for case in cases
+        ]
+        times = [f"{name}: {case.get('winner_us')} us" for name, case in named]
+        mean_us = mean.get("winner_us") if isinstance(mean, dict) else None
+        return f"one for {'; '.join(times)}; geometric mean {mean_us} us"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _File:

@@ -28,7 +28,8 @@ class Shipped(NamedTuple):
         """What it was measured with."""
         known = self.entry.provenance
         versions = f"JAX {known.get('jax')}, {str(known.get('time')).partition('T')[0]}"
-        return f"measured on {known.get('device')} with {versions}"
+        together = f"; {self.entry.chosen_for}" if self.entry.chosen_for else ""
+        return f"measured on {known.get('device')} with {versions}{together}"
 
 
 class ShippedConfigs:

@@ -201,6 +201,16 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """
         return random_inputs(inv.args, rng), random_inputs(inv.kwargs, rng)
 
+    def example_draws(
+        self, inv: Invocation[Cfg, Out], rng: np.random.Generator
+    ) -> Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return several sets of arguments by name, where what is fast depends on values; optional.
+
+        A candidate must be right on each of them, and is ranked by the geometric mean of its times. Arrays that are
+        one object in several sets are one on the device too. By default what `example_inputs` returns is the only set.
+        """
+        return {"": self.example_inputs(inv, rng)}
+
     def sharding_rule(self, inv: Invocation[Cfg, Out]) -> ShardingRule | None:
         """Return how the call may be split over the devices of a mesh; `None`, the default, if it may not.
 
@@ -217,14 +227,12 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
         Override it where these do not say all: what a part computes depends on where it lies, or on sizes of all parts.
 
+        Floating-point arrays stay what and where they are, so that gradients follow; other arrays, and static values,
+        may be changed and added.
+
         Args:
             part: Where the part lies along the axes that `sharding_rule` names.
-            *args: The arguments as `run` would have them: of arrays what this device has, as the rule splits them.
-            **kwargs: Likewise.
-
-        Returns:
-            Positional and keyword arguments. Floating-point arrays stay what and where they are, so that gradients
-            follow; other arrays may be computed anew, and arrays and static values added by keyword.
+            *args, **kwargs: The arguments as `run` would have them: of arrays what this device has.
         """
         return args, kwargs
 

@@ -12,7 +12,7 @@ import jax
 from ejkernel.ops.config.agreement.agreement import agreed_before
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
-from ejkernel.ops.config.tiers import OVERLAY, OVERRIDE, PERSISTENT
+from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -21,6 +21,7 @@ from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.why_missed import why_no_entry
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.storage.serialize import to_data
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +137,15 @@ def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tu
 
 
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
-    """Say more about why the persistent tier has no answer."""
+    """Say more about why the persistent tier has no answer, or about what else its answer was chosen for."""
     store = getattr(chooser, "persistent", None)
-    if tier.tier != PERSISTENT.name or tier.resolution is not None or not isinstance(store, PersistentCache):
+    if tier.tier not in (PERSISTENT.name, MEMORY.name) or not isinstance(store, PersistentCache):
         return tier
-    return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
+    if tier.resolution is not None:
+        entry = store.load(key)
+        same = entry is not None and entry.config == to_data(tier.resolution.config)
+        return dataclasses.replace(tier, note=entry.chosen_for) if same and entry is not None else tier
+    return dataclasses.replace(tier, note=why_no_entry(store, inv, key)) if tier.tier == PERSISTENT.name else tier
 
 
 def _label_of(
