@@ -13,7 +13,7 @@ from tests.kernels.grouped_matmul import by_numpy
 
 from ejkernel.kernels.grouped_matmul.xla import XlaParams
 from ejkernel.modules import GroupedMatmul, GroupedMatmulActivation, GroupedMatmulActivationConfig, grouped_matmul
-from ejkernel.ops import ArgumentError, ConfigError, Invocation, find_labels_in_lowered
+from ejkernel.ops import ArgumentError, ConfigError, Invocation, check_kernel, find_labels_in_lowered
 
 ROWS, K, N, GROUPS = 20, 8, 6, 4
 SIZES = jnp.array([3, 0, 9, 4])
@@ -144,6 +144,18 @@ def test_strict_promotion_of_types_is_kept():
 
 
 # Derivatives.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [GroupedMatmul(), GroupedMatmulActivation()], ids=lambda x: x.name)
+def test_gradients_have_the_types_of_their_arguments(operation):
+    others, options = (GIVEN["row_scale"],), {}
+    if operation.name != "grouped_matmul":
+        others, options = (GIVEN["gate"], *others), {"activation": "silu"}
+    cfg = operation.config_type(fwd=XlaParams(block_rows=8))
+    without = ["platforms", "vmap", "pickle", "export", "tangents", "key", "split"]
+    args = (GIVEN["lhs"], GIVEN["rhs"], SIZES, *others)
+    assert check_kernel(operation, *args, configs=[cfg], without=without, **options).ok
 
 
 @pytest.mark.slow

@@ -40,6 +40,8 @@ def launched(given, groups, params, *, keep=False, interpret=None, first_group=N
     def run(sizes, given):
         groups = sizes if first_group is None else (sizes, jnp.int32(first_group))
         arrays = (given["lhs"], given["rhs"], groups, *[given[x] for x in ("gate", "row_scale") if x in given])
-        return launch.product(call, arrays, params, keep=keep, interpret=interpret)
+        if keep:
+            return launch.product_keeping(call, arrays, params, interpret=interpret)
+        return [launch.product(call, arrays, params, interpret=interpret)]
 
     return (lambda sizes, given=given: run(jnp.asarray(sizes, jnp.int32), given)), call

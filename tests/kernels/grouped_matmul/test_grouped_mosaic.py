@@ -61,7 +61,7 @@ def simulated(mosaic, operation, arrays, params, *, races=False, **options):
     run = launch.product if operation is grouped_matmul else launch.weights_gradient
     call = operation.describe(*arrays, jax.ShapeDtypeStruct((4,), jnp.int32), **options)
     interpret = mosaic.InterpretGPUParams(detect_races=races)
-    found = jax.jit(lambda sizes, *arrays: jax.tree.leaves(run(call, (*arrays, sizes), params, interpret=interpret))[0])
+    found = jax.jit(lambda sizes, *arrays: run(call, (*arrays, sizes), params, interpret=interpret))
     return lambda sizes, *own: found(jnp.asarray(sizes, jnp.int32), *(own or arrays))
 
 

@@ -83,18 +83,17 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
         Of a part of the groups it is the one that has the most rows: the others wait for it.
         """
         (lhs, rhs, groups, *others), kwargs = super().example_inputs(inv, rng)
-        sizes, first = taken_apart(groups)
+        (sizes, first), count = taken_apart(groups), self.call_of(inv).groups
 
-        def drawn(own: np.ndarray[Any, Any]) -> Groups:
-            found = jnp.asarray(own, sizes.dtype)
+        def groups_with(drawn: np.ndarray[Any, Any]) -> Groups:
+            found = jnp.asarray(drawn, sizes.dtype)
             if first is None:
                 return found
-            count = self.call_of(inv).groups
-            rows = np.convolve(own, np.ones(count), "valid")[::count]
+            rows = np.convolve(drawn, np.ones(count), "valid")[::count]
             return found, jnp.asarray(count * rows.argmax(), first.dtype)
 
-        kinds = example_sizes(lhs.shape[0], sizes.shape[0], rng)
-        return {kind: ((lhs, rhs, drawn(own), *others), kwargs) for kind, own in kinds.items()}
+        drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
+        return {kind: ((lhs, rhs, groups_with(own), *others), kwargs) for kind, own in drawn.items()}
 
     def part_arguments(
         self, part: CallPart, lhs: Any, rhs: Any, groups: Groups, *others: Any, **options: Any
@@ -244,7 +243,8 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
             return dlhs, drhs, None
         # Of a row, dout · (lhs @ rhs) is (dout @ rhs.T) · lhs: its factor's gradient takes no further product.
         left, right = (x.astype(accumulator(x.dtype)) for x in (dlhs, without_rest(lhs, own)))
-        return scaled_rows(dlhs, scales[0], own), drhs, None, jnp.sum(left * right, axis=1)
+        dscale = jnp.sum(left * right, axis=1).astype(scales[0].dtype)
+        return scaled_rows(dlhs, scales[0], own), drhs, None, dscale
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -366,6 +366,11 @@ def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> dict[str,
     return {kind: _apportioned(rows, own) for kind, own in weights.items()}
 
 
+def axes_of_groups(inv: Invocation[Any, Any]) -> str:
+    """Return the axes of sizes, which go whole to every device, and of the first group's number, which has none."""
+    return "_, " if isinstance(inv.args[GROUPS], tuple) else "_"
+
+
 _USED = 0.8  # of the groups, where some are empty
 
 
@@ -373,11 +378,6 @@ def _apportioned(rows: int, weights: np.ndarray[Any, Any]) -> np.ndarray[Any, An
     ends = np.floor(np.cumsum(weights / weights.sum()) * rows + 0.5)
     ends[-1:] = rows
     return np.diff(ends, prepend=0)
-
-
-def axes_of_groups(inv: Invocation[Any, Any]) -> str:
-    """Return the axes of sizes, which go whole to every device, and of the first group's number, which has none."""
-    return "_, " if isinstance(inv.args[GROUPS], tuple) else "_"
 
 
 def gradients_of_product(

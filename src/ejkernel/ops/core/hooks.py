@@ -227,14 +227,12 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
         Override it where these do not say all: what a part computes depends on where it lies, or on sizes of all parts.
 
+        Floating-point arrays stay what and where they are, so that gradients follow; other arrays, and static values,
+        may be changed and added.
+
         Args:
             part: Where the part lies along the axes that `sharding_rule` names.
-            *args: The arguments as `run` would have them: of arrays what this device has, as the rule splits them.
-            **kwargs: Likewise.
-
-        Returns:
-            Positional and keyword arguments. Floating-point arrays stay what and where they are, so that gradients
-            follow; other arrays may be computed anew, and arrays and static values added by keyword.
+            *args, **kwargs: The arguments as `run` would have them: of arrays what this device has.
         """
         return args, kwargs
 

@@ -45,7 +45,7 @@ class MosaicGpu(_Product):
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
         """Return the product; nothing is left for a backward."""
-        return launch.product(call, args, params)[0], ()
+        return launch.product(call, args, params), ()
 
 
 class MosaicGpuActivation(_Product):
@@ -56,12 +56,12 @@ class MosaicGpuActivation(_Product):
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
         """Return the output and the products."""
-        out, *products = launch.product(call, _given(args), params, keep=True)
+        out, *products = launch.product_keeping(call, _given(args), params)
         return out, tuple(products)
 
     def output(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> jax.Array:
         """Return the output; no product is written."""
-        return launch.product(call, _given(args), params)[0]
+        return launch.product(call, _given(args), params)
 
 
 class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):

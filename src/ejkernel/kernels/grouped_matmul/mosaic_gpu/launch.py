@@ -19,23 +19,29 @@ _one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
 
 
 def product(
-    call: GroupedMatmulCall,
-    arrays: tuple[Any, ...],
-    params: ProductParams,
-    *,
-    keep: bool = False,
-    interpret: Any = None,
-) -> list[jax.Array]:
-    """Return the result, and the products that it is made of if they are to be kept.
+    call: GroupedMatmulCall, arrays: tuple[Any, ...], params: ProductParams, *, interpret: Any = None
+) -> jax.Array:
+    """Return the product, or what is made of products.
 
     Args:
         call: The description.
         arrays: Left and right operand, and groups; then the gate's matrices and factors of rows, if there are any.
         params: What `params_fault` has nothing against.
-        keep: Whether products are wanted.
         interpret: How to simulate the kernel on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
     """
+    return _multiplied(call, arrays, params, keep=False, interpret=interpret)[0]
 
+
+def product_keeping(
+    call: GroupedMatmulCall, arrays: tuple[Any, ...], params: ProductParams, *, interpret: Any = None
+) -> list[jax.Array]:
+    """Return what is made of products, and these; see `product`."""
+    return _multiplied(call, arrays, params, keep=True, interpret=interpret)
+
+
+def _multiplied(
+    call: GroupedMatmulCall, arrays: tuple[Any, ...], params: ProductParams, *, keep: bool, interpret: Any
+) -> list[jax.Array]:
     def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups, *others: jax.Array) -> list[jax.Array]:
         from .product import multiply  # what it imports is not there in every environment
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped products under `jit` over a mesh of two GPUs or more, beside `jax.lax.ragged_dot`, which XLA splits.
 
-    python -m benchmarks.experts_mesh --out benchmarks/results
+    python -m benchmarks.split_experts --out benchmarks/results
 
 Nothing is tuned, and there is no `shard_map`. Rounds are taken in turn; a ratio is that of `ragged_dot`'s time to ours,
 the median of the rounds' own. Sizes of groups follow Zipf's law, in any order.
@@ -154,7 +154,7 @@ def main() -> None:
         print(row, flush=True)
         result["rows"].append(row)
         if args.out is not None:
-            keep(result, args.out / ("experts_mesh_gpu" if over_mesh else "first_group_gpu"))
+            keep(result, args.out / ("experts_gpu" if over_mesh else "first_group_gpu"))
 
 
 def over_a_mesh(rounds: int) -> Iterator[dict[str, Any]]:
@@ -180,7 +180,7 @@ def keep(result: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(
-        f"# Grouped products {title}\n\n`python -m benchmarks.experts_mesh`, {result['devices']} devices; {said}.\n\n"
+        f"# Grouped products {title}\n\n`python -m benchmarks.split_experts`, {result['devices']} devices; {said}.\n\n"
         f"{made(result['rows'])}\n"
     )
 
