@@ -288,6 +288,17 @@ FINE = AttentionCall(
 
 
 @pytest.mark.parametrize(
+    ("batch", "groups", "parts", "tried"),
+    [(1, 1, 4, {1, 2, 4, 8}), (2, 1, 2, {1, 2, 4}), (1, 4, 1, {1, 2}), (8, 8, 1, {1})],
+)
+def test_the_heads_of_a_group_are_divided_where_blocks_are_few(batch, groups, parts, tried):
+    key = (batch, 8192, groups, 128)
+    call = dataclasses.replace(FINE, query=(batch, 8192, 8, 128), key=key, value=key)
+    assert heuristic(call).head_parts == parts
+    assert {params.head_parts for params in space(call) if params.keys == 128} == tried
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"platform": "cpu", "device_fingerprint": "cpu:x"}, "needs a Hopper GPU, .* for cpu:x"),
