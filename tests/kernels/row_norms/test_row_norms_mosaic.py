@@ -143,7 +143,7 @@ def test_what_does_not_run_says_why(rows, dim, dtype, platform, reason):
 
 
 def test_small_forwards_and_gradients_of_many_examples_are_left_to_xla():
-    operation = OPERATIONS["rms_norm"]
+    operation = OPERATIONS["layer_norm"]
     found, call = operation.implementations["mosaic_gpu"], operation.describe(*arguments(operation, 1, 512))
     large = dataclasses.replace(call, rows=1 << 16, dim=4096)
     backward = dataclasses.replace(call, backward=True)
@@ -162,3 +162,11 @@ def test_a_part_under_shard_map_is_a_call_of_its_own():
     run = by_kernel(OPERATIONS["rms_norm"], RowNormParams(), eps=1e-6)
     mapped = jax.shard_map(lambda x, w: run(x, w)[0], mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))
     assert_near(rms_norm(x, weight, implementation="xla"), jax.jit(mapped)(x, weight))
+
+
+@pytest.mark.parametrize(("dim", "params"), [(1024, (1, 2, 8)), (8192, (2, 2, 1)), (16384, (1, 1, 1))], ids=str)
+def test_a_guess_has_as_many_blocks_of_threads_as_there_is_room_for(dim, params):
+    operation = OPERATIONS["rms_norm"]
+    call = dataclasses.replace(operation.describe(*arguments(operation, 1, 512)), rows=8192, dim=dim, backward=True)
+    guess = operation.implementations["mosaic_gpu"].heuristic(call)
+    assert params == (guess.block_rows, guess.stages, guess.occupancy)

@@ -21,8 +21,8 @@ CallT = TypeVar("CallT", bound=RowNormCall)
 _DTYPES = (*hopper.DTYPES, "float32")
 _SHORTEST = 512  # elements: of a shorter row each thread has too little to do
 _FEW = 1 << 23  # elements, up to which XLA's forward is as fast
-_MULTIPROCESSOR = 233_472  # bytes of its shared memory, of which a block of threads takes `_RESERVED` for itself
-_RESERVED = 1024
+_MULTIPROCESSOR = 233_472  # bytes of its shared memory, of which a block of threads may take `_RESERVED` for itself
+_RESERVED = 2048
 _OCCUPANCY = (1, 2, 3, 4, 6, 8)
 
 
@@ -52,10 +52,15 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         return hopper.unavailable(call, "x", "'xla'")
 
     def preference(self, call: CallT) -> int:
-        """Return that XLA is better where there is little to do, and where gradients are summed for many examples."""
+        """Return that XLA is as good where one pass is all that there is to win, or better.
+
+        That is where there is little to do, or rows have no more than their squares summed before they are scaled; and
+        where gradients are summed for each of many examples.
+        """
         if call.backward:
             return 0 if call.examples == 1 else -1
-        return 0 if call.residual or call.all_rows * call.dim > _FEW else -1
+        centred = self.formula(call).centred and call.all_rows * call.dim > _FEW
+        return 0 if call.residual or centred else -1
 
     def params_fault(self, call: CallT, params: RowNormParams) -> str | None:
         """Return why rows cannot be gone through like this; `None` if they can."""
@@ -67,13 +72,13 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         return None
 
     def heuristic(self, call: CallT) -> RowNormParams:
-        """Return one row at a time, and as many blocks of threads as there is room for."""
-        for stages in (2, 1):
-            for occupancy in reversed(_OCCUPANCY):
-                params = RowNormParams(stages=stages, occupancy=occupancy)
-                if self._fits(call, params):
-                    return params
-        return RowNormParams(stages=1, occupancy=1)
+        """Return as many blocks of threads as there is room for, with a row at a time; or one with two of them."""
+        for occupancy in reversed(_OCCUPANCY):
+            params = RowNormParams(block_rows=1 + (occupancy == 1), occupancy=occupancy)
+            if self._fits(call, params):
+                return params
+        params = RowNormParams(occupancy=1)
+        return params if self._fits(call, params) else RowNormParams(stages=1, occupancy=1)
 
     def space(self, call: CallT) -> ConfigSpace[RowNormParams]:
         """Return all parameters for which there is room."""
