@@ -130,3 +130,11 @@ def test_what_cannot_be_is_an_error_that_says_what_to_do(capsys, arguments, mess
 def test_of_several_layers_the_one_to_push_to_is_named(capsys, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", "memory://a,memory://b")
     assert "has 2 URLs; name the one" in run(capsys, "push")[2]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    status, _, err = run(capsys, "merge", str(tmp_path))
+    assert status == 1
+    assert "Not a directory" in err

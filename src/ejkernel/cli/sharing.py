@@ -14,7 +14,6 @@ from ejkernel import settings
 from ejkernel.cli import report
 from ejkernel.cli.show import opened
 from ejkernel.ops.config._files import is_url
-from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.exchange import Place, Plan, SharedPlace, Step, place_of, plan
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, EjkernelError
@@ -145,10 +144,10 @@ def _entries(count: int) -> str:
 
 def _folder(cache: Path | None) -> Path:
     """Return the cache's own folder."""
-    store: PersistentCache = opened(cache)
-    assert store.path is not None  # else `opened` raises
-    store.path.mkdir(parents=True, exist_ok=True)
-    return store.path
+    folder = opened(cache).path
+    assert folder is not None  # else `opened` raises
+    _told(lambda: folder.mkdir(parents=True, exist_ok=True))
+    return folder
 
 
 def _layers() -> list[str]:

@@ -88,7 +88,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("chosen as", cases(entry.measured)),
         ("measured", _time(entry)),
         ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
-        ("file", str(entry.path or "in memory")),
+        ("file", str(entry.path or "none of its own: of a shared cache, or in memory")),
     ]
     return "\n".join([printable(f"{op}  {call}"), *(f"  {name:<14}{printable(text)}" for name, text in lines if text)])
 

@@ -33,7 +33,7 @@ class StoredEntry:
         call: The abstract call as plain data, if it was given.
         measured: What was measured, if it was given.
         provenance: Device, versions and time of writing.
-        path: The file; `None` for an entry that could not be written and lives in memory.
+        path: The file; `None` for an entry of a shared cache, and for one that could not be written, in memory.
     """
 
     key: Any

@@ -69,6 +69,22 @@ def test_what_another_process_adds_or_merges_is_seen(copy):
     assert other.find(entry(99).key) == [entry(99)]
 
 
+def test_a_pack_that_is_merged_after_it_was_listed_is_read_where_it_is_now(copy, monkeypatch):
+    for number in range(MOST_PACKS + 1):
+        added(copy, entry(number))
+    copy.packs()
+    listed = os.listdir
+
+    def then_merged(folder):
+        names = listed(folder)
+        monkeypatch.setattr(os, "listdir", listed)
+        copy.merge()
+        return names
+
+    monkeypatch.setattr(os, "listdir", then_merged)
+    assert LocalCopy(copy.folder).find(entry(0).key) == [entry(0)]
+
+
 def test_a_merge_that_loses_its_sources_changes_nothing(copy, monkeypatch):
     for number in range(MOST_PACKS + 1):
         added(copy, entry(number))

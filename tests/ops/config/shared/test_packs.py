@@ -36,6 +36,15 @@ def test_every_entry_of_a_large_pack_is_found_and_nothing_else(tmp_path):
     assert len(list(found.walk())) == found.lines == len(kept)
 
 
+def test_digests_that_are_not_spread_evenly_are_found_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(packs, "token_of", lambda key: "00" + key.call[-6:].rjust(30, "0"))
+    kept = [entry(number, note="x" * 900) for number in range(0, 300, 3)]
+    found = in_file(tmp_path, *kept, entry(0xFFFFFF))
+    for stored in kept:
+        assert list(map(read_line, found.find(packs.token_of(stored.key)))) == [stored]
+    assert found.find(packs.token_of(entry(1).key)) == []
+
+
 def test_all_entries_of_one_key_are_found(tmp_path):
     variants = [entry(1, rows, note="x" * 5000) for rows in range(9)]
     found = in_file(tmp_path, entry(0), *variants, entry(2)).find(token_of(variants[0].key))

@@ -47,18 +47,32 @@ class LocalCopy:
 
     def packs(self) -> list[Pack]:
         """Return the packs that are there; the folder is listed only if it has changed."""
-        try:
-            changed = os.stat(self._name).st_mtime_ns
-            if changed != self._listed:
-                names = [name for name in os.listdir(self.folder) if packs.is_name(name)]
-                self._packs = {name: pack for name in sorted(names) if (pack := self._opened(name)) is not None}
+        for _ in range(_ATTEMPTS):
+            try:
+                changed = os.stat(self._name).st_mtime_ns
+                if changed == self._listed:
+                    break
+                self._packs = self._opened_packs(os.listdir(self._name))
                 self._listed = changed
-        except (FileNotFoundError, NotADirectoryError):
-            self._packs, self._listed = {}, None
-        except OSError as error:
-            warn_of(str(self.folder), error)
-            self._packs, self._listed = {}, None
+                break
+            except (FileNotFoundError, NotADirectoryError):  # there is none; or one was merged since it was listed
+                self._packs, self._listed = {}, None
+            except OSError as error:
+                warn_of(self._name, error)
+                self._packs, self._listed = {}, None
+                break
         return list(self._packs.values())
+
+    def _opened_packs(self, names: Sequence[str]) -> dict[str, Pack]:
+        found = {}
+        for name in sorted(filter(packs.is_name, names)):
+            try:
+                found[name] = self._packs.get(name) or Pack(self.folder / name)
+            except FileNotFoundError:
+                raise
+            except (OSError, UnusableError) as error:
+                warn_of(str(self.folder / name), error)
+        return found
 
     def find(self, key: object) -> list[StoredEntry]:
         """Return the entries of a key in the order in which they answer here: of each provenance class the best."""
@@ -157,18 +171,6 @@ class LocalCopy:
             if is_whole:
                 break
         return found
-
-    def _opened(self, name: str) -> Pack | None:
-        known = self._packs.get(name)
-        if known is not None:
-            return known
-        try:
-            return Pack(self.folder / name)
-        except FileNotFoundError:
-            return None
-        except (OSError, UnusableError) as error:
-            warn_of(str(self.folder / name), error)
-            return None
 
 
 def _walked(pack: Pack) -> Iterator[bytes]:

@@ -30,7 +30,7 @@ _FULL: Final = 8 << 20  # bytes after which another pack is begun
 _LONGEST: Final = entries.LARGEST + (1 << 10)
 _DIGITS: Final = 32
 _WINDOW: Final = 4 << 10  # bytes that are read at once
-_REMEMBERED: Final = 512  # places of a pack that were looked at
+_GUESSES: Final = 6  # of where a line is, before the file is bisected
 _FIRST, _LAST = "", "~"  # in place of a key's digest: they sort before and behind all of them
 _NAME: Final = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
 
@@ -189,7 +189,6 @@ class Pack:
         self.size = size
         self.lines = _content(last).get("lines")
         self._begin = len(first)
-        self._probes: dict[int, tuple[int, bytes]] = {}
 
     def find(self, token: str) -> list[bytes]:
         """Return the lines of a key.
@@ -208,24 +207,20 @@ class Pack:
     def _before(self, descriptor: int, size: int, wanted: bytes) -> int:
         """Return where a line begins that is not far before the first one that begins so."""
         # no line before `low` is one of the key's, and no line but those before the first one behind `high`
-        low, high = self._begin, size
-        while high - low > _WINDOW:
-            middle = (low + high) // 2
-            start, head = self._probe(descriptor, middle, len(wanted))
+        low, high, total = self._begin, size, size - self._begin
+        share = _share(wanted)
+        at, share_there, share_low = low, 0.0, 0.0
+        for _ in range(_GUESSES):  # digests are spread evenly, so each guess is nearer by far
+            if high - low <= _WINDOW or 0 <= (share - share_low) * total <= 2 * _WINDOW:
+                return low
+            at = min(max(int(at + (share - share_there) * total) - _WINDOW, low), high - 1)
+            start, head = _next_line(descriptor, at, len(wanted))
+            share_there = _share(head)
             if head and head < wanted:
-                low = start
+                low, share_low = start, share_there
             else:
-                high = middle
-        return low
-
-    def _probe(self, descriptor: int, middle: int, count: int) -> tuple[int, bytes]:
-        """Return what `_next_line` does; every search begins at the same places, and a pack is never changed."""
-        found = self._probes.get(middle)
-        if found is None:
-            found = _next_line(descriptor, middle, count)
-            if len(self._probes) < _REMEMBERED:
-                self._probes[middle] = found
-        return found
+                high = at
+        return _bisected(descriptor, low, high, wanted)
 
     def walk(self) -> Iterator[bytes]:
         """Yield the lines of all entries.
@@ -337,10 +332,30 @@ def _next_line(descriptor: int, offset: int, count: int) -> tuple[int, bytes]:
     return offset, b""
 
 
+def _share(head: bytes) -> float:
+    """Return how large the digest is that a line begins with, from 0 to 1."""
+    try:
+        return int(head[2:15], 16) / 16**13
+    except ValueError:  # the last line, or what is no line
+        return 1.0
+
+
+def _bisected(descriptor: int, low: int, high: int, wanted: bytes) -> int:
+    """Return what `Pack._before` does, however the digests are spread."""
+    while high - low > _WINDOW:
+        middle = (low + high) // 2
+        start, head = _next_line(descriptor, middle, len(wanted))
+        if head and head < wanted:
+            low = start
+        else:
+            high = middle
+    return low
+
+
 def _lines_of(descriptor: int, offset: int, wanted: bytes) -> list[bytes]:
     """Return the lines that begin so; the first of them begins at `offset` or later."""
     found = []
-    for line in _lines(descriptor, offset):
+    for line in _lines(descriptor, offset, 4 * _WINDOW):
         if line.startswith(wanted):
             found.append(line)
         elif line > wanted:
