@@ -8,6 +8,7 @@ from ejkernel.ops.config.cache import ConfigCache as ConfigCache
 from ejkernel.ops.config.cache import overlay_cache as overlay_cache
 from ejkernel.ops.config.persistent import PersistentCache as PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
+from ejkernel.ops.config.policy import StalePolicy as StalePolicy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain
 from ejkernel.ops.config.selection import Resolution as Resolution
@@ -16,6 +17,7 @@ from ejkernel.ops.core.bucketing import bucketed as bucketed
 from ejkernel.ops.core.invocation import Invocation as Invocation
 from ejkernel.ops.core.invocation import default_key_builder_with_sharding as default_key_builder_with_sharding
 from ejkernel.ops.core.kernel import Kernel as Kernel
+from ejkernel.ops.core.sharding.parts import CallPart as CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule as ShardingRule
 from ejkernel.ops.core.types import Cfg as Cfg
 from ejkernel.ops.core.types import ConfigKey as ConfigKey

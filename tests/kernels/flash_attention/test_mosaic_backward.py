@@ -222,6 +222,7 @@ def test_configurations_are_lowered(request, mosaic, name):
         assert "attention_backward" in lower(mosaic, case, params)
 
 
+@pytest.mark.slow
 def test_it_is_lowered_where_tangents_may_be_asked_for(mosaic):
     """As a candidate is, which is compiled by itself."""
     case = SAMPLE["bias 32"]
@@ -372,6 +373,7 @@ def test_only_sums_in_one_order_repeat_bit_by_bit():
     assert is_deterministic(dataclasses.replace(biased, bias=(2, 4, 256, 256)), SPLIT)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
 def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
