@@ -35,8 +35,6 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import packed
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
-pytestmark = pytest.mark.slow
-
 NAMES = ("query", "key", "value")
 CAUSAL = Rules(scale=0.2, right=0)
 LATE_CAP = Rules(scale=0.2, soft_cap=2.0, cap_after_bias=True)
