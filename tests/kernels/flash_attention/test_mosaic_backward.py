@@ -98,6 +98,7 @@ def error(expected, actual):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "params"),
     [
