@@ -43,10 +43,12 @@ def fresh_process_state(tmp_path_factory, monkeypatch):
 
     names = (
         "EJKERNEL_AUTOTUNE",
+        "EJKERNEL_CACHE_LAYERS",
         "EJKERNEL_ON_MISS",
         "EJKERNEL_NOTE_MISSES",
         "EJKERNEL_OPS_RECORD",
         "EJKERNEL_OPS_STAMP",
+        "EJKERNEL_STALE",
     )
     for name in names:
         monkeypatch.delenv(name, raising=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import datetime
 import functools
 import importlib.util
 import inspect
@@ -75,9 +76,12 @@ from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
 from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.autotuner.tuner import Autotuner
-from ejkernel.ops.config import persistent
+from ejkernel.ops.config import entries
 from ejkernel.ops.config.agreement import agreement
 from ejkernel.ops.config.missed import MissedNotes
+from ejkernel.ops.config.shared import packs, stores
+from ejkernel.ops.config.shared.layer import SharedLayer
+from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.errors import ArgumentError
@@ -130,6 +134,7 @@ def modules(monkeypatch):
 # --- program texts, exported programs, notes ---
 
 
+@pytest.mark.slow
 def test_a_description_names_what_was_registered_and_nothing_else(modules):
     names = names_of(takes)
     for number, data in enumerate(HOSTILE):
@@ -141,6 +146,7 @@ def test_a_description_names_what_was_registered_and_nothing_else(modules):
     assert names.find("os.system") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["stablehlo", "hlo", "exported"])
 def test_a_text_runs_and_imports_nothing(modules, form):
     descriptions = {label_of(called_with(data)): called_with(data) for data in HOSTILE}
@@ -297,6 +303,7 @@ def test_a_text_of_labels_that_carry_nonsense_is_read_in_time():
     assert calls_in_text(text).calls == ()
 
 
+@pytest.mark.slow
 def test_an_exported_program_is_searched_and_not_parsed(tmp_path, monkeypatch):
     """Types that a user registered for serialisation would otherwise read parts of it, with `pickle` if they like."""
 
@@ -386,11 +393,76 @@ KEY = ConfigKey("cpu", "takes@v0", "0" * 16)
 
 def test_an_entry_of_a_type_that_was_not_registered_is_a_warned_miss(tmp_path, monkeypatch):
     cache = PersistentCache(tmp_path, shipped=False)
-    monkeypatch.setattr(persistent, "type_name", lambda config: f"{HERE}.Fires")
+    monkeypatch.setattr(entries, "type_name", lambda config: f"{HERE}.Fires")
     cache.put(KEY, Config(2))
     with pytest.warns(CacheWarning, match="files may name here"):
         assert cache.get(KEY) is None
     assert cache.get(KEY, Config) == Config(2)
+
+
+class Bucket:
+    """What fsspec would make of a place that somebody hostile writes to."""
+
+    protocol = "bucket"
+
+    def __init__(self, **objects):
+        self.objects = objects
+        self.read = []
+
+    def invalidate_cache(self):
+        pass
+
+    def ls(self, root, detail):
+        return [{"name": f"{root}/{name}", "size": size, "type": "file"} for name, size in self.objects.items()]
+
+    def cat_file(self, path, start, end):
+        self.read.append(path)
+        return b"x" * (end - start)
+
+
+def layer_over(tmp_path, bucket):
+    def connect(url):
+        store = Store(url)
+        store._opened = bucket, "root"
+        return store
+
+    return SharedLayer("bucket://team", tmp_path, connect=connect)
+
+
+def test_names_in_a_shared_place_name_no_files(tmp_path):
+    names = ("../../evil.pack", "/etc/passwd", ".layers", "0.pack", f"{'0' * 32}.pack\n", "..", f"{'0' * 32}.json")
+    bucket = Bucket(**dict.fromkeys(names, 10))
+    assert layer_over(tmp_path, bucket).refresh() == 0
+    assert (bucket.read, list(tmp_path.rglob("*"))) == ([], [])
+
+
+def test_what_is_fetched_of_a_shared_place_is_bounded_and_has_to_be_what_its_name_says(tmp_path):
+    small, large = (f"{digit * 32}.pack" for digit in "0f")
+    bucket = Bucket(**{small: 10, large: packs.LARGEST + 1})
+    layer = layer_over(tmp_path, bucket)
+    assert layer.refresh() == 0
+    assert (bucket.read, list(tmp_path.rglob("*.pack"))) == ([f"root/{small}"], [])
+    assert "2 packs cannot be used" in layer.problem
+    many = Bucket(**{f"{number:032x}.pack": 1 for number in range(stores.MOST + 1)})
+    with pytest.raises(stores.UnreachableError, match="more than 10000 packs"):
+        layer_over(tmp_path, many).refresh()
+
+
+def test_an_entry_of_a_shared_cache_is_read_as_any_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(entries, "type_name", lambda config: f"{HERE}.Fires")
+    entry = entries.new_entry(KEY, Config(2), None, None, datetime.datetime.now(datetime.UTC))
+    cache = PersistentCache(tmp_path, layers=["bucket://team"], shipped=False)
+    for name, raw in packs.packed([packs.line_of(entry)]):
+        cache.shared[0].copy.add(name, raw)
+    with pytest.warns(CacheWarning, match="files may name here"):
+        assert cache.get(KEY) is None
+    assert cache.get(KEY, Config) == Config(2)
+
+
+def test_a_url_is_shown_without_its_secrets(tmp_path):
+    url = "s3://id:secret@team/x?signature=secret"
+    cache = PersistentCache(tmp_path, layers=[url])
+    assert "secret" not in f"{cache!r} {cache.shared[0]} {Store(url)!r} {cache.shared[0].copy.folder}"
 
 
 def test_who_writes_the_folder_chooses_the_configuration(tmp_path):

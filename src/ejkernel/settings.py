@@ -11,15 +11,19 @@ from pathlib import Path
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _STAMPS = ("hash", "json", "none")
+_STALE = ("use", "retune", "refuse")
+_MAY_DIFFER = ("jax", "jaxlib", "driver", "space")
 _DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 _ON_MISS = ("heuristic", "tune", "error")
 _READ = (  # all that settings depend on; a home is what `~` stands for
     "EJKERNEL_AUTOTUNE",
     "EJKERNEL_CACHE_DIR",
+    "EJKERNEL_CACHE_LAYERS",
     "EJKERNEL_NOTE_MISSES",
     "EJKERNEL_ON_MISS",
     "EJKERNEL_OPS_RECORD",
     "EJKERNEL_OPS_STAMP",
+    "EJKERNEL_STALE",
     "HOME",
     "USERPROFILE",
     "XDG_CACHE_HOME",
@@ -32,18 +36,23 @@ class Settings:
 
     Attributes:
         cache_dir: Folder of the persistent cache that is written (`EJKERNEL_CACHE_DIR`).
+        cache_layers: Folders and URLs that are read after it (`EJKERNEL_CACHE_LAYERS`, with commas between them).
         autotune: Whether the default executor tunes on a miss (`EJKERNEL_ON_MISS=tune`, or `EJKERNEL_AUTOTUNE`).
         heuristic: Whether it may answer a miss with the heuristic; not so with `EJKERNEL_ON_MISS=error`.
         note_misses: Whether it notes, beside the cache, calls that nothing was measured for (`EJKERNEL_NOTE_MISSES`).
         record: Whether every call that is lowered is recorded (`EJKERNEL_OPS_RECORD`).
+        stale: What becomes of configurations that were measured with other versions, by what differs: `use`, `retune`
+            or `refuse` (`EJKERNEL_STALE`).
         stamp: What a label carries in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`).
     """
 
     cache_dir: Path
+    cache_layers: tuple[str, ...] = ()
     autotune: bool = False
     heuristic: bool = True
     note_misses: bool = False
     record: bool = False
+    stale: tuple[tuple[str, str], ...] = ()
     stamp: str = "hash"
 
     @classmethod
@@ -52,10 +61,12 @@ class Settings:
         on_miss = _on_miss(env)
         return cls(
             cache_dir=_cache_dir(env),
+            cache_layers=tuple(filter(None, map(str.strip, env.get("EJKERNEL_CACHE_LAYERS", "").split(",")))),
             autotune=on_miss == "tune",
             heuristic=on_miss != "error",
             note_misses=_flag(env, "EJKERNEL_NOTE_MISSES"),
             record=_flag(env, "EJKERNEL_OPS_RECORD"),
+            stale=_stale(env),
             stamp=_choice(env, "EJKERNEL_OPS_STAMP", _STAMPS),
         )
 
@@ -131,6 +142,18 @@ def _on_miss(env: Mapping[str, str]) -> str:
     if tune and asked != "tune" and env.get("EJKERNEL_ON_MISS", "").strip():
         raise _error(f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict each other; unset one of them.")
     return "tune" if tune else asked
+
+
+def _stale(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return what `retune`, which is for all that may differ, or `jax=retune,driver=refuse` says."""
+    raw = env.get("EJKERNEL_STALE", "").strip().lower()
+    if raw in _STALE:
+        return tuple((name, raw) for name in _MAY_DIFFER)
+    said = [tuple(map(str.strip, part.partition("=")[::2])) for part in filter(None, raw.split(","))]
+    if any(name not in _MAY_DIFFER or action not in _STALE for name, action in said):
+        fields = ", ".join(_MAY_DIFFER)
+        raise _error(f"EJKERNEL_STALE must be one of {', '.join(_STALE)}, or NAME=ACTION of {fields}; got {raw!r}.")
+    return tuple((name, action) for name, action in said)
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import os
 
@@ -13,6 +14,8 @@ import pytest
 
 from ejkernel.cli import main
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
+from ejkernel.ops.config import staleness
+from ejkernel.ops.config._files import version
 from ejkernel.ops.config.missed import MissedNotes
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -116,6 +119,35 @@ def test_verify_says_which_file_cannot_be_used_and_why(clean, capsys, pattern):
     status, out, _ = run(capsys, "verify", "--json", cache=clean)
     found = json.loads(out)
     assert (status, [bad["file"] for bad in found["unusable"]]) == (1, [str(path)])
+
+
+def test_verify_counts_what_was_measured_with_other_versions(clean, capsys, monkeypatch):
+    monkeypatch.setattr(staleness, "version", lambda name: "9.9" if name == "jax" else version(name))
+    status, out, _ = run(capsys, "verify", cache=clean)
+    assert (status, out.splitlines()[0]) == (0, f"2 entries: measured with jax {jax.__version__}, not 9.9")
+    found = json.loads(run(capsys, "verify", "--json", cache=clean)[1])
+    assert [stale["differences"] for stale in found["stale"]] == 2 * [
+        [{"field": "jax", "stored": jax.__version__, "here": "9.9"}]
+    ]
+    assert found["unknown"]["space"] == 1  # of what was put by hand
+
+
+def test_verify_looks_at_the_spaces_of_the_kernels_that_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = (
+        "from ejkernel.ops import tune\n@tune(space={'rows': [1, 2]})\ndef spaced(x, *, rows=1):\n    return x * 2\n"
+    )
+    (tmp_path / "kernels_of_test_cache.py").write_text(source)
+    module = importlib.import_module("kernels_of_test_cache")
+    store = PersistentCache(tmp_path / "cache")
+    inv = Invocation(kernel=module.spaced, args=(jnp.ones(4),))
+    ConfigSelectorChain(persistent=store).search(inv, module.spaced)
+    arguments = ("verify", "--import", "kernels_of_test_cache")
+    assert len(run(capsys, *arguments, cache=store.path)[1].splitlines()) == 1
+    monkeypatch.setattr(type(module.spaced), "config_space", lambda self, inv: [{"rows": 1}])
+    assert run(capsys, *arguments, cache=store.path)[1].startswith("1 entry: its space has changed since\n")
+    assert len(run(capsys, "verify", cache=store.path)[1].splitlines()) == 1
 
 
 def test_prune_removes_what_is_older(folder, capsys):

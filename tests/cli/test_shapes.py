@@ -95,18 +95,29 @@ def scaled_by_file(x, *, rows=1):
 SECONDS = {1: {16: 2.0, 48: 2.0}, 2: {16: 1.0, 48: 3.0}, 4: {16: 3.0, 48: 1.0}}
 
 
-@pytest.mark.slow
-def test_the_command_saves_one_configuration_for_all_and_knows_it_again(tmp_path, monkeypatch, capsys):
+LINE = '{"kernel": "scaled_by_file", "args": ["f32[%d]"], "weight": %d}'
+NAMED = ("--shapes", "shapes.jsonl", "--import", "kernels_of_shapes")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a module of a kernel and a file of two of its calls; times are made up."""
+
     def time_of(config, case):
         return SECONDS[config["rows"]][int(case.arguments.partition("[")[2].partition("]")[0])]
 
     monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
     (tmp_path / "kernels_of_shapes.py").write_text(PROGRAM)
+    (tmp_path / "shapes.jsonl").write_text(f"{LINE % (16, 1)}\n{LINE % (48, 3)}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    line = '{"kernel": "scaled_by_file", "args": ["f32[%d]"], "weight": %d}'
-    (tmp_path / "shapes.jsonl").write_text(f"{line % (16, 1)}\n{line % (48, 3)}\n")
-    command = ["tune", "--in-process", "--shapes", "shapes.jsonl", "--import", "kernels_of_shapes", "--cache", "saved"]
+    yield tmp_path
+    sys.modules.pop("kernels_of_shapes", None)
+
+
+@pytest.mark.slow
+def test_the_command_saves_one_configuration_for_all_and_knows_it_again(folder, capsys):
+    command = ["tune", "--in-process", *NAMED, "--cache", "saved"]
     assert main([*command, "--json"]) == 0
     printed = capsys.readouterr()
     entries = json.loads(printed.out)["entries"]
@@ -116,9 +127,23 @@ def test_the_command_saves_one_configuration_for_all_and_knows_it_again(tmp_path
     assert "2 of 2 calls tuned" in printed.err
     assert main(command) == 0
     assert "2 of them were tuned before" in capsys.readouterr().err
-    (tmp_path / "shapes.jsonl").write_text(f"{line % (16, 1)}\n{line % (48, 1)}\n")  # another set: other weights
+    (folder / "shapes.jsonl").write_text(f"{LINE % (16, 1)}\n{LINE % (48, 1)}\n")  # another set: other weights
     assert main([*command, "--dry-run", "--json"]) == 0
     assert [call["tuned"] for call in json.loads(capsys.readouterr().out)] == ["in part", "in part"]
     assert main(["show", "--cache", "saved", "--log", "scaled_by_file"]) == 0
     assert "one configuration for 2 cases of 2 calls, by the geometric mean" in capsys.readouterr().out
-    sys.modules.pop("kernels_of_shapes", None)
+
+
+@pytest.mark.slow
+def test_what_calls_share_may_be_compiled_elsewhere(folder, capsys):
+    assert main(["tune", "--compile-only", *NAMED, "--output", "bundle", "--compile-processes", "0"]) == 0
+    printed = capsys.readouterr()
+    assert "measure them where the device is: ejkernel tune --from bundle --shapes shapes.jsonl" in printed.err
+    assert main(["tune", "--in-process", "--from", "bundle", *NAMED, "--cache", "saved", "--json"]) == 0
+    assert [entry["config"] for entry in json.loads(capsys.readouterr().out)["entries"]] == [{"rows": 4}] * 2
+
+
+@pytest.mark.parametrize("others", [["program:step"], ["--missed"], ["--missed", "--from", "bundle"]])
+def test_calls_of_a_file_go_with_no_others(others, capsys):
+    assert main(["tune", "--shapes", "shapes.jsonl", *others]) == 2
+    assert "give one of MODULE:FUNCTION, FILE, --missed, --shapes and --from" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from ejkernel.cli import main
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.tasks import in_process
 from ejkernel.ops.autotuner.tasks.run import TuningRun
+from ejkernel.ops.config import staleness
 
 pytestmark = pytest.mark.slow
 
@@ -185,6 +186,15 @@ def test_a_call_whose_search_ran_out_of_time_is_tuned_in_part(program, capsys):
     run(capsys, *arguments, "--budget", "0.000001")
     assert re.search(r"product@v0 .* in part$", run(capsys, *arguments, "--dry-run")[1], re.M)
     assert re.search(r"product@v0 .* yes$", run(capsys, *arguments, "--dry-run", "--budget", "0.000001")[1], re.M)
+
+
+def test_what_was_measured_with_other_versions_is_tuned_again_where_that_is_asked_for(program, capsys, monkeypatch):
+    arguments = ("tune", "--in-process", "program:forward", "--cache", "saved", "--dry-run")
+    run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
+    monkeypatch.setattr(staleness, "version", lambda name: "9.9")
+    assert re.search(r"product@v0 .* yes$", run(capsys, *arguments)[1], re.M)
+    monkeypatch.setenv("EJKERNEL_STALE", "jax=retune")
+    assert re.search(r"product@v0 .* stale$", run(capsys, *arguments)[1], re.M)
 
 
 def test_one_of_a_thing_is_not_called_several(program, capsys):

@@ -11,7 +11,8 @@ import pytest
 
 import ejkernel.modules  # noqa: F401 - makes the kernels that entries are of
 from ejkernel import compat
-from ejkernel.ops.config.persistent import PersistentCache, decoded
+from ejkernel.ops.config.entries import decoded
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shipped import shipped_configs, sister_of
 from ejkernel.ops.core.description import rebuild
 
@@ -31,6 +32,7 @@ def test_there_are_some_and_all_can_be_read():
     assert sum(file.stat().st_size for file in files) < 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", ENTRIES, ids=called)
 def test_an_entry_says_what_it_is_of_and_how_it_was_found(found):
     key, entry = found

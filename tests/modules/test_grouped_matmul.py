@@ -101,6 +101,7 @@ def test_our_kernels_are_strict_about_the_device():
 # Results.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", by_numpy.HOSTILE.values(), ids=by_numpy.HOSTILE)
 def test_hostile_sizes_are_right_whatever_lies_behind_them(sizes):
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K, dtype="float32"), by_numpy.normal(4, K, N, dtype="float32")
@@ -122,6 +123,7 @@ def test_nothing_of_one_group_reaches_another():
     assert np.isfinite(drhs[np.array([0, 1, 3])]).all()
 
 
+@pytest.mark.slow
 def test_a_result_may_be_wider_than_the_operands():
     lhs, rhs = LHS.astype("bfloat16"), RHS.astype("bfloat16")
     out = grouped_matmul(lhs, rhs, SIZES, preferred_element_type=jnp.float32)
@@ -164,6 +166,7 @@ def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
         np.testing.assert_allclose(of_example, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_64_bits_are_kept():
     with jax.enable_x64(True):
         lhs, rhs = LHS.astype("float64") + 1e-12, RHS.astype("float64")
@@ -180,6 +183,7 @@ def test_sizes_may_be_integers_of_any_width(dtype):
     by_numpy.assert_near(by_numpy.product(lhs, RHS, sizes), found, error=1e-5)
 
 
+@pytest.mark.slow
 def test_whole_rows_by_xla_are_right_too():
     """What runs on TPUs; without a NaN it is right everywhere."""
     out = grouped_matmul(LHS, RHS, SIZES, cfg=GroupedMatmulConfig(implementation="xla", fwd=XlaParams()))
@@ -256,6 +260,7 @@ def test_a_gradient_is_calls_with_keys_of_their_own():
     assert set(find_labels_in_lowered(transposed)) < set(labels)
 
 
+@pytest.mark.slow
 def test_who_is_asked_for_by_name_is_asked_for_the_gradients_calls_if_they_have_it():
     grad = jax.grad(loss_of(functools.partial(grouped_matmul, implementation=("jax_mgpu", "xla"))), (0, 1))
     assert_equal(jax.grad(loss_of(plainly), (0, 1))(LHS, RHS), grad(LHS, RHS))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from ejkernel.cli.commands import FOLDER, as_json, read_cache
+from ejkernel.cli.commands import FOLDER, as_json, imports, read_cache
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -74,16 +74,18 @@ def show(prefix: str, cache: Path | None, as_json: bool) -> int:
 
 
 @cache.command()
+@imports
 @read_cache
 @as_json
-def verify(cache: Path | None, as_json: bool) -> int:
-    """Read every file, and say which cannot be used and why.
+def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
+    """Read every file, and say which cannot be used and why, and what was measured with other versions.
 
-    The exit status is 1 if there is one.
+    With --import, also of which entries the kernels of that module would be tuned among other configurations now. The
+    exit status is 1 if a file cannot be used.
     """
     from ejkernel.cli.folder import run_verify
 
-    return run_verify(cache, as_json=as_json)
+    return run_verify(cache, imports, as_json=as_json)
 
 
 @cache.command()
@@ -128,3 +130,75 @@ def clear(cache: Path | None, yes: bool, dry_run: bool, as_json: bool) -> int:
     from ejkernel.cli.folder import run_clear
 
     return run_clear(cache, yes=yes, dry_run=dry_run, as_json=as_json)
+
+
+dry_exchange = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+
+
+@cache.command()
+@click.argument("url", required=False, default="")
+@read_cache
+@click.option("--merge", is_flag=True, help="Then make one object of the many small ones that are there.")
+@dry_exchange
+@as_json
+def push(url: str, cache: Path | None, merge: bool, dry_run: bool, as_json: bool) -> int:
+    """Share what is saved here with those who read URL.
+
+    URL is what fsspec understands, such as s3://bucket/prefix, gs://bucket/prefix or file:///shared/folder; by default
+    the one of EJKERNEL_CACHE_LAYERS. Entries that are there and are better stay; nothing that others push is lost.
+    """
+    from ejkernel.cli.sharing import run_push
+
+    run_push(url, cache, merge=merge, dry_run=dry_run, as_json=as_json)
+    return 0
+
+
+@cache.command()
+@click.argument("url", required=False, default="")
+@written_cache
+@dry_exchange
+@as_json
+def pull(url: str, cache: Path | None, dry_run: bool, as_json: bool) -> int:
+    """Take what others have shared at URL into the folder, where it is better.
+
+    Without URL, bring the copies of the URLs in EJKERNEL_CACHE_LAYERS up to date, as a first miss does.
+    """
+    if dry_run and not url:
+        raise click.UsageError("--dry-run goes with a URL.")
+    from ejkernel.cli.sharing import run_pull
+
+    run_pull(url, cache, dry_run=dry_run, as_json=as_json)
+    return 0
+
+
+@cache.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@written_cache
+@dry_exchange
+@as_json
+def merge(sources: tuple[str, ...], cache: Path | None, dry_run: bool, as_json: bool) -> int:
+    """Take what folders and URLs have into the folder, where it is better.
+
+    Of two entries that were measured with the same versions, the one with the greater speed-up over the heuristic
+    stays; of others, the one that was measured with the versions here, or the newer. What was set by hand stays. Where
+    nothing tells which of two configurations is the better, both are listed.
+    """
+    from ejkernel.cli.sharing import run_merge
+
+    run_merge(sources, cache, dry_run=dry_run, as_json=as_json)
+    return 0
+
+
+@cache.command()
+@click.argument("right")
+@click.argument("left", required=False, default="")
+@read_cache
+@as_json
+def diff(right: str, left: str, cache: Path | None, as_json: bool) -> int:
+    """Say in what two folders or URLs differ, and which entry is better.
+
+    LEFT is the cache's own folder by default. The exit status is 1 if there is a difference.
+    """
+    from ejkernel.cli.sharing import run_diff
+
+    return run_diff(right, left, cache, as_json=as_json)

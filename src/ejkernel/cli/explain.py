@@ -17,7 +17,7 @@ from ejkernel.cli.sources import Source, find
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import ConfigSelectorChain, Consulted
-from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, PERSISTENT, SHIPPED
+from ejkernel.ops.config.tiers import AUTOTUNE, MEMORY, PERSISTENT, SHARED, SHIPPED
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.execution.executor import default_executor
@@ -27,7 +27,7 @@ from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
 
-_MEASURED = (PERSISTENT.name, SHIPPED.name, AUTOTUNE.name, MEMORY.name)
+_MEASURED = (PERSISTENT.name, SHIPPED.name, SHARED.name, AUTOTUNE.name, MEMORY.name)
 
 
 def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: Path | None, as_json: bool) -> None:

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,18 +18,32 @@ import click
 import jax
 
 from ejkernel.cli import report
+from ejkernel.cli.programs import import_users, look_here
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
+from ejkernel.ops.config.entries import StoredEntry, read_entry
 from ejkernel.ops.config.missed import MissedNotes
-from ejkernel.ops.config.persistent import PersistentCache, read_entry
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.shared.layer import FOLDER
+from ejkernel.ops.config.shared.packs import SUFFIX, verify
+from ejkernel.ops.config.spaces.digest import space_digest
+from ejkernel.ops.config.staleness import UNKNOWN, Difference, differences, made_with, told
+from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import ConfigError, DescriptionError
+from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.printable import printable
 
-_KINDS: Final = {"entry": "entries", "search": "searches", "note": "notes"}
+logger = logging.getLogger(__name__)
+
+SpaceOf = Callable[[StoredEntry], str | None]
+_KINDS: Final = {"entry": "entries", "search": "searches", "note": "notes", "pack": "packs"}
 # What is written here is called so; what somebody else keeps in the same folder is not.
-_OURS: Final = re.compile(r"[a-z0-9._-]+-[0-9a-f]{8}(\.json|\.\d{8}T\d{6}Z-[0-9a-f]{12}\.jsonl)|\..+\.tmp")
+_OURS: Final = re.compile(
+    r"[a-z0-9._-]+-[0-9a-f]{8}(\.json|\.\d{8}T\d{6}Z-[0-9a-f]{12}\.jsonl)|[0-9a-f]{32}\.pack|\..+\.tmp"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +52,12 @@ class Item:
 
     Attributes:
         path: Where it is.
-        kind: `entry`, `search` or `note`.
+        kind: `entry`, `search`, `note`, or `pack`, of the copy of a shared cache.
         problem: Why it cannot be used; `""` if it can.
         time: When it was written; `None` if that is not known.
         jax: The version of JAX that it was measured with; `""` if none is noted.
+        stale: In what an entry differs from what is here.
+        unknown: What an entry does not say of what it was measured with.
     """
 
     path: Path
@@ -48,6 +65,8 @@ class Item:
     problem: str = ""
     time: datetime.datetime | None = None
     jax: str = ""
+    stale: tuple[Difference, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +93,13 @@ class Wanted:
         return is_old and not (self.other_jax and item.jax in ("", jax.__version__))
 
 
-def items(cache: PersistentCache) -> Iterator[Item]:
-    """Yield every file of the folder that is written."""
+def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[Item]:
+    """Yield every file of the folder that is written.
+
+    Args:
+        cache: The cache.
+        space_of: Returns the digest of what the kernel of an entry proposes now, where that can be told.
+    """
     if cache.path is None:
         return
     notes = MissedNotes(cache.path)
@@ -93,7 +117,25 @@ def items(cache: PersistentCache) -> Iterator[Item]:
             else:
                 if content is not None:
                     provenance = {"time": content.last} if kind == "note" else content.provenance
-                    yield _item(path, kind, provenance)
+                    item = _item(path, kind, provenance)
+                    yield _with_staleness(item, content, space_of) if kind == "entry" else item
+    yield from _packs(cache.path)
+
+
+def _packs(folder: Path) -> Iterator[Item]:
+    for path in sorted(folder.glob(f"{FOLDER}/*/*{SUFFIX}")):
+        try:
+            verify(path)
+        except (UnusableError, OSError) as error:
+            yield Item(path=path, kind="pack", problem=str(error))
+        else:
+            yield Item(path=path, kind="pack")
+
+
+def _with_staleness(item: Item, entry: StoredEntry, space_of: SpaceOf | None) -> Item:
+    found = differences(entry, None if space_of is None else space_of(entry))
+    unknown = tuple(name for name, value in made_with(entry).items() if value == UNKNOWN)
+    return dataclasses.replace(item, stale=found, unknown=unknown)
 
 
 def _item(path: Path, kind: str, provenance: Mapping[str, Any]) -> Item:
@@ -104,19 +146,30 @@ def _item(path: Path, kind: str, provenance: Mapping[str, Any]) -> Item:
     return Item(path=path, kind=kind, time=time, jax=str(provenance.get("jax") or ""))
 
 
-def run_verify(cache: Path | None, *, as_json: bool) -> int:
+def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -> int:
     """Run `ejkernel cache verify`; return 1 if a file cannot be used."""
     store = opened(cache)
-    found = list(items(store))
+    if imports:
+        look_here()
+    for name in imports:
+        import_users(name)
+    found = list(items(store, _space_of if imports else None))
     counts = collections.Counter(item.kind for item in found)
     bad = [item for item in found if item.problem]
     if as_json:
         unusable = [{"file": str(item.path), "kind": item.kind, "reason": item.problem} for item in bad]
         totals = {plural: counts[kind] for kind, plural in _KINDS.items()}
-        report.echo_json({"folder": str(store.path), **totals, "unusable": unusable})
+        differing = ((str(item.path), [found._asdict() for found in item.stale]) for item in found if item.stale)
+        stale = [{"file": file, "differences": differences} for file, differences in differing]
+        unknown = collections.Counter(name for item in found for name in item.unknown)
+        report.echo_json(
+            {"folder": str(store.path), **totals, "unusable": unusable, "stale": stale, "unknown": dict(unknown)}
+        )
         return 1 if bad else 0
     for item in bad:
         click.echo(f"{printable(item.path)}: {printable(item.problem)}")
+    for words, count in collections.Counter(told(item.stale) for item in found if item.stale).most_common():
+        click.echo(f"{counted(count, 'entry', 'entries')}: {words}")
     click.echo(f"{store.path}: {_counts(counts)}; {_usable(len(found), len(bad))}")
     return 1 if bad else 0
 
@@ -128,7 +181,20 @@ def _usable(count: int, bad: int) -> str:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(counted(counts.get(kind, 0), kind, plural) for kind, plural in _KINDS.items())
+    shown = (kind for kind in _KINDS if kind != "pack" or counts.get(kind))  # most folders have none
+    return ", ".join(counted(counts.get(kind, 0), kind, _KINDS[kind]) for kind in shown)
+
+
+def _space_of(entry: StoredEntry) -> str | None:
+    """Return the digest of what the kernel of an entry's call proposes now; `None` if that kernel is not here."""
+    if not isinstance(entry.key, ConfigKey) or entry.key.device != device_fingerprint():
+        return None
+    try:
+        inv = rebuild(entry.call, key=entry.key.call, op=entry.key.op)
+    except DescriptionError as error:
+        logger.info("the space of %s is not known: %s", entry.path, error)
+        return None
+    return None if inv.kernel is None else space_digest(inv.kernel, inv)
 
 
 def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
@@ -185,7 +251,7 @@ def _tidy(folder: Path) -> None:
     for pattern in ("*/*/.*.tmp", "missed/*/*/.*.tmp"):
         for file in folder.glob(pattern):
             file.unlink(missing_ok=True)
-    for pattern in ("missed/*/*", "missed/*", "*/*", "*"):
+    for pattern in ("missed/*/*", "missed/*", f"{FOLDER}/*", FOLDER, "*/*", "*"):
         for inner in folder.glob(pattern):
             if inner.is_dir() and not inner.is_symlink():
                 with contextlib.suppress(OSError):  # it is not empty

@@ -56,7 +56,7 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> st
 
 
 def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> str:
-    """List calls with their keys, and whether they are tuned already: `yes`, `no` or `in part`."""
+    """List calls with their keys, and whether they are tuned already: `yes`, `no`, `in part` or `stale`."""
     if not calls:
         return "Nothing to tune."
     rows = [(inv.op_id_v, arguments(inv.description), inv.call_key, how) for inv, how in zip(calls, tuned, strict=True)]

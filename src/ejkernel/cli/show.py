@@ -12,10 +12,11 @@ import click
 from ejkernel.cli import report
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
-from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
+from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.formatting import arguments, compact, ratio
+from ejkernel.ops.utils.formatting import arguments, cases, compact, ratio
 from ejkernel.ops.utils.printable import printable
 
 
@@ -84,10 +85,10 @@ def _in_full(entry: StoredEntry) -> str:
         ("speed-up", _speedup(entry)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
         *((name, str(measured[name])) for name in ("candidates", "seconds", "checked") if name in measured),
-        ("chosen as", entry.chosen_for),
+        ("chosen as", cases(entry.measured)),
         ("measured", _time(entry)),
         ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
-        ("file", str(entry.path or "in memory")),
+        ("file", str(entry.path or "none of its own: of a shared cache, or in memory")),
     ]
     return "\n".join([printable(f"{op}  {call}"), *(f"  {name:<14}{printable(text)}" for name, text in lines if text)])
 

@@ -27,9 +27,11 @@ from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRe
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.config.staleness import Action, standing, usual_stale_policy
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
@@ -90,8 +92,11 @@ def _run(options: TuneOptions) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
         found = _find(options, store)
     console.print(report.found(found.name, found.calls, found.device), soft_wrap=True)
+    store.look_again()  # what others have tuned is not tuned here
     if options.dry_run:
-        _list(options, found, ConfigSelectorChain(ConfigCache(), store))
+        _list(
+            options, found, ConfigSelectorChain(ConfigCache(), store, policy=AutotunePolicy(stale=usual_stale_policy()))
+        )
     else:
         _check_devices(options, found.device)
         _tune_found(options, found, store, console)
@@ -124,6 +129,7 @@ def _tune_found(options: TuneOptions, found: Found, store: PersistentCache, cons
         isolate=not options.in_process,
         devices=options.devices,
         compile_processes=_processes(options, found.device),
+        stale=usual_stale_policy(),
     )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
     todo = sets if options.force else [calls for calls in sets if not _all_known(chain, calls, options.budget)]
@@ -199,9 +205,17 @@ def _print_counts(found: Found, console: Console) -> None:
 
 def _partly(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> str:
     """Return how a call is tuned that would be tuned again: its last search may have been stopped, or out of time."""
+    actions = [action for _, action in _saved(chain, inv)]
+    return "no" if not actions else "in part" if "use" in actions else "stale"
+
+
+def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
+    """Yield the entries of a call that can be read, and what the policy makes of each."""
     store, kernel = chain.persistent, inv.kernel
-    known = store is not None and kernel is not None and store.get(inv.key, cfg_type=kernel.config_type) is not None
-    return "in part" if known else "no"
+    if kernel is not None and store is not None:
+        note_config_types(inv, kernel)
+        for _, entry in store.found(inv.key, kernel.config_type):
+            yield entry, standing(chain.policy.stale, entry, kernel, inv)[0]
 
 
 def _sets(found: Found) -> list[Sequence[SharedCall]]:
@@ -240,13 +254,7 @@ def _shares(calls: Sequence[SharedCall]) -> dict[str, float]:
 
 def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budget: float | None) -> bool:
     """Return whether the call was tuned to the end, or for about as long as it may be now."""
-    store, kernel = chain.persistent, inv.kernel
-    if kernel is None or store is None:
-        return False
-    note_config_types(inv, kernel)
-    if store.get(inv.key, cfg_type=kernel.config_type) is None:
-        return False
-    entry = store.load(inv.key)
+    entry = next((entry for entry, action in _saved(chain, inv) if action == "use"), None)
     measured = {} if entry is None else dict(entry.measured or {})
     if entry is None or measured.get("interrupted"):
         return False

@@ -8,6 +8,7 @@ from ejkernel.ops.config.cache import ConfigCache as ConfigCache
 from ejkernel.ops.config.cache import overlay_cache as overlay_cache
 from ejkernel.ops.config.persistent import PersistentCache as PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
+from ejkernel.ops.config.policy import StalePolicy as StalePolicy
 from ejkernel.ops.config.policy import policy_override as policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain as ConfigSelectorChain
 from ejkernel.ops.config.selection import Resolution as Resolution

@@ -192,6 +192,7 @@ def test_inputs_are_cold_where_that_is_asked_for_and_can_be_had(monkeypatch, ele
     assert candidates[0].measurement.cache == expected
 
 
+@pytest.mark.slow
 def test_copies_for_cold_caches_are_equal_and_keys_of_random_numbers_too(monkeypatch):
     monkeypatch.setattr(measurement, "_CACHE_BYTES", 1 << 10)
 

@@ -18,9 +18,11 @@ from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.measure.cases import Case, geometric_mean, mean_sample, seconds_on
 from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved
 from ejkernel.ops.autotuner.measure.race import PROCESSOR, Sample, Work
+from ejkernel.ops.autotuner.store.log import lines_of, load
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.tuner import Autotuner
+from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain
@@ -217,6 +219,27 @@ def test_what_was_measured_on_each_draw_is_in_tables_entries_and_logs(times, tmp
     assert dict(stored.record(cfg_type=int).times)[3] == pytest.approx(math.sqrt(1.5 * 1.8), rel=1e-4)
     said = str(explain_call(ConfigSelectorChain(persistent=store), inv, "p"))
     assert "one for few: 1500000.0 us; many: 1800000.0 us; geometric mean" in said
+
+
+@SEVERAL
+@pytest.mark.parametrize(
+    ("line", "old", "new", "message"),
+    [
+        (1, "[2000000.0,2000000.0]", "[2000000.0]", "line 2: it has times of 1 cases, and there are 2"),
+        (1, "[2000000.0,2000000.0]", "[2000000.0,-1]", "line 2: samples must be between"),
+        (0, '"weight":0.5', '"weight":0', "line 1: weights of cases must be between 0 and 1"),
+    ],
+)
+def test_a_log_whose_cases_make_no_sense_cannot_be_used(times, tmp_path, line, old, new, message):
+    times({n: {"few": 2.0, "many": 2.0} for n in (1, 2, 3)})
+    kernel, chain = Scaled(), ConfigSelectorChain(persistent=PersistentCache(tmp_path, shipped=False))
+    chain.search(Invocation(kernel=kernel, args=(X, SIZE)), kernel, policy=AutotunePolicy())
+    (file,) = tmp_path.rglob("*.jsonl")
+    lines = lines_of(file.read_bytes())
+    assert old in lines[line]
+    lines[line] = lines[line].replace(old, new, 1)
+    with pytest.raises(UnusableError, match=message):
+        load(lines)
 
 
 def test_a_search_on_one_set_of_inputs_has_no_cases_in_its_files(times, tmp_path):

@@ -24,8 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.ops.sealing import change_object
 
-from ejkernel.ops.config import _files, persistent
-from ejkernel.ops.config.persistent import PersistentCache, StoredEntry
+from ejkernel.ops.config import _files, entries
+from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
@@ -446,11 +447,11 @@ def test_a_configuration_that_does_not_decode_is_a_warned_miss(cache, config, ar
 def test_a_file_of_the_folder_is_read_by_itself(cache):
     cache.put(KEY, CFG)
     file = only_file(cache)
-    assert persistent.read_entry(file) == cache.load(KEY)
-    assert persistent.read_entry(file.with_name("gone")) is None
+    assert entries.read_entry(file) == cache.load(KEY)
+    assert entries.read_entry(file.with_name("gone")) is None
     file.rename(file.with_name("another.json"))
     with pytest.raises(_files.UnusableError, match="it holds another key"):
-        persistent.read_entry(file.with_name("another.json"))
+        entries.read_entry(file.with_name("another.json"))
 
 
 def test_a_repaired_entry_is_read_again(cache):

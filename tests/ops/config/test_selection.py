@@ -17,6 +17,7 @@ from ejkernel.ops.config.cache import ConfigCache, overlay_cache
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.config.spaces.digest import space_digest
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.errors import (
@@ -224,7 +225,8 @@ def test_what_was_tuned_goes_to_disk_with_its_evidence(inv, kernel, tmp_path, tu
     persistent = PersistentCache(tmp_path, shipped=False)
     ConfigSelectorChain(persistent=persistent, autotune=True, tuner=tuner).resolve(inv, kernel)
     entry = persistent.load(inv.key)
-    assert (entry.config, entry.call, entry.measured) == (ANSWERS["autotune"], inv.description, {"candidates": 1})
+    measured = {"candidates": 1, "space": space_digest(kernel, inv)}
+    assert (entry.config, entry.call, entry.measured) == (ANSWERS["autotune"], inv.description, measured)
 
 
 def test_what_was_tuned_stays_in_memory_if_it_is_not_to_persist(inv, tuner):

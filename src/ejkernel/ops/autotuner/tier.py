@@ -18,6 +18,7 @@ from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
+from ejkernel.ops.config.spaces.digest import space_digest
 from ejkernel.ops.config.tiers import AUTOTUNE
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
@@ -59,8 +60,10 @@ class AutotuneTier:
         if options.get("others"):
             options["others"] = [dataclasses.replace(o, inv=o.inv.representative) for o in options["others"]]
         tuned = tuner.tune(inv.representative, kernel, **options)
+        own_space = options.get("candidates") is None and kernel is not None
         for key, call, found in _found(inv, tuned):
-            chain.remember(key, found.config, call=call, measured=found.summary_data())
+            space = {"space": space_digest(kernel, call)} if own_space else {}
+            chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
             # All of it, not the winner alone: other searches start from there.
             if store is not None and chain.persist_autotune:
                 store.save(found)
@@ -108,13 +111,11 @@ class AutotuneTier:
             return self._locks.setdefault(key, threading.RLock())
 
 
-def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, dict[str, Any], Any]]:
+def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, Invocation[Any, Any], Any]]:
     """Yield what is remembered of a search: of each call that it was for."""
-    if not (isinstance(tuned, AutotuneData) and tuned.calls):
-        yield inv.key, inv.description, tuned
-        return
-    for one in tuned.of_each_call():
-        yield one.key, one.inv.description, one
+    yield inv.key, inv, tuned
+    for other in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
+        yield other.key, other.inv, other
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -16,17 +16,19 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, EjkernelError
 from ejkernel.ops.utils.storage.serialize import stable_json
 
 ENTRY: Final = ".json"  # how the name of an entry ends; whatever else lies beside it ends otherwise
+_KEY: Final = frozenset(ConfigKey._fields)
 _SLUG_LENGTH: Final = 48
 _NO_SLUG: Final = "_"
 _NOT_IN_PATHS: Final = re.compile(r"[^a-z0-9._-]+")
 _READ: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://.*", re.IGNORECASE | re.DOTALL)
 _NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
 
 _quoted: Final = json.encoder.encode_basestring_ascii
@@ -48,7 +50,7 @@ def location(key: object) -> tuple[str, str, str]:
     """Return folder, folder and file name of a key: readable, and unique through the digest of the whole key."""
     text = identity(key)
     device, op, call = key if isinstance(key, ConfigKey) else ("", "", text)
-    return slug(device), slug(op), file_name(call, text)
+    return _known_slug(device), _known_slug(op), file_name(call, text)
 
 
 def file_name(call: str, text: str) -> str:
@@ -58,10 +60,16 @@ def file_name(call: str, text: str) -> str:
 
 def identity(key: object) -> str:
     """Return the canonical JSON of a key, as `stable_json` does, but sooner where the key is a usual one."""
-    if isinstance(key, ConfigKey) and all(type(part) is str and part.isascii() for part in key):
-        device, op, call = map(_quoted, key)
-        return f'{{"call":{call},"device":{device},"op":{op}}}'
+    if isinstance(key, ConfigKey):
+        device, op, call = key
+        if type(device) is type(op) is type(call) is str and device.isascii() and op.isascii() and call.isascii():
+            return f'{{"call":{_quoted(call)},"device":{_quoted(device)},"op":{_quoted(op)}}}'
     return stable_json(key)
+
+
+def is_url(place: object) -> TypeGuard[str]:
+    """Return whether a place is named by a URL, rather than by a path."""
+    return isinstance(place, str) and _URL.fullmatch(place) is not None
 
 
 def slug(text: str) -> str:
@@ -69,14 +77,15 @@ def slug(text: str) -> str:
     return _NOT_IN_PATHS.sub("-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG
 
 
+_known_slug: Final = functools.lru_cache(maxsize=256)(slug)  # a process has few devices and operations
+
+
 def restored_key(data: object) -> Any:
     """Return the key that was stored as `data`."""
-    if (
-        isinstance(data, dict)
-        and data.keys() == set(ConfigKey._fields)
-        and all(isinstance(v, str) for v in data.values())
-    ):
-        return ConfigKey(**data)
+    if isinstance(data, dict) and data.keys() == _KEY:
+        device, op, call = data["device"], data["op"], data["call"]
+        if type(device) is type(op) is type(call) is str:
+            return ConfigKey(device, op, call)
     return _frozen(data)
 
 
@@ -132,14 +141,29 @@ def read_file(file: Traversable | str, largest: int) -> bytes | None:
     return raw
 
 
-def _read_path(path: str | Path, largest: int) -> bytes:
+def opened(path: str | Path) -> tuple[int, int]:
+    """Open a file to read it, and return its descriptor and size; whatever else is there, this does not wait for it.
+
+    Raises:
+        OSError: it cannot be opened.
+        UnusableError: it is no regular file.
+    """
     descriptor = os.open(path, _READ)  # a pipe would be waited for otherwise
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UnusableError("it cannot be read: it is no regular file")
-        raw = os.read(descriptor, min(status.st_size, largest) + 1)
-        while len(raw) <= largest and len(raw) != status.st_size:  # a file system that is read piece by piece, or grew
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status.st_size
+
+
+def _read_path(path: str | Path, largest: int) -> bytes:
+    descriptor, size = opened(path)
+    try:
+        raw = os.read(descriptor, min(size, largest) + 1)
+        while len(raw) <= largest and len(raw) != size:  # a file system that is read piece by piece, or grew
             chunk = os.read(descriptor, largest + 1 - len(raw))
             if not chunk:
                 break
@@ -171,7 +195,7 @@ def provenance(key: object, time: datetime.datetime) -> dict[str, Any]:
     device = key.device if isinstance(key, ConfigKey) else None
     return {
         "device": device,
-        "driver": _driver() if device is not None and device.startswith("gpu") else None,
+        "driver": driver_of(device),
         "ejkernel": version("ejkernel-ops"),
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
@@ -192,6 +216,11 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def driver_of(device: str | None) -> str | None:
+    """Return the version of the driver that a device has here; `None` if it needs none, or none is known."""
+    return _driver() if device is not None and device.startswith("gpu") else None
 
 
 @functools.cache

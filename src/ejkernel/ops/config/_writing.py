@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -38,11 +39,25 @@ def write_file(file: Path, text: str, *, durable: bool = True) -> None:
         OSError: it cannot be written; what was there before is there still.
     """
     raw = text.encode()
+    write_chunks(file, lambda: (raw,), durable=durable)
+
+
+def write_chunks(file: Path, chunks: Callable[[], Iterable[bytes]], *, durable: bool = True) -> None:
+    """Write a file as `write_file` does, of chunks: what is large need not be in memory whole.
+
+    Args:
+        file: The file; folders are made.
+        chunks: Yields what it is to hold; called again where the first attempt has lost its place.
+        durable: See `write_file`.
+
+    Raises:
+        OSError: it cannot be written; what was there before is there still.
+    """
     try:
-        modified = _written(file, raw, durable)
+        modified = _written(file, chunks(), durable)
     except FileNotFoundError:
         # the folder was removed; or this process stood still for so long that another one took its file for left over
-        modified = _written(file, raw, durable)
+        modified = _written(file, chunks(), durable)
     if (folder := str(file.parent)) not in _tidied:
         _tidied.add(folder)
         remove_left_over(file.parent, modified)
@@ -76,14 +91,14 @@ def _removed(file: Path, now: float) -> bool:
     return True
 
 
-def _written(file: Path, raw: bytes, durable: bool) -> float:
+def _written(file: Path, chunks: Iterable[bytes], durable: bool) -> float:
     """Write a file, and return when it was written, by the clock of the file system."""
     new = _made(file.parent)
     # not tempfile: its files are for their owner alone, and a folder may be shared by a group
     beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with beside.open("xb") as stream:
-            stream.write(raw)
+            stream.writelines(chunks)
             stream.flush()
             if durable:
                 _sync(stream.fileno(), _NO_SYNC)

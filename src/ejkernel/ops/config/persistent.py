@@ -3,99 +3,51 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
+import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Final, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ejkernel import settings
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
-    file_name,
     forget_warning,
     identity,
+    is_url,
     location,
     now,
     places,
-    provenance,
-    read_file,
-    restored_key,
     slug,
     warn_of,
 )
 from ejkernel.ops.config._writing import write_file
+from ejkernel.ops.config.entries import (
+    StoredEntry,
+    check_key,
+    decoded,
+    found_entry,
+    new_entry,
+    parsed,
+    read_at,
+    text_of,
+)
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
-from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
-from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, to_data
-from ejkernel.ops.utils.values.typenames import decode_config, type_name
+from ejkernel.ops.errors import CacheWarning, ConfigError
 
-SCHEMA: Final = 2  # raise when the layout of an entry changes; entries of another schema are a warned miss
-_LARGEST: Final = 4 << 20  # bytes of an entry; real ones have a few thousand
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StoredEntry:
-    """One entry as it is in its file.
-
-    Attributes:
-        key: What it was stored under; a `ConfigKey` for the usual keys.
-        config: The configuration as plain JSON data.
-        config_type: `module.Qualname` of the configuration's class, or `json` for plain data.
-        call: The abstract call as plain data, if it was given.
-        measured: What was measured, if it was given.
-        provenance: Device, versions and time of writing.
-        path: The file; `None` for an entry that could not be written and lives in memory.
-    """
-
-    key: Any
-    config: Any
-    config_type: str
-    call: Any
-    measured: Mapping[str, Any] | None
-    provenance: Mapping[str, Any]
-    path: Path | None = None
-
-    @property
-    def chosen_for(self) -> str:
-        """The cases that the configuration is the best for together, with their times; empty if there is one alone."""
-        measured = self.measured or {}
-        cases, mean = measured.get("cases"), measured.get("geometric_mean")
-        if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases) or not cases:
-            return ""
-        named = [
-            (", ".join(filter(None, (str(case.get("arguments", "")), str(case.get("draw", ""))))), case)
-            for case in cases
-        ]
-        times = [f"{name}: {case.get('winner_us')} us" for name, case in named]
-        mean_us = mean.get("winner_us") if isinstance(mean, dict) else None
-        return f"one for {'; '.join(times)}; geometric mean {mean_us} us"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """Layout of a file."""
-
-    schema: int
-    key: Any
-    config_type: str
-    config: Any
-    call: Any
-    measured: dict[str, Any] | None
-    provenance: dict[str, Any]
-
-
-_FIELDS: Final = {field.name for field in dataclasses.fields(_File)}
+if TYPE_CHECKING:
+    from ejkernel.ops.config.shared.layer import SharedLayer
 
 
 class PersistentCache:
-    """A folder of configurations over read-only folders of the same form; the first that has a key answers.
+    """A folder of configurations over read-only layers, folders of the same form or URLs; the first with a key answers.
+
+    Of a URL the copy on this machine is read, and never the place itself: `look_again` brings the copy up to date, as a
+    chain does when nothing was measured for a call.
 
     A key is a `ConfigKey`, another tuple of three strings, or any value that `stable_json` accepts; keys of equal
     JSON are equal. An entry that cannot be used is a miss with one `CacheWarning` a file; a folder that cannot be
@@ -106,7 +58,7 @@ class PersistentCache:
         self,
         path: str | Path | None = None,
         *,
-        layers: Sequence[str | Path] = (),
+        layers: Sequence[str | Path] | None = None,
         shipped: bool = True,
         clock: Callable[[], datetime.datetime] | None = None,
     ) -> None:
@@ -114,14 +66,18 @@ class PersistentCache:
 
         Args:
             path: The only folder that is written; `None` means `EJKERNEL_CACHE_DIR`, or `~/.cache/ejkernel/configs`.
-            layers: Folders that are read after it, in this order.
+            layers: Folders, and URLs of shared caches, that are read after it, in this order; `None` means those of
+                `EJKERNEL_CACHE_LAYERS`, if `path` is that of the environment, too.
             shipped: Whether a chain that finds nothing here goes on to what the package brings along.
             clock: Source of the entries' time.
         """
         if isinstance(layers, (str, Path)):
             raise ConfigError(f"layers must be a sequence of folders, got {layers!r}; write [{str(layers)!r}].")
+        if layers is None:
+            layers = _usual_layers() if path is None else ()
         self._path = _expand(path)
-        self._layers = tuple(layer for layer in map(_expand, layers) if layer is not None)
+        opened = (_shared(layer, self._path) if is_url(layer) else _expand(layer) for layer in map(_text, layers))
+        self._layers = tuple(layer for layer in opened if layer is not None)
         self._shipped = shipped
         self._clock = clock if clock is not None else now
         self._memory: dict[str, str] = {}  # canonical key: text of the file that could not be written
@@ -133,9 +89,22 @@ class PersistentCache:
         return self._path
 
     @property
-    def layers(self) -> tuple[Path, ...]:
-        """The folders that are read after `path`."""
+    def layers(self) -> tuple[Path | SharedLayer, ...]:
+        """What is read after `path`."""
         return self._layers
+
+    @property
+    def shared(self) -> tuple[SharedLayer, ...]:
+        """Those of the layers that are named by URLs."""
+        return tuple(layer for layer in self._layers if not isinstance(layer, Path))
+
+    def look_again(self) -> None:
+        """Bring the copies of shared layers up to date, unless that was done lately.
+
+        This waits a few seconds at most. A place that cannot be reached is one `CacheWarning`.
+        """
+        for layer in self.shared:
+            layer.look_again()
 
     @property
     def shipped(self) -> bool:
@@ -160,7 +129,7 @@ class PersistentCache:
         return None
 
     def __repr__(self) -> str:
-        return f"PersistentCache({str(self._path)!r}, layers={[str(p) for p in self._layers]}, shipped={self._shipped})"
+        return f"PersistentCache({str(self._path)!r}, layers={list(map(str, self._layers))}, shipped={self._shipped})"
 
     @overload
     def put(self, key: Any, cfg: Any, /, *, call: Any = ..., measured: Mapping[str, Any] | None = ...) -> None: ...
@@ -184,18 +153,7 @@ class PersistentCache:
         key, cfg = _key(key_and_cfg[:-1]), key_and_cfg[-1]
         if cfg is None:
             raise ConfigError("cfg must not be None, which is how get() says that there is no entry.")
-        entry = _File(
-            schema=SCHEMA,
-            key=to_data(key),
-            config_type=type_name(cfg),
-            config=to_data(cfg),
-            call=to_data(call),
-            measured=None if measured is None else dict(to_data(measured)),
-            provenance=provenance(key, self._clock()),
-        )
-        text = sealed_json(entry)
-        if len(text.encode()) > _LARGEST:
-            raise SerializationError(f"$: an entry must not be larger than {_LARGEST} bytes, got {len(text.encode())}.")
+        text = text_of(new_entry(key, cfg, call, measured, self._clock()))
         self._store(key, text)
 
     @overload
@@ -217,6 +175,10 @@ class PersistentCache:
         parts, cfg_type = _split_type(key_and_type, cfg_type)
         key = _key(parts)
         return next((config for config in self._answers(key, lambda entry: decoded(entry, cfg_type))), None)
+
+    def found(self, key: object, cfg_type: object = None) -> Iterator[tuple[Any, StoredEntry]]:
+        """Yield the configurations of a key that can be used, with their entries: that which `get` returns first."""
+        return self._answers(_key((key,)), lambda entry: (decoded(entry, cfg_type), entry))
 
     def load(self, *key: object) -> StoredEntry | None:
         """Return the whole entry of `load(key)` or `load(device, op, call)`, with the configuration as plain data."""
@@ -264,16 +226,12 @@ class PersistentCache:
     def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
         """Yield all entries, each with the canonical form of its key."""
         for canonical, text in list(self._memory.items()):
-            yield canonical, _parse(text.encode(), None)
-        begin = "" if operation is None else slug(f"{operation}@v")
-        for folder in self.folders():
-            for name, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
-                try:
-                    found = _found(name, place)
-                except UnusableError as error:
-                    warn_of(str(place), error)
-                else:
-                    yield from () if found is None else (found,)
+            yield canonical, parsed(text.encode(), None)
+        for layer in (self._path, *self._layers):
+            if isinstance(layer, Path):
+                yield from _all_in(layer, operation)
+            elif layer is not None:
+                yield from ((identity(entry.key), entry) for entry in layer.entries(operation))
 
     def _answers(
         self, key: object, use: Callable[[StoredEntry], Any], problem: Callable[[str], None] | None = None
@@ -285,7 +243,7 @@ class PersistentCache:
                 entry = read()
                 if entry is None:
                     continue
-                _check_key(entry, canonical)
+                check_key(entry, canonical)
                 answer = use(entry)
             except UnusableError as error:
                 if problem is None:
@@ -298,17 +256,18 @@ class PersistentCache:
     def _places(self, key: object, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
         text = self._memory.get(canonical)
         if text is not None:
-            yield f"{canonical} (in memory)", functools.partial(_parse, text.encode(), None)
+            yield f"{canonical} (in memory)", functools.partial(parsed, text.encode(), None)
         parts = location(key)
-        for folder in self.folders():
-            file = folder.joinpath(*parts)
-            yield str(file), functools.partial(_read, file)
+        for layer in (self._path, *self._layers):
+            if isinstance(layer, Path):
+                file = os.path.join(layer, *parts)  # in text: to make a path takes as long as to open the file
+                yield file, functools.partial(read_at, file)
+            elif layer is not None:
+                yield from ((f"{canonical} of {layer}", lambda entry=entry: entry) for entry in layer.find(key))
 
     def folders(self) -> Iterator[Path]:
         """Yield the folders that are read, in their order."""
-        if self._path is not None:
-            yield self._path
-        yield from self._layers
+        yield from (layer for layer in (self._path, *self._layers) if isinstance(layer, Path))
 
     def _store(self, key: object, text: str) -> None:
         canonical = identity(key)
@@ -359,6 +318,25 @@ def _split_type(given: tuple[object, ...], cfg_type: object) -> tuple[tuple[Any,
     return given[:-1], given[-1]
 
 
+def _shared(url: str, folder: Path | None) -> SharedLayer:
+    from ejkernel.ops.config.shared.layer import SharedLayer  # which most programs have none of
+
+    return SharedLayer(url, folder)
+
+
+def _usual_layers() -> tuple[str, ...]:
+    try:
+        return settings.current().cache_layers
+    except RuntimeError:  # as in `_expand`
+        return ()
+
+
+def _text(layer: str | Path) -> str | Path:
+    if not isinstance(layer, (str, Path)):
+        raise ConfigError(f"layers must be folders and URLs, got {layer!r} among them.")
+    return layer
+
+
 def _expand(path: str | Path | None) -> Path | None:
     try:
         return settings.current().cache_dir if path is None else Path(path).expanduser()
@@ -366,88 +344,12 @@ def _expand(path: str | Path | None) -> Path | None:
         return None
 
 
-# --- files ---
-
-
-def read_entry(file: Path) -> StoredEntry | None:
-    """Return the entry of a file that was found in a cache's folder, or `None` if it is gone.
-
-    Raises:
-        UnusableError: it cannot be used.
-    """
-    found = _found(file.name, file)
-    return None if found is None else found[1]
-
-
-def entry_in(folder: Traversable, key: ConfigKey) -> StoredEntry | None:
-    """Return the entry of a key in a folder that is laid out as a cache's, or `None` if it has none.
-
-    Raises:
-        UnusableError: it cannot be used.
-    """
-    entry = _read(folder.joinpath(*location(key)))
-    if entry is not None:
-        _check_key(entry, identity(key))
-    return entry
-
-
-def _check_key(entry: StoredEntry, canonical: str) -> None:
-    if identity(entry.key) != canonical:
-        raise UnusableError(f"it holds another key: {describe(entry.key)}")
-
-
-def _found(name: str, place: Traversable | str) -> tuple[str, StoredEntry] | None:
-    """Return the canonical form of the key of an entry that lies in a folder under that name, and the entry."""
-    entry = _read(place)
-    if entry is None:
-        return None
-    canonical = identity(entry.key)
-    if file_name(entry.key.call if isinstance(entry.key, ConfigKey) else canonical, canonical) != name:
-        raise UnusableError(f"it holds another key: {describe(entry.key)}")
-    return canonical, entry
-
-
-def _read(file: Traversable | str) -> StoredEntry | None:
-    """Return the entry of a file, or `None` if there is no file."""
-    raw = read_file(file, _LARGEST)
-    if raw is None:
-        return None
-    return _parse(raw, Path(file) if isinstance(file, (str, Path)) else None)
-
-
-def _parse(raw: bytes, path: Path | None) -> StoredEntry:
-    try:
-        data = read_object(raw, SCHEMA, "an entry of this cache")
-        if not _is_entry(data):
-            from_plain(data, _File)  # which says what is wrong
-    except SerializationError as error:
-        raise UnusableError(str(error)) from error
-    del data["schema"]
-    return StoredEntry(path=path, **data | {"key": restored_key(data["key"])})
-
-
-def _is_entry(data: Mapping[str, object]) -> bool:
-    """Return whether an object has the fields of an entry; to decode it takes longer than all the rest of reading."""
-    return (
-        data.keys() == _FIELDS
-        and type(data["config_type"]) is str
-        and type(data["provenance"]) is dict
-        and (data["measured"] is None or type(data["measured"]) is dict)
-    )
-
-
-# --- what an entry holds ---
-
-
-def decoded(entry: StoredEntry, cfg_type: object) -> Any:
-    """Return the configuration of an entry; for the type see `PersistentCache.get`.
-
-    Raises:
-        UnusableError: it is no such configuration.
-    """
-    try:
-        if cfg_type is None:
-            return decode_config(entry.config, entry.config_type)
-        return from_data(entry.config, cfg_type)
-    except ConfigError as error:
-        raise UnusableError(f"its configuration cannot be decoded: {error}") from error
+def _all_in(folder: Path, operation: str | None) -> Iterator[tuple[str, StoredEntry]]:
+    begin = "" if operation is None else slug(f"{operation}@v")
+    for name, place in places(folder, ENTRY, lambda op: op.startswith(begin)):
+        try:
+            found = found_entry(name, place)
+        except UnusableError as error:
+            warn_of(str(place), error)
+        else:
+            yield from () if found is None else (found,)

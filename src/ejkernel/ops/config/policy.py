@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from ejkernel.ops.config.staleness import StalePolicy as StalePolicy
 from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.errors import ConfigError
 
@@ -35,6 +36,7 @@ class AutotunePolicy:
             `ejkernel tune --missed` can tune it.
         agree: In a program that several processes run, or may run, have them agree on each call's configuration; the
             first that lowers a call decides, and nothing is tuned there. Off only for a program of one process.
+        stale: What becomes of saved configurations that were measured with other versions than those here.
     """
 
     autotune: bool = False
@@ -48,13 +50,14 @@ class AutotunePolicy:
     max_candidates: int = 100
     note_misses: bool = False
     agree: bool = True
+    stale: StalePolicy = dataclasses.field(default_factory=StalePolicy)
 
     def __post_init__(self) -> None:
         for name in ("autotune", "heuristic", "cold_cache", "isolate", "note_misses", "agree"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.validate, bool) and self.validate != "outputs":
-            raise ConfigError(f"validate must be True, False or 'outputs', got {self.validate!r}.")
+        if not isinstance(self.stale, StalePolicy):
+            raise ConfigError(f"stale must be a StalePolicy, got {self.stale!r}; write StalePolicy(jax='retune').")
         is_number = isinstance(self.budget_s, int | float) and not isinstance(self.budget_s, bool)
         if self.budget_s is not None and not (is_number and self.budget_s > 0):
             raise ConfigError(f"budget_s must be positive seconds or None, got {self.budget_s!r}.")
@@ -62,6 +65,8 @@ class AutotunePolicy:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} must be an int >= {least}, got {value!r}.")
+        if not isinstance(self.validate, bool) and self.validate != "outputs":
+            raise ConfigError(f"validate must be True, False or 'outputs', got {self.validate!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy as AutotunePolicy
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.shipped import Shipped, ShippedConfigs, shipped_configs
+from ejkernel.ops.config.staleness import Action, StalePolicy, saved_in, standing
 from ejkernel.ops.config.tiers import (
     AUTOTUNE,
     CHOOSER,
@@ -25,8 +26,10 @@ from ejkernel.ops.config.tiers import (
     OVERLAY,
     OVERRIDE,
     PERSISTENT,
+    SHARED,
     SHIPPED,
     SISTER,
+    STALE,
     Tier,
     tier_named,
 )
@@ -301,12 +304,18 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             (MEMORY, self._from_memory),
             (PERSISTENT, self._from_persistent),
             (SHIPPED, self._from_shipped),
+            (SHARED, self._from_shared),
             (AUTOTUNE, self._from_tuning),
+            (STALE, self._from_stale),
             (SISTER, self._from_sister),
             (FORWARD, self._from_forward),
             (HEURISTIC, self._from_heuristic),
         )
         for tier, ask in tiers:
+            if (tier is SHARED and not getattr(self.persistent, "shared", ())) or (
+                tier is STALE and request.policy.stale == StalePolicy()
+            ):
+                continue  # where it cannot have an answer, it is not worth a line
             consulted = Consulted.of(tier, ask(request))
             yield consulted
             if consulted.resolution is not None:
@@ -352,17 +361,29 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return f"it does not fit: {error}"
         return ""
 
-    def _from_persistent(self, request: _Request) -> Resolution[Any] | str:
+    def _from_persistent(self, request: _Request) -> _Answer:
+        return self._saved(request, PERSISTENT, "use")
+
+    def _saved(self, request: _Request, tier: Tier, wanted: Action) -> _Answer:
+        """Return the first that is saved of which the policy says what is wanted."""
         if self.persistent is None:
             return "the chain has no persistent cache"
         if request.key is None:
             return request.no_key
         note_config_types(request.inv, request.kernel)
-        config = self.persistent.get(request.key, cfg_type=request.kernel.config_type)
-        if config is None:
-            return "no entry"
-        misfit = self._misfit(request, config, "its entry in the persistent cache")
-        return misfit or request.answer(config, PERSISTENT)
+        notes = []
+        for config, entry in saved_in(self.persistent, request.key, request.kernel.config_type):
+            misfit = self._misfit(request, config, "its entry in the persistent cache")
+            if misfit:
+                return misfit
+            action, why = standing(request.policy.stale, entry, request.kernel, request.inv, look=request.dry)
+            if action == wanted:
+                return (request.answer(config, tier), why) if why else request.answer(config, tier)
+            notes.append(f"{why}: the policy says {action}")
+        return "; ".join(dict.fromkeys(notes)) or "no entry"
+
+    def _from_stale(self, request: _Request) -> _Answer:
+        return self._saved(request, STALE, "retune")
 
     def _from_shipped(self, request: _Request) -> _Answer:
         return self._shipped(request, SHIPPED, ShippedConfigs.find)
@@ -384,6 +405,14 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if not misfit:  # it was measured elsewhere, with other versions: here it may not run at all
             misfit = request.kernel.why_not(request.inv, found.config)
         return misfit or (request.answer(found.config, tier), found.note)
+
+    def _from_shared(self, request: _Request) -> _Answer:
+        """Ask the persistent cache again once the copies of what machines share are up to date."""
+        if request.key is None:
+            return request.no_key
+        assert self.persistent is not None  # who has shared layers is one
+        self.persistent.look_again()
+        return self._saved(request, SHARED, "use")
 
     def _from_tuning(self, request: _Request) -> Resolution[Any] | str:
         if not request.policy.autotune:

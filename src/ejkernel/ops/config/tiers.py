@@ -32,17 +32,20 @@ OVERLAY: Final = Tier("overlay", is_passing=True)
 MEMORY: Final = Tier("memory")
 PERSISTENT: Final = Tier("persistent", is_saved=True)
 SHIPPED: Final = Tier("shipped", is_saved=True)
+SHARED: Final = Tier("shared", is_saved=True)  # from a shared cache whose copy here had nothing before
 AUTOTUNE: Final = Tier("autotune")
 AGREED: Final = Tier("agreed", is_passing=True)  # by the processes of a program; a source goes on with whom
+STALE: Final = Tier("stale", is_provisional=True, is_saved=True)  # saved, and the policy wants it tuned anew
 SISTER: Final = Tier("sister", is_provisional=True, is_saved=True)  # shipped, and measured on another device
 FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True)
 HEURISTIC: Final = Tier("heuristic", is_provisional=True, is_for_one_call=True)
 CHOOSER: Final = Tier("chooser", is_for_one_call=True)  # one of the user's own, which asks no tiers
 
-_BY_NAME: Final = {
-    tier.name: tier
-    for tier in (OVERRIDE, OVERLAY, MEMORY, PERSISTENT, SHIPPED, AUTOTUNE, SISTER, FORWARD, HEURISTIC, CHOOSER)
-}
+_TIERS: Final = (
+    *(OVERRIDE, OVERLAY, MEMORY, PERSISTENT, SHIPPED, SHARED, AUTOTUNE),
+    *(STALE, SISTER, FORWARD, HEURISTIC, CHOOSER),
+)
+_BY_NAME: Final = {tier.name: tier for tier in _TIERS}
 
 
 def tier_named(name: str) -> Tier:

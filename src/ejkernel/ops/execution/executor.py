@@ -16,6 +16,7 @@ from ejkernel.ops.config.cache import ConfigCache, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Resolution
+from ejkernel.ops.config.staleness import usual_stale_policy
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, check_config, unbound
@@ -298,7 +299,12 @@ class _Default:
             with self._lock:
                 if self._executor is None:
                     now = settings.current()
-                    policy = AutotunePolicy(autotune=now.autotune, heuristic=now.heuristic, note_misses=now.note_misses)
+                    policy = AutotunePolicy(
+                        autotune=now.autotune,
+                        heuristic=now.heuristic,
+                        note_misses=now.note_misses,
+                        stale=usual_stale_policy(),
+                    )
                     self._executor = Executor(ConfigSelectorChain(ConfigCache(), PersistentCache(), policy=policy))
                     services.provide_executor(self._executor)
         return self._executor

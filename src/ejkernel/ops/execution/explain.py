@@ -19,6 +19,7 @@ from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.why_missed import why_no_entry
+from ejkernel.ops.utils.formatting import cases
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -98,6 +99,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
     tiers = _with_agreement(consult(inv, kernel), inv)
     if key is not None:
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
+        tiers = tuple(_with_cases(tier, chooser, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
     text, note = _label_of(inv, key, resolution, prefix)
     split, split_note = _split_of(inv)
@@ -137,15 +139,24 @@ def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tu
 
 
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
-    """Say more about why the persistent tier has no answer, or about what else its answer was chosen for."""
+    """Say more about why the persistent tier has no answer."""
     store = getattr(chooser, "persistent", None)
-    if tier.tier not in (PERSISTENT.name, MEMORY.name) or not isinstance(store, PersistentCache):
+    is_stale = "the policy says" in tier.note
+    no_entry = tier.tier == PERSISTENT.name and tier.resolution is None and not is_stale
+    if not no_entry or not isinstance(store, PersistentCache):
         return tier
-    if tier.resolution is not None:
-        entry = store.load(key)
-        same = entry is not None and entry.config == to_data(tier.resolution.config)
-        return dataclasses.replace(tier, note=entry.chosen_for) if same and entry is not None else tier
-    return dataclasses.replace(tier, note=why_no_entry(store, inv, key)) if tier.tier == PERSISTENT.name else tier
+    return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
+
+
+def _with_cases(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
+    """Say what else a tuned answer was chosen for, if its entry tells."""
+    store, found = getattr(chooser, "persistent", None), tier.resolution
+    if tier.tier not in (PERSISTENT.name, MEMORY.name) or found is None or not isinstance(store, PersistentCache):
+        return tier
+    entry = store.load(key)
+    if entry is None or entry.config != to_data(found.config):
+        return tier
+    return dataclasses.replace(tier, note="; ".join(filter(None, (tier.note, cases(entry.measured)))))
 
 
 def _label_of(

@@ -15,6 +15,7 @@ from ejkernel.ops.utils.storage.encode import describe as describe
 from ejkernel.ops.utils.storage.encode import parse_dtype as parse_dtype
 from ejkernel.ops.utils.storage.encode import stable_json as stable_json
 from ejkernel.ops.utils.storage.encode import to_data as to_data
+from ejkernel.ops.utils.storage.quick import quick
 
 _T = TypeVar("_T")
 
@@ -82,6 +83,10 @@ def from_plain(data: object, cls: type[_T]) -> _T: ...
 def from_plain(data: object, cls: object) -> Any: ...
 def from_plain(data: object, cls: object) -> Any:
     """Return data that `parse_json` returned as a `cls`, as `from_data` does."""
+    try:
+        return quick(data, cls)
+    except LookupError:
+        pass
     from ejkernel.ops.utils.storage import decode  # on first use: cattrs takes longer to import than `ejkernel.ops` may
 
     return decode.decode(data, cls)

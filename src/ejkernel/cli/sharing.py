@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel cache push`, `pull`, `diff` and `merge`: what was found here, and what others have found."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from ejkernel import settings
+from ejkernel.cli import report
+from ejkernel.cli.show import opened
+from ejkernel.ops.config._files import is_url
+from ejkernel.ops.config.shared.exchange import Place, Plan, SharedPlace, Step, place_of, plan
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import ConfigError, EjkernelError
+from ejkernel.ops.utils.formatting import arguments, compact, counted
+
+_T = TypeVar("_T")
+_SHOWN: Final = 50  # rows of a table; `--json` has all
+
+
+def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_json: bool) -> None:
+    """Run `ejkernel cache push`."""
+    folder = _folder(cache)
+    target = _shared(url or _only_layer(), folder)
+    _bring([place_of(str(folder), folder)], target, dry_run=dry_run, as_json=as_json)
+    if merge and not dry_run:
+        fewer = _told(target.merge)
+        click.echo(f"{target}: {counted(fewer, 'pack')} fewer", err=True)
+
+
+def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
+    """Run `ejkernel cache pull`: into the folder or, without a URL, into the copies of the layers alone."""
+    folder = _folder(cache)
+    if url:
+        _bring([_shared(url, folder)], place_of(str(folder), folder), dry_run=dry_run, as_json=as_json)
+        return
+    places = [_shared(layer, folder) for layer in _layers()]
+    found = [(str(place), place.fetched, sum(1 for _ in place.copy.variants())) for place in places]
+    if as_json:
+        report.echo_json([{"url": place, "fetched": fetched, "entries": count} for place, fetched, count in found])
+        return
+    for place, fetched, count in found:
+        click.echo(f"{place}: {counted(fetched, 'pack')} fetched; {_entries(count)} here")
+
+
+def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
+    """Run `ejkernel cache merge`."""
+    folder = _folder(cache)
+    target = place_of(str(folder), folder)
+    _bring(_told(lambda: [place_of(name, folder) for name in sources]), target, dry_run=dry_run, as_json=as_json)
+
+
+def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
+    """Run `ejkernel cache diff`; return 1 if the places differ."""
+    folder = _folder(cache)
+    theirs = _told(lambda: place_of(one, folder))
+    ours = _told(lambda: place_of(other or str(folder), folder))
+    found = [step for step in plan([theirs], ours).steps if step.action != "same"]
+    missing = [step for step in plan([ours], theirs).steps if step.action == "added"]
+    if as_json:
+        report.echo_json({"left": str(ours), "right": str(theirs), **_sides(found, missing)})
+    else:
+        rows = sorted([*(_row(step) for step in found), *(_row(step, only_left=True) for step in missing)])
+        _table(("device", "operation", "arguments", "left", "right", "better", "why"), rows)
+        click.echo(f"left is {ours}, right is {theirs}: {counted(len(rows), 'difference')}", err=True)
+    return 1 if found or missing else 0
+
+
+def _bring(sources: Iterable[Place], target: Place, *, dry_run: bool, as_json: bool) -> None:
+    found = plan(sources, target)
+    if not dry_run:
+        _told(lambda: target.put(found.entries))
+    counts = collections.Counter(step.action for step in found.steps)
+    if as_json:
+        names = ("added", "replaced", "kept", "same")
+        data = {"target": str(target), "dry_run": dry_run, **{name: counts[name] for name in names}}
+        report.echo_json(data | {"conflicts": [_as_data(step) for step in found.conflicts]})
+        return
+    _conflicts(found)
+    would = "would be " if dry_run else ""
+    click.echo(
+        f"{target}: {_entries(counts['added'])} {would}added, {counts['replaced']} {would}replaced by better ones; "
+        f"{counts['kept']} there are better, {counts['same']} the same"
+    )
+
+
+def _conflicts(found: Plan) -> None:
+    if found.conflicts:
+        rows = [(*_row(step)[:5], step.verdict.why, _stays(step)) for step in found.conflicts]
+        _table(("device", "operation", "arguments", "ours", "theirs", "why", "stays"), rows)
+        click.echo(f"{counted(len(rows), 'conflict')}: nothing tells which configuration is the better", err=True)
+
+
+def _row(step: Step, *, only_left: bool = False) -> tuple[str, ...]:
+    entry, key = step.theirs, step.theirs.key
+    device, op, call = key if isinstance(key, ConfigKey) else ("", "", str(key))
+    call = arguments(entry.call) if entry.call is not None else call
+    left = entry if only_left else step.ours
+    better = "" if step.ours is None else "unknown" if step.verdict.is_conflict else _stays(step)
+    better = {"ours": "left", "theirs": "right"}.get(better, better)
+    configs = ("-" if left is None else compact(left.config), "-" if only_left else compact(entry.config))
+    why = step.verdict.why.replace("ours", "left").replace("theirs", "right")
+    return device, op, call, *configs, better, why
+
+
+def _stays(step: Step) -> str:
+    return "theirs" if step.verdict.takes else "ours"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    if rows:
+        click.echo(report.table(header, rows[:_SHOWN], "device", "arguments"))
+    if len(rows) > _SHOWN:
+        click.echo(f"... and {len(rows) - _SHOWN} more (--json has all)")
+
+
+def _sides(found: Sequence[Step], missing: Sequence[Step]) -> dict[str, Any]:
+    return {
+        "only_left": [step.theirs.key for step in missing],
+        "only_right": [step.theirs.key for step in found if step.ours is None],
+        "differing": [_as_data(step) for step in found if step.ours is not None],
+    }
+
+
+def _as_data(step: Step) -> dict[str, Any]:
+    return {
+        "key": step.theirs.key,
+        "ours": None if step.ours is None else step.ours.config,
+        "theirs": step.theirs.config,
+        "stays": _stays(step),
+        "why": step.verdict.why,
+        "conflict": step.verdict.is_conflict,
+    }
+
+
+def _entries(count: int) -> str:
+    return counted(count, "entry", "entries")
+
+
+def _folder(cache: Path | None) -> Path:
+    """Return the cache's own folder."""
+    folder = opened(cache).path
+    assert folder is not None  # else `opened` raises
+    _told(lambda: folder.mkdir(parents=True, exist_ok=True))
+    return folder
+
+
+def _layers() -> list[str]:
+    found = [layer for layer in settings.current().cache_layers if is_url(layer)]
+    if not found:
+        raise ConfigError("name a URL, or set EJKERNEL_CACHE_LAYERS to those of shared caches.")
+    return found
+
+
+def _only_layer() -> str:
+    found = _layers()
+    if len(found) > 1:
+        raise ConfigError(f"EJKERNEL_CACHE_LAYERS has {len(found)} URLs; name the one that is meant.")
+    return found[0]
+
+
+def _shared(url: str, folder: Path) -> SharedPlace:
+    if not is_url(url):
+        raise ConfigError(f"{url!r} is no URL, such as s3://bucket/prefix or file:///shared/ejkernel.")
+    return _told(lambda: SharedPlace(url, folder))
+
+
+def _told(do: Callable[[], _T]) -> _T:
+    """Do what may fail because of a disk or a network, and make an error for the user of it."""
+    try:
+        return do()
+    except EjkernelError:
+        raise
+    except OSError as error:
+        raise ConfigError(str(error)) from error

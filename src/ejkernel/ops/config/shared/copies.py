@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy of a shared cache on this machine: a folder of packs, which are found, added and merged without a lock.
+
+A file of it is never changed, so processes cannot lose what others have added: one that merges packs removes only those
+that it has read, once what it made of them is there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from ejkernel.ops.config._files import UnusableError, warn_of
+from ejkernel.ops.config._writing import write_chunks
+from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.shared import packs
+from ejkernel.ops.config.shared.choice import best_of_classes, by_preference
+from ejkernel.ops.config.shared.packs import Pack, checked, entry_in_line, line_of, read_line, token_in, token_of
+from ejkernel.ops.utils.printable import printable
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS: Final = 3  # of a lookup, while other processes merge packs
+MOST_PACKS: Final = 4  # more are merged into one, for each is searched for each key
+
+
+class LocalCopy:
+    """A folder of packs.
+
+    A pack or a line that cannot be used is left out, with one `CacheWarning`.
+
+    Args:
+        folder: The folder; it need not be there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._name = str(folder)
+        self._packs: dict[str, Pack] = {}
+        self._listed: int | None = None
+
+    def packs(self) -> list[Pack]:
+        """Return the packs that are there; the folder is listed only if it has changed."""
+        for _ in range(_ATTEMPTS):
+            try:
+                changed = os.stat(self._name).st_mtime_ns
+                if changed == self._listed:
+                    break
+                self._packs = self._opened_packs(os.listdir(self._name))
+                self._listed = changed
+                break
+            except (FileNotFoundError, NotADirectoryError):  # there is none; or one was merged since it was listed
+                self._packs, self._listed = {}, None
+            except OSError as error:
+                warn_of(self._name, error)
+                self._packs, self._listed = {}, None
+                break
+        return list(self._packs.values())
+
+    def _opened_packs(self, names: Sequence[str]) -> dict[str, Pack]:
+        found = {}
+        for name in sorted(filter(packs.is_name, names)):
+            try:
+                found[name] = self._packs.get(name) or Pack(self.folder / name)
+            except FileNotFoundError:
+                raise
+            except (OSError, UnusableError) as error:
+                warn_of(str(self.folder / name), error)
+        return found
+
+    def find(self, key: object) -> list[StoredEntry]:
+        """Return the entries of a key in the order in which they answer here: of each provenance class the best."""
+        token = token_of(key)
+        found = []
+        for line in dict.fromkeys(self._found(token)):
+            try:
+                found.append(entry_in_line(line, key))
+            except UnusableError as error:
+                warn_of(f"{token} of {self.folder}", error)
+        return by_preference(found) if len(found) > 1 else found
+
+    def entries(self, operation: str | None = None) -> Iterator[StoredEntry]:
+        """Yield for each key the entry that answers here; with `operation`, of that one alone, without its version."""
+        for entries in self.variants(operation):
+            yield entries[0] if len(entries) == 1 else by_preference(entries)[0]
+
+    def variants(self, operation: str | None = None) -> Iterator[list[StoredEntry]]:
+        """Yield for each key all entries of it; see `entries`."""
+        wanted = None if operation is None else json.dumps(f"{operation}@v")[:-1].encode()  # as lines have it
+        for _, lines in itertools.groupby(_merged([_walked(pack) for pack in self.packs()]), token_in):
+            read = [self._read(line) for line in lines if wanted is None or wanted in line]
+            found = [entry for entry in read if entry is not None]
+            if found:
+                yield found
+
+    def add(self, name: str, raw: bytes) -> None:
+        """Add a pack, which was checked.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_chunks(self.folder / name, lambda: (raw,))
+        self._listed = None
+
+    def remove(self, gone: Sequence[Pack]) -> None:
+        """Remove packs.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        for pack in gone:
+            pack.path.unlink(missing_ok=True)
+        self._listed = None
+
+    def merge(self, most: int = MOST_PACKS) -> None:
+        """Make one pack of all, if there are more than `most`; of each key and provenance class the best stays.
+
+        Raises:
+            UnusableError: a line of them is not what was written; nothing is changed.
+            OSError: it cannot be written.
+        """
+        sources = self.packs()
+        if len(sources) <= most:
+            return
+        names = sorted(frozenset().union(*(pack.names for pack in sources)))
+        target = self.folder / packs.merged_name(names)
+        write_chunks(target, lambda: packs.written(self.best_lines(sources), names))
+        self.remove([pack for pack in sources if pack.path != target])
+
+    def best_lines(self, sources: Sequence[Pack] | None = None) -> Iterator[bytes]:
+        """Yield, sorted, the lines of packs that are not worse than another one; those of another schema stay.
+
+        Raises:
+            UnusableError: one is not what was written, so that what is made of them must not replace them.
+            OSError: a pack cannot be read.
+        """
+        walks = [pack.walk() for pack in (self.packs() if sources is None else sources)]
+        for _, lines in itertools.groupby(_merged(walks), token_in):
+            of_key = [checked(line) for line in lines]
+            if len(of_key) == 1:
+                yield of_key[0]
+                continue
+            read = [(line, self._read(line)) for line in of_key]
+            best = {line_of(entry) for entry in best_of_classes(entry for _, entry in read if entry is not None)}
+            yield from sorted(best | {line for line, entry in read if entry is None})
+
+    def _read(self, line: bytes) -> StoredEntry | None:
+        try:
+            return read_line(line)
+        except UnusableError as error:
+            warn_of(f"{printable(token_in(line))} of {self.folder}", error)
+            return None
+
+    def _found(self, token: str) -> list[bytes]:
+        for _ in range(_ATTEMPTS):
+            found: list[bytes] = []
+            is_whole = True
+            for pack in self.packs():
+                try:
+                    found += pack.find(token)
+                except FileNotFoundError:  # another process has put others in its place
+                    is_whole, self._listed = False, None
+                except (OSError, UnusableError) as error:
+                    warn_of(str(pack.path), error)
+            if is_whole:
+                break
+        return found
+
+
+def _walked(pack: Pack) -> Iterator[bytes]:
+    """Yield the lines of a pack as far as it can be read."""
+    try:
+        yield from pack.walk()
+    except (OSError, UnusableError) as error:
+        warn_of(str(pack.path), error)
+
+
+def _merged(walks: Sequence[Iterator[bytes]]) -> Iterator[bytes]:
+    """Yield the lines of packs, sorted, each once."""
+    if len(walks) == 1:
+        yield from walks[0]
+        return
+    previous = b""
+    for line in heapq.merge(*walks):
+        if line != previous:
+            previous = line
+            yield line

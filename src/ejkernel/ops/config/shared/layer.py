@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of a persistent cache that machines share: read from a copy on this machine, which is brought up to date."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+from ejkernel.ops.config._files import UnusableError, slug
+from ejkernel.ops.config.entries import StoredEntry
+from ejkernel.ops.config.shared.copies import LocalCopy
+from ejkernel.ops.config.shared.packs import LARGEST
+from ejkernel.ops.config.shared.stores import Store, shown
+from ejkernel.ops.errors import CacheWarning, EjkernelError
+from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import counted
+
+_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
+
+FOLDER: Final = ".layers"  # in the cache's folder; no device is called so
+AGAIN: Final = 900.0  # seconds after which a miss looks again for what others have found
+PATIENCE: Final = 10.0  # seconds that a call waits for that; what comes later is for later calls
+_LISTINGS: Final = 3  # of a place that others merge meanwhile
+_AT_ONCE: Final = 8  # packs that are fetched side by side
+_MOST: Final = 1 << 30  # bytes of a copy
+
+
+class SharedLayer:
+    """A place by its URL, and its copy on this machine, which is all that a lookup reads.
+
+    Args:
+        url: See `Store`.
+        cache_dir: The folder of the cache that this is a layer of, which the copy is kept in; `None`: there is none.
+        connect: Opens a store.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        cache_dir: Path | None,
+        *,
+        connect: Callable[[str], Store] = Store,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = url
+        self.copy = None if cache_dir is None else LocalCopy(copy_folder(url, cache_dir))
+        self._connect = connect
+        self._clock = clock
+        self._next = self._until = -float("inf")
+        self._running: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._warned = False
+        self.problem = ""
+
+    def __str__(self) -> str:
+        return shown(self.url)
+
+    def find(self, key: object) -> list[StoredEntry]:
+        """Return what the copy has for a key, in the order in which entries answer."""
+        return [] if self.copy is None else self.copy.find(key)
+
+    def entries(self, operation: str | None = None) -> Iterator[StoredEntry]:
+        """Yield for each key of the copy the entry that answers."""
+        return iter(()) if self.copy is None else self.copy.entries(operation)
+
+    def look_again(self, patience: float = PATIENCE) -> None:
+        """Bring the copy up to date, unless that was done lately, and wait for it a while.
+
+        Where the place cannot be reached, that is one `CacheWarning`, and the copy stays as it is.
+        """
+        with self._lock:
+            now = self._clock()
+            if self._running is None or not self._running.is_alive():
+                if now < self._next:
+                    return
+                self._next, self._until = now + AGAIN, now + patience
+                # in a thread: a network that does not answer would otherwise be waited for as long as its library likes
+                self._running = threading.Thread(target=self._refresh, name=f"read {self}", daemon=True)
+                self._running.start()
+            running, left = self._running, max(0.0, self._until - now)
+        running.join(left)
+        self.tell()
+        if running.is_alive() and not self.problem:
+            self._warn(f"it has not answered for {patience:g} s")
+
+    def tell(self) -> None:
+        """Warn, once for this object, of what the last attempt could not bring here."""
+        if self.problem:
+            self._warn(self.problem)
+
+    def refresh(self) -> int:
+        """Bring the copy up to date, and return how many packs were fetched; `problem` tells of those of no use.
+
+        Raises:
+            UnreachableError: the place cannot be read.
+            OSError: the copy cannot be written.
+        """
+        if self.copy is None:
+            raise OSError("there is no folder to keep a copy in; set EJKERNEL_CACHE_DIR")
+        store, fetched = self._connect(self.url), 0
+        listed = store.sizes()
+        for _ in range(_LISTINGS):
+            fetched += self._fetch(store, listed)
+            gone = [pack for pack in self.copy.packs() if not pack.names <= listed.keys()]
+            before, listed = listed, store.sizes() if gone else listed
+            if listed == before:  # else others merge meanwhile: what is gone may be in what was not listed yet
+                # An empty place may be one that is not mounted; else what was removed there, or merged, goes here too.
+                self.copy.remove(gone if listed else [])
+                break
+        self._tidy()
+        return fetched
+
+    def _fetch(self, store: Store, listed: Mapping[str, int]) -> int:
+        """Add those packs to the copy that it has not; return how many, and leave in `problem` what is of no use."""
+        copy = self.copy
+        assert copy is not None
+        stay = [pack for pack in copy.packs() if pack.names <= listed.keys()]
+        known = frozenset().union(*(pack.names for pack in stay))
+        new = {name: size for name, size in sorted(listed.items()) if name not in known}
+        if sum(new.values()) > _MOST - sum(pack.size for pack in stay):
+            raise OSError(f"its copy would have more than {_MOST} bytes")
+
+        def fetch(name: str) -> str | None:
+            """Return `""`, or why a pack is of no use; `None` if it is gone."""
+            try:
+                if not 0 < new[name] <= LARGEST:
+                    raise UnusableError(f"it has {new[name]} bytes, and none has more than {LARGEST}")
+                raw = store.read(name)
+            except UnusableError as error:
+                return f"{name}: {error}"
+            if raw is None:
+                return None
+            copy.add(name, raw)
+            return ""
+
+        found = _side_by_side(fetch, new)
+        problems = sorted(filter(None, found))
+        self.problem = f"{counted(len(problems), 'pack')} cannot be used, such as {problems[0]}" if problems else ""
+        return found.count("")
+
+    def _tidy(self) -> None:
+        try:
+            if self.copy is not None:
+                self.copy.merge()
+        except (OSError, UnusableError) as error:  # such as another process's merging the same
+            logger.info("the packs of %s stay as they are: %s", self, error_text(error))
+
+    def _refresh(self) -> None:
+        try:
+            self.refresh()
+        except (OSError, EjkernelError, Warning) as error:  # a warning, where warnings are errors
+            self.problem = error_text(error)
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            text = f"the copy of the shared cache {self} is used as it is, and is not up to date: {reason}"
+            warnings.warn(text, CacheWarning, stacklevel=4)
+
+
+def copy_folder(url: str, cache_dir: Path) -> Path:
+    """Return where the copy of a shared cache is kept."""
+    return cache_dir / FOLDER / f"{slug(shown(url))}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
+def _side_by_side(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
+    """Return what `do` makes of items, in whatever order.
+
+    On threads that keep no process from ending, as those of a pool would while a network does not answer.
+    """
+    todo = list(items)
+    found: list[_T] = []
+    raised: list[OSError | EjkernelError] = []
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # nothing is left
+            while not raised:
+                item = todo.pop()
+                try:
+                    found.append(do(item))
+                except (OSError, EjkernelError) as error:
+                    raised.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(todo)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+    return found

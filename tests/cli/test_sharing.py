@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel cache push`, `pull`, `diff` and `merge`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.ops.config.shared.stores import entry
+
+from ejkernel.cli import main
+from ejkernel.ops import PersistentCache
+from ejkernel.ops.config.shared.exchange import FolderPlace
+
+
+@pytest.fixture
+def url(tmp_path):
+    pytest.importorskip("fsspec", reason="fsspec is an extra, and is not installed")
+    return f"file://{tmp_path}/team"
+
+
+@pytest.fixture
+def mine(tmp_path):
+    FolderPlace(tmp_path / "mine").put([entry(1, 1, speedup=1.2), entry(2, 2)])
+    return tmp_path / "mine"
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    FolderPlace(tmp_path / "theirs").put([entry(1, 11, speedup=1.6), entry(2, 12, speedup=1.501), entry(3, 13)])
+    return tmp_path / "theirs"
+
+
+def run(capsys, *arguments, cache=None):
+    status = main(["cache", *arguments, *([] if cache is None else ["--cache", str(cache)])])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_what_one_pushes_another_pulls(capsys, url, mine, theirs):
+    status, out, _ = run(capsys, "push", url, cache=mine)
+    assert (status, out) == (
+        0,
+        f"{url}: 2 entries added, 0 replaced by better ones; 0 there are better, 0 the same\n",
+    )
+    assert "1 entry added, 2 replaced" in run(capsys, "push", url, cache=theirs)[1]
+    assert "1 entry would be added, 2 would be replaced" in run(capsys, "pull", url, "--dry-run", cache=mine)[1]
+    assert len(PersistentCache(mine).keys()) == 2
+    assert "1 entry added, 2 replaced by better ones" in run(capsys, "pull", url, cache=mine)[1]
+    assert PersistentCache(mine).get(entry(1).key) == {"rows": 11}
+    assert run(capsys, "diff", url, cache=mine) == (0, "", f"left is {mine}, right is {url}: 0 differences\n")
+
+
+def test_push_merges_when_asked(capsys, url, mine, theirs, tmp_path):
+    run(capsys, "push", url, cache=mine)
+    assert "1 pack fewer" in run(capsys, "push", url, "--merge", cache=theirs)[2]
+    assert len(list((tmp_path / "team").iterdir())) == 1
+
+
+def test_conflicts_are_shown(capsys, mine, theirs):
+    status, out, err = run(capsys, "merge", str(theirs), cache=mine)
+    assert status == 0
+    assert "rows=12" in out
+    assert "rows=11" not in out
+    assert "1 conflict: nothing tells which configuration is the better" in err
+    PersistentCache(mine).put(entry(3).key, {"rows": 99})
+    found = json.loads(run(capsys, "merge", str(theirs), "--json", cache=mine)[1])
+    assert (found["added"], found["kept"], found["same"]) == (0, 1, 2)
+    (conflict,) = found["conflicts"]
+    assert (conflict["ours"], conflict["stays"], conflict["why"]) == ({"rows": 99}, "ours", "ours was set by hand")
+
+
+def test_diff_says_what_differs_and_which_is_better(capsys, mine, theirs):
+    status, out, _ = run(capsys, "diff", str(theirs), cache=mine)
+    assert status == 1
+    assert [line.split()[-2:] for line in out.splitlines()[1:] if "rows=13" in line] == [["-", "rows=13"]]
+    assert "right    left has 1.20x the heuristic's speed, right 1.60x" in out
+    assert "unknown" in out
+    found = json.loads(run(capsys, "diff", str(mine), str(theirs), "--json")[1])
+    assert (len(found["only_left"]), len(found["only_right"]), len(found["differing"])) == (1, 0, 2)
+
+
+def test_pull_without_a_url_brings_the_copies_up_to_date(capsys, url, theirs, tmp_path, monkeypatch):
+    run(capsys, "push", url, cache=theirs)
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", url)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "third"))
+    assert run(capsys, "pull") == (0, f"{url}: 1 pack fetched; 3 entries here\n", "")
+    assert json.loads(run(capsys, "pull", "--json")[1]) == [{"url": url, "fetched": 0, "entries": 3}]
+    assert PersistentCache().get(entry(3).key) == {"rows": 13}
+    PersistentCache().put(entry(5).key, {"rows": 5})
+    assert f"{url}: 1 entry added" in run(capsys, "push")[1]
+    status, out, _ = run(capsys, "verify")
+    assert (status, out) == (0, f"{tmp_path / 'third'}: 1 entry, 0 searches, 0 notes, 2 packs; all can be used\n")
+
+
+def test_a_damaged_copy_is_found_and_removed(capsys, url, theirs, tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "third"))
+    run(capsys, "push", url, cache=theirs)
+    run(capsys, "pull", url)
+    (pack,) = (tmp_path / "third").glob(".layers/*/*.pack")
+    pack.write_bytes(pack.read_bytes().replace(b'"rows":13', b'"rows":14'))
+    status, out, _ = run(capsys, "verify")
+    assert status == 1
+    assert "digest" in out
+    assert "1 pack removed" in run(capsys, "prune", "--unreadable")[1]
+    assert "0 entries added" in run(capsys, "pull", url)[1]
+    assert run(capsys, "verify")[0] == 0
+    assert "3 entries, 0 searches, 0 notes, 1 pack removed" in run(capsys, "clear", "--yes")[1]
+    assert not (tmp_path / "third" / ".layers").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("push",), "set EJKERNEL_CACHE_LAYERS"),
+        (("push", "no url"), "'no url' is no URL"),
+        (("pull",), "set EJKERNEL_CACHE_LAYERS"),
+        (("diff", "/nowhere/at/all"), "there is no folder /nowhere/at/all"),
+        (("merge", "/nowhere/at/all"), "there is no folder"),
+        (("push", "nosuchkind://x"), "nosuchkind"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_says_what_to_do(capsys, arguments, message):
+    pytest.importorskip("fsspec", reason="fsspec is an extra, and is not installed")
+    status, _, err = run(capsys, *arguments)
+    assert status == 1
+    assert message in err
+
+
+def test_of_several_layers_the_one_to_push_to_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", "memory://a,memory://b")
+    assert "has 2 URLs; name the one" in run(capsys, "push")[2]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    status, _, err = run(capsys, "merge", str(tmp_path))
+    assert status == 1
+    assert "Not a directory" in err

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A shared layer: read from its copy alone, and brought up to date when nothing else has an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import warnings
+
+import jax.numpy as jnp
+import pytest
+from tests.ops.config.shared.stores import FakeStore, entry, pack
+
+from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
+from ejkernel.ops.config.shared import layer as layers
+from ejkernel.ops.config.shared.layer import AGAIN, SharedLayer
+from ejkernel.ops.config.shared.packs import token_of
+from ejkernel.ops.errors import CacheWarning
+
+
+@tune(space={"rows": [1, 2]})
+def doubled(x, *, rows=1):
+    return x * 2 if rows else x
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def store():
+    return FakeStore(pack(entry(1), entry(2)))
+
+
+@pytest.fixture
+def layer(tmp_path, store, clock):
+    return SharedLayer("fake://team", tmp_path, connect=store, clock=clock)
+
+
+@pytest.fixture
+def cache(tmp_path, layer):
+    """A persistent cache over the layer."""
+    made = PersistentCache(tmp_path, layers=["fake://team"], shipped=False)
+    made._layers = (layer,)
+    return made
+
+
+def test_a_lookup_asks_the_store_nothing(cache, store):
+    assert cache.get(entry(1).key) is None
+    assert list(cache.entries()) == []
+    assert store.asked == []
+
+
+def test_what_was_fetched_is_found_without_the_store(cache, layer, store):
+    layer.look_again()
+    store.asked.clear()
+    store.down = "no network"
+    assert cache.get(entry(1).key) == {"rows": 64}
+    assert cache.load(entry(2).key) == entry(2)
+    assert sorted(cache.keys()) == [entry(1).key, entry(2).key]
+    assert store.asked == []
+
+
+def test_the_own_folder_answers_first(cache, layer):
+    layer.look_again()
+    cache.put(entry(1).key, {"rows": 3})
+    assert cache.get(entry(1).key) == {"rows": 3}
+    assert dict(cache.entries())[entry(1).key].config == {"rows": 3}
+    cache.remove(entry(1).key)
+    assert cache.get(entry(1).key) == {"rows": 64}
+
+
+def test_packs_are_fetched_once_and_the_store_is_not_asked_again_soon(layer, store, clock):
+    layer.look_again()
+    layer.look_again()
+    assert store.asked == ["list", "read"]
+    clock.now += AGAIN
+    store.objects.update([pack(entry(3))])
+    layer.look_again()
+    assert store.asked == ["list", "read"] * 2
+    assert layer.find(entry(3).key) == [entry(3)]
+
+
+def test_a_store_that_is_down_is_one_warning_and_the_copy_answers(layer, store, clock):
+    layer.look_again()
+    store.down = "no network"
+    clock.now += AGAIN
+    with pytest.warns(CacheWarning, match=r"fake://team is used as it is, .*UnreachableError: no network"):
+        layer.look_again()
+    clock.now += AGAIN
+    layer.look_again()  # where warnings are errors
+    assert layer.find(entry(1).key) == [entry(1)]
+    store.down = ""
+    store.objects.update([pack(entry(3))])
+    clock.now += AGAIN
+    layer.look_again()
+    assert layer.find(entry(3).key) == [entry(3)]
+
+
+def test_a_store_that_does_not_answer_is_waited_for_once(layer, store):
+    answers = threading.Event()
+    sizes = store.sizes
+    store.sizes = lambda: answers.wait() and sizes()
+    with pytest.warns(CacheWarning, match="it has not answered for 0.01 s"):
+        layer.look_again(0.01)
+    layer.look_again(600)  # returns at once: the first call has waited
+    answers.set()
+    layer._running.join()
+    assert layer.find(entry(1).key) == [entry(1)]
+
+
+def test_a_pack_that_is_wrong_is_left_out_with_a_warning(layer, store):
+    name, raw = pack(entry(3))
+    store.objects |= {name: raw[:-1], "f" * 32 + ".pack": b"", "e" * 32 + ".pack": b"{}"}
+    with pytest.warns(CacheWarning, match="3 packs cannot be used, such as"):
+        layer.look_again()
+    assert (layer.find(entry(1).key), layer.find(entry(3).key)) == ([entry(1)], [])
+
+
+def test_a_pack_that_is_too_large_is_not_fetched(layer, store, monkeypatch):
+    monkeypatch.setattr(layers, "LARGEST", 10)
+    with pytest.warns(CacheWarning, match="none has more than 10"):
+        layer.look_again()
+    assert store.asked == ["list"]
+
+
+def test_a_copy_has_a_limit(layer, monkeypatch):
+    monkeypatch.setattr(layers, "_MOST", 10)
+    with pytest.warns(CacheWarning, match="more than 10 bytes"):
+        layer.look_again()
+
+
+def test_what_was_removed_or_merged_there_is_removed_here_too(layer, store):
+    layer.refresh()
+    store.objects = dict([pack(entry(2), entry(3))])
+    layer.refresh()
+    assert [found.key for found in layer.entries()] == sorted([entry(2).key, entry(3).key], key=token_of)
+    store.objects = {}
+    layer.refresh()  # a place that is empty may be one that is not mounted
+    assert layer.find(entry(2).key) == [entry(2)]
+
+
+def test_what_others_merge_while_it_is_listed_is_not_lost(layer, store):
+    layer.refresh()
+    merged = pack(entry(1), entry(2), entry(9))
+    listings = [dict([pack(entry(5))]), dict([pack(entry(5)), merged])]  # the first has neither the old nor the new
+
+    def sizes():
+        store.objects = listings.pop(0) if len(listings) > 1 else listings[0]
+        return {name: len(raw) for name, raw in store.objects.items()}
+
+    store.sizes = sizes
+    layer.refresh()
+    assert sorted(found.key.call[-1] for found in layer.entries()) == ["1", "2", "5", "9"]
+
+
+def test_many_packs_are_one_file_here_and_are_not_fetched_again(layer, store):
+    for number in range(10):
+        store.objects.update([pack(entry(number, note="many"))])
+    layer.refresh()
+    store.asked.clear()
+    assert (len(layer.copy.packs()), layer.refresh(), store.asked) == (1, 0, ["list"])
+
+
+def test_without_a_folder_there_is_a_warning_and_no_answer(store):
+    layer = SharedLayer("fake://team", None, connect=store)
+    assert (layer.find(entry(1).key), list(layer.entries())) == ([], [])
+    with pytest.warns(CacheWarning, match="set EJKERNEL_CACHE_DIR"):
+        layer.look_again()
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, store):
+    (tmp_path / ".layers").write_text("a file")
+    with pytest.warns(CacheWarning, match="is not up to date"):
+        SharedLayer("fake://team", tmp_path, connect=store).look_again()
+
+
+# --- in a chain ---
+
+
+@pytest.fixture
+def inv():
+    return Invocation(kernel=doubled, args=(jnp.ones(4),))
+
+
+def share(store, inv, rows):
+    store.objects.update([pack(dataclasses.replace(entry(), key=inv.key, config={"rows": rows}))])
+
+
+def test_a_miss_asks_the_store_and_what_is_there_answers(cache, store, inv):
+    share(store, inv, 2)
+    found = ConfigSelectorChain(persistent=cache).resolve(inv, doubled)
+    assert (found.config, found.source) == ({"rows": 2}, "shared")
+    assert ConfigSelectorChain(persistent=cache).resolve(inv, doubled).source == "persistent"
+
+
+def test_a_call_that_has_an_answer_does_not_ask_the_store(cache, store, inv):
+    cache.put(inv.key, {"rows": 1})
+    assert ConfigSelectorChain(persistent=cache).resolve(inv, doubled).source == "persistent"
+    assert ConfigSelectorChain(persistent=cache).resolve(inv, doubled).config == {"rows": 1}
+    assert store.asked == []
+
+
+def test_a_miss_everywhere_goes_on_and_asks_once(cache, store, inv):
+    chain = ConfigSelectorChain(persistent=cache)
+    assert chain.resolve(inv, doubled).source == "heuristic"
+    assert chain.resolve(inv, doubled).source == "heuristic"
+    assert store.asked.count("list") == 1
+
+
+def test_explain_says_what_the_shared_cache_had(cache, inv):
+    said = {c.tier: c.note for c in ConfigSelectorChain(persistent=cache).consult(inv, doubled)}
+    assert said["shared"] == "no entry"
+    assert "shared" not in {c.tier for c in ConfigSelectorChain().consult(inv, doubled)}
+
+
+# --- by the environment ---
+
+
+def test_layers_of_the_environment_are_read(tmp_path, monkeypatch):
+    folder = tmp_path / "others"
+    PersistentCache(folder).put(entry(5).key, {"rows": 5})
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f" fake://user:secret@team/x , {folder},")
+    cache = PersistentCache()
+    assert [str(layer) for layer in cache.layers] == ["fake://team/x", str(folder)]
+    assert cache.get(entry(5).key) == {"rows": 5}
+    assert "secret" not in repr(cache)
+    assert PersistentCache(tmp_path).layers == ()
+
+
+def test_a_kind_of_store_that_is_not_there_is_a_warning_that_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    cache = PersistentCache(tmp_path, layers=["s3://team/x"], shipped=False)
+    with pytest.warns(CacheWarning, match=r"pip install 'ejkernel-ops\[fsspec\]'"):
+        cache.look_again()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.look_again()
+        assert cache.get(entry(1).key) is None
