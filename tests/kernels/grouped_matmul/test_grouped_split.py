@@ -24,6 +24,8 @@ from ejkernel.modules import (
 from ejkernel.ops import check_kernel, recording
 from ejkernel.ops.execution.discovery import discover
 
+pytestmark = pytest.mark.slow
+
 ROWS, K, GROUPS = 64, 16, 8
 LHS, RHS = (by_numpy.normal(*shape, dtype="float32") for shape in ((ROWS, K), (GROUPS, K, K)))
 SIZES = jnp.asarray([3, 0, 17, 9, 1, 20, 0, 14], jnp.int32)
