@@ -112,6 +112,7 @@ def gradient(function):
 @pytest.mark.parametrize("spec", [P("a"), P(("a", "b")), P("a", "b")], ids=str)
 @pytest.mark.parametrize("kind", [Numbered, WithRule, WithResiduals])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_every_part_is_computed_as_what_it_is_of_the_whole_forward_and_backward(mode, kind, spec):
     mesh = mesh_of(mode)
     with jax.set_mesh(mesh):
