@@ -24,6 +24,8 @@ from ejkernel.modules import (
 from ejkernel.ops import check_kernel, recording
 from ejkernel.ops.execution.discovery import discover
 
+pytestmark = pytest.mark.slow
+
 ROWS, K, GROUPS = 64, 16, 8
 LHS, RHS = (by_numpy.normal(*shape, dtype="float32") for shape in ((ROWS, K), (GROUPS, K, K)))
 SIZES = jnp.asarray([3, 0, 17, 9, 1, 20, 0, 14], jnp.int32)
@@ -216,17 +218,15 @@ def test_experts_and_rows_on_the_same_explicit_devices_are_an_error_that_says_wh
         jax.jit(grouped_matmul)(*placed(ARRAYS, SPLITS[CONTENDED[0]], mesh))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "config", "other"),
-    [
-        (GroupedMatmul(), GroupedMatmulConfig(), RHS),
-        (GroupedMatmulWgrad(), GroupedMatmulWgradConfig(), LHS[:, ::2]),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_rules_and_parts_stand_the_check_of_kernels(kernel, config, other):
+@pytest.mark.parametrize("some", [{}, {"first_group": jnp.int32(3)}], ids=["all groups", "some of them"])
+@pytest.mark.parametrize("kernel", [GroupedMatmul(), GroupedMatmulWgrad()], ids=lambda kernel: kernel.name)
+def test_rules_and_parts_stand_the_check_of_kernels(kernel, some):
+    is_product = kernel.name == "grouped_matmul"
+    other = (RHS[4:] if some else RHS) if is_product else LHS[:, ::2]
+    options = some | ({"groups": 4} if some and not is_product else {})
+    config = GroupedMatmulConfig() if is_product else GroupedMatmulWgradConfig()
     without = ["dtypes", "platforms", "vmap", "pickle", "export", "gradient", "tangents", "key"]
-    report = check_kernel(kernel, LHS, other, SIZES, configs=[config], without=without)
+    report = check_kernel(kernel, LHS, other, SIZES, **options, configs=[config], without=without)
     rows = {row.check: row.status for row in report.rows if row.check.startswith("split")}
     assert rows == dict.fromkeys(map("split along {}".format, ("columns", "groups", "inner", "rows")), "ok")
 

@@ -95,10 +95,9 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
         drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
         return {kind: ((lhs, rhs, groups_with(own), *others), kwargs) for kind, own in drawn.items()}
 
-    def part_arguments(
-        self, part: CallPart, lhs: Any, rhs: Any, groups: Groups, *others: Any, **options: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with the sizes that groups have in the part's rows, and its first group."""
+        lhs, rhs, groups, *others = args
         return (lhs, rhs, arguments.groups_of_part(part, groups), *others), options
 
     def cost(self, inv: Invocation[_Cfg, jax.Array]) -> Cost | None:

@@ -112,6 +112,7 @@ def gradient(function):
 @pytest.mark.parametrize("spec", [P("a"), P(("a", "b")), P("a", "b")], ids=str)
 @pytest.mark.parametrize("kind", [Numbered, WithRule, WithResiduals])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_every_part_is_computed_as_what_it_is_of_the_whole_forward_and_backward(mode, kind, spec):
     mesh = mesh_of(mode)
     with jax.set_mesh(mesh):
@@ -129,6 +130,7 @@ TRANSFORMED = {
 STACKED = {"vmap": ((3,), ()), "vmap of the last axis, and of both": ((3,), (3,)), "tangents of a vmap": ((3,), ())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Numbered, WithRule, WithResiduals])
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_parts_under_every_transformation_are_what_they_are_of_the_whole(name, kind):
@@ -225,6 +227,7 @@ def test_program_that_jax_stored_is_another_if_the_parts_of_its_calls_are(batche
     assert list(programs_of_parts(Forward(take_apart(Unhooked(), (X,), {})[0]), (X,), Choice(config=1))) == []
 
 
+@pytest.mark.slow
 def test_check_of_a_kernel_tells_that_its_parts_lack_an_argument():
     without = ["dtypes", "platforms", "vmap", "pickle", "export", "gradient", "tangents", "key"]
     assert check_kernel(Numbered(), X, SCALE, without=without).ok
