@@ -150,6 +150,7 @@ CASES = {
     "causal D128 16k": _case(16384, (32, 8), 128, 1),
     "causal D128 1k": _case(1024, (16, 16), 128, 8),
     "causal D128 8k": _case(8192, (64, 8), 128, 1),
+    "one key head": _case(8192, (8, 1), 128, 1),
     "full D128 512": _case(512, (16, 16), 128, 16, causal=False),
     "full D128 8k": _case(8192, (32, 8), 128, 1, causal=False),
     "causal D64 1k": _case(1024, (32, 8), 64, 16),

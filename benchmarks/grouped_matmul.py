@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.grouped_matmul`: grouped products beside what else JAX users have, and a dense product.
 
+"gated" is `silu(x @ w1) * (x @ w3)` with two matrices for each group, and "gated, trained" the same with the gradients
+of all three; n is the length of its rows.
+
 Each contender runs each call in a process of its own, which is ended when it takes too long; only one at a time is on
 the device. It is given normally distributed operands, and sizes of groups that are even, and that follow Zipf's law.
 Results of some rows are compared with NumPy's. What is reported is the median of the device's own times.
@@ -52,13 +55,15 @@ SHAPES = {
     "128 groups": Shape(m=131072, k=4096, n=1536, groups=128),
     "256 groups, decoding": Shape(m=256, k=7168, n=2048, groups=256),
 }
-DIRECTIONS = ("forward", "dgrad", "wgrad")
+PRODUCTS = {"forward": 1, "dgrad": 1, "wgrad": 1, "gated": 2, "gated, trained": 6}  # by direction, how many it takes
 
 
-def operands(shape: Shape, direction: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def operands(shape: Shape, direction: str) -> tuple[tuple[int, ...], ...]:
     """Return the operands' shapes."""
     rows = (shape.m, shape.n if direction == "dgrad" else shape.k)
-    return rows, (shape.m, shape.n) if direction == "wgrad" else (shape.groups, shape.k, shape.n)
+    if direction == "wgrad":
+        return rows, (shape.m, shape.n)
+    return (rows, *[(shape.groups, shape.k, shape.n)] * (2 if "gated" in direction else 1))
 
 
 def group_sizes(shape: Shape, kind: str) -> np.ndarray[Any, Any]:
@@ -70,15 +75,47 @@ def group_sizes(shape: Shape, kind: str) -> np.ndarray[Any, Any]:
     return rng.multinomial(shape.m, weights / weights.sum()).astype(np.int32)
 
 
+def gated(product: Function, direction: str) -> Function:
+    """Return what is made of two products, of which JAX makes one kernel, with its gradients or without."""
+
+    def fused(lhs: jax.Array, rhs: jax.Array, gate: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.nn.silu(product(lhs, rhs, sizes)) * product(lhs, gate, sizes)
+
+    return fused if direction == "gated" else trained(fused)
+
+
+def trained(function: Function) -> Function:
+    """Return a function with its gradients."""
+
+    def with_gradients(lhs: jax.Array, rhs: jax.Array, gate: jax.Array, sizes: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda *arrays: function(*arrays, sizes), lhs, rhs, gate)
+        return out, pull(jax.lax.optimization_barrier(out))  # in a program other layers lie between
+
+    return with_gradients
+
+
 def ours(shape: Shape, direction: str, *, implementation: str | None = None) -> Function:
     """Return the module's call, as it guesses."""
+    if "gated" in direction:
+
+        def fused(lhs: jax.Array, rhs: jax.Array, gate: jax.Array, sizes: jax.Array) -> jax.Array:
+            return grouped_matmul(lhs, rhs, sizes, gate=gate, activation="silu", implementation=implementation)
+
+        return fused if direction == "gated" else trained(fused)
     if direction == "wgrad":
         return functools.partial(grouped_matmul_wgrad, implementation=implementation)
     return functools.partial(grouped_matmul, transpose_rhs=direction == "dgrad", implementation=implementation)
 
 
+def two_calls(shape: Shape, direction: str) -> Function:
+    """Return what is made of two calls of the module."""
+    return gated(grouped_matmul, direction)
+
+
 def ragged_dot(shape: Shape, direction: str) -> Function:
     """Return XLA's product."""
+    if "gated" in direction:
+        return gated(jax.lax.ragged_dot, direction)
     axes, of_group = {
         "forward": (((1,), (1,)), [0]),
         "dgrad": (((1,), (2,)), [0]),
@@ -99,13 +136,19 @@ def by_jax(shape: Shape, direction: str) -> Function:
         )
     if shape.m // shape.groups < 128:
         layout["block_m"] = 64
+    if direction == "gated":
+        return gated(
+            lambda lhs, rhs, sizes: ragged_dot_mgpu.ragged_dot(lhs, rhs, group_sizes=sizes, **layout), direction
+        )
     return lambda lhs, rhs, sizes: ragged_dot_mgpu.ragged_dot(
         lhs, rhs, group_sizes=sizes, transpose_rhs=direction == "dgrad", **layout
     )
 
 
 def dense(shape: Shape, direction: str) -> Function:
-    """Return one product of as much work."""
+    """Return one product of as much work, for each."""
+    if "gated" in direction:
+        return gated(lambda lhs, rhs, sizes: jnp.dot(lhs, rhs[0]), direction)
     if direction == "wgrad":
         return lambda lhs, rhs, sizes: jnp.dot(lhs.T, rhs)
     return lambda lhs, rhs, sizes: jnp.dot(lhs, rhs[0] if direction == "forward" else rhs[0].T)
@@ -113,6 +156,7 @@ def dense(shape: Shape, direction: str) -> Function:
 
 CONTENDERS: dict[str, Callable[[Shape, str], Function]] = {
     OURS: ours,
+    "two calls": two_calls,
     "xla": functools.partial(ours, implementation="xla"),
     "jax mgpu": by_jax,
     "ragged_dot": ragged_dot,
@@ -123,28 +167,30 @@ RIVALS = ("jax mgpu", "ragged_dot")
 
 def measured(shape: Shape, direction: str, contender: str, lock: Path) -> dict[str, Any]:
     """Return microseconds and errors of one contender, by kind of sizes."""
-    first, second = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in operands(shape, direction))
+    types = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in operands(shape, direction)]
     sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
     with lock.open("w") as file:
         if contender in ("dense", "ragged_dot", "xla"):  # XLA times candidates on the device while it compiles
             fcntl.flock(file, fcntl.LOCK_EX)
-        program = jax.jit(CONTENDERS[contender](shape, direction)).lower(first, second, sizes).compile()
+        program = jax.jit(CONTENDERS[contender](shape, direction)).lower(*types, sizes).compile()
         fcntl.flock(file, fcntl.LOCK_EX)
         draw = jax.jit(lambda key, like: jax.random.normal(key, like, jnp.bfloat16), static_argnums=1)
-        lhs, rhs = (draw(jax.random.key(seed), x.shape) for seed, x in enumerate((first, second)))
+        arrays = [draw(jax.random.key(seed), x.shape) for seed, x in enumerate(types)]
+        if "gated" in direction:
+            arrays[0] /= shape.k**0.5
         found = {}
         for kind in ("even", "zipf") if contender != "dense" else ("even",):
             own = jnp.asarray(group_sizes(shape, kind))
-            out = program(lhs, rhs, own)
-            error = None if contender == "dense" else error_of((lhs, rhs, np.asarray(own), out), direction)
-            samples = [compat.cupti_seconds(lambda own=own: program(lhs, rhs, own)) or 0.0 for _ in range(ROUNDS)]
+            out = jax.tree.leaves(program(*arrays, own))[0]
+            error = None if contender == "dense" else error_of((*arrays, np.asarray(own), out), direction)
+            samples = [compat.cupti_seconds(lambda own=own: program(*arrays, own)) or 0.0 for _ in range(ROUNDS)]
             found[kind] = {"us": round(1e6 * float(np.median(samples)), 1), "error": error}
         return found
 
 
 def error_of(arrays: tuple[Any, ...], direction: str) -> float:
     """Return the relative error of a sample of the result: some rows of some groups."""
-    lhs, rhs, sizes, out = arrays
+    lhs, rhs, *gates, sizes, out = arrays
     ends, errors = np.cumsum(sizes), [0.0]
     if direction == "wgrad":
         lhs, rhs = (np.asarray(x, np.float32) for x in (lhs[:, :64], rhs[:, :128]))
@@ -158,6 +204,9 @@ def error_of(arrays: tuple[Any, ...], direction: str) -> float:
             matrix = np.asarray(jnp.take(rhs, at, axis=0)[0], np.float32)
             left, actual = (np.asarray(jnp.take(x, rows, axis=0), np.float32) for x in (lhs, out))
             expected = left @ (matrix.T if direction == "dgrad" else matrix)
+            for gate in gates:
+                matrix = np.asarray(jnp.take(gate, at, axis=0)[0], np.float32)
+                expected *= (left @ matrix) / (1 + np.exp(-expected))
         errors.append(float(np.linalg.norm(actual - expected) / np.linalg.norm(expected)))
     worst = float(np.max(errors))  # NaN, if one of them is
     return round(worst, 5)
@@ -187,7 +236,7 @@ def table(found: dict[str, Any]) -> str:
         if call == "environment":
             continue
         shape = SHAPES[call.split(" | ")[0]]
-        flops = 2 * shape.m * shape.k * shape.n
+        flops = 2 * shape.m * shape.k * shape.n * PRODUCTS[call.split(" | ")[1]]
         for kind in ("even", "zipf"):
             times = {name: row[kind]["us"] for name, row in contenders.items() if kind in row}
             dense_us, own = contenders.get("dense", {}).get("even", {}).get("us"), times.get(OURS)
@@ -203,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped_matmul", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write grouped_matmul_<device>.json and .md there")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--directions", nargs="*", default=list(PRODUCTS), choices=list(PRODUCTS), metavar="DIRECTION")
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=60.0, help="that one process may take (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="processes that compile at once (default: %(default)s)")
@@ -213,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(measured(SHAPES[shape], direction, contender, Path(lock))))
         return 0
     found: dict[str, Any] = {"environment": report.environment()}
-    jobs = [(s, d, c) for s in args.shapes for d in DIRECTIONS for c in args.contenders if worth(s, d, c)]
+    jobs = [(s, d, c) for s in args.shapes for d in args.directions for c in args.contenders if worth(s, d, c)]
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         lock = Path(folder) / "device"
         results = pool.map(lambda job: run_apart(*job, lock, args.seconds), jobs)
@@ -227,9 +277,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def worth(shape: str, direction: str, contender: str) -> bool:
-    """Return whether a contender can be waited for: XLA's product takes seconds for many rows of many groups."""
+    """Return whether it exists, and can be waited for: XLA's product takes seconds for many rows of many groups."""
     heavy = SHAPES[shape].m * SHAPES[shape].groups > 1 << 23
-    return not (contender == "ragged_dot" and heavy) and not (direction == "wgrad" and "decoding" in shape)
+    made = contender != "two calls" or "gated" in direction
+    has_gradient = contender != "jax mgpu" or direction != "gated, trained"
+    in_use = "decoding" not in shape or direction not in ("wgrad", "gated, trained")
+    return made and has_gradient and in_use and not (contender == "ragged_dot" and heavy)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,16 @@
     python -m benchmarks.record compile SPACE FOLDER   # anywhere with JAX's CUDA plugin
     python -m benchmarks.record measure FOLDER OUT     # on the device
 
-A process measures a few dozen configurations and says which it is at; where it is silent for long it is ended, and the
-configuration that it was at counts as failed.
+Of calls that are measured on several draws of inputs, a sample is the geometric mean of these. A process measures a few
+dozen configurations and says which it is at; where it is silent for long it is ended, and the configuration that it was
+at counts as failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gzip
 import json
 import multiprocessing
@@ -25,46 +27,54 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import attention, shipped
-from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
+from benchmarks import attention, experts, shipped
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, compile_bundle, read_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved
+from ejkernel.ops.autotuner.measure.cases import Case
+from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved
 from ejkernel.ops.core.description import rebuild
-from ejkernel.ops.core.examples import example_arrays
+from ejkernel.ops.core.examples import example_sets
 from ejkernel.ops.core.transformations.nodes import Choice
+from ejkernel.ops.implementation import OperationConfig
 
-# Spaces of our own kernels, by the case that is called and the direction.
-SPACES = {
-    "attention_causal_d128": ("causal D128 B4 4k", "fwd"),
-    "attention_full_d64": ("full D64 4k", "fwd"),
+
+def _attention(case: str, direction: str) -> Invocation[Any, Any]:
+    calls = shipped.aimed(lambda: attention.calls_of(attention.CASES[case]))
+    return next(inv for inv in calls if inv.direction == direction)
+
+
+def _grouped(number: int, **sizes: int) -> Invocation[Any, Any]:
+    """Return a product into experts, to each of whom a token goes; 0: forward, 1: of the rows, 2: of the weights."""
+    layer = experts.Experts(width=sizes["k"], hidden=sizes["n"], count=sizes["groups"], chosen=1)
+    return shipped.aimed(lambda: experts.calls_of(layer, sizes["m"], training=True))[number]
+
+
+# Spaces of our own kernels, by what is called.
+SPACES: dict[str, Callable[[], Invocation[Any, Any]]] = {
+    "attention_causal_d128": functools.partial(_attention, "causal D128 B4 4k", "fwd"),
+    "attention_full_d64": functools.partial(_attention, "full D64 4k", "fwd"),
+    "grouped_matmul_64_groups": functools.partial(_grouped, 0, m=16384, k=2048, n=2048, groups=64),
+    "grouped_matmul_wgrad_64_groups": functools.partial(_grouped, 2, m=16384, k=2048, n=2048, groups=64),
 }
 ROUNDS = 7  # samples of a configuration
 TOGETHER = 256  # configurations that a process measures
 SILENT = 20.0  # seconds after which a process is ended
 
 
-def call_of(space: str) -> Invocation[Any, Any]:
-    """Return the call whose space it is, on the target."""
-    case, direction = SPACES[space]
-    calls = shipped.aimed(lambda: attention.calls_of(attention.CASES[case]))
-    return next(inv for inv in calls if inv.direction == direction)
-
-
-def configurations(inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
+def configurations(inv: Invocation[Any, Any]) -> list[OperationConfig]:
     """Return the whole space of our own kernels."""
-    assert inv.kernel is not None  # it was found in a program
-    implementation: Any = inv.kernel.implementations["mosaic_gpu"]  # type: ignore[attr-defined]  # an operation's
-    field = "bwd" if inv.direction == "bwd" else "fwd"
-    space = implementation.space(inv.kernel.call_of(inv))  # type: ignore[attr-defined]  # likewise
-    return [FlashAttentionConfig(implementation="mosaic_gpu", **{field: params}) for params in space]
+    kernel: Any = inv.kernel
+    call = kernel.call_of(inv)
+    field = "bwd" if call.backward else "fwd"
+    space = kernel.implementations["mosaic_gpu"].space(call)
+    return [kernel.config_type(implementation="mosaic_gpu", **{field: params}) for params in space]
 
 
 def compile_space(space: str, folder: Path, processes: int) -> None:
     """Compile all configurations of a space into a bundle."""
     (made,) = compile_bundle(
-        [call_of(space)], Target.named(shipped.TARGET), folder, candidates=configurations, processes=processes
+        [SPACES[space]()], Target.named(shipped.TARGET), folder, candidates=configurations, processes=processes
     )
     print(f"{space}: {len(made.programs)} programs")
 
@@ -74,13 +84,17 @@ def _measure(bundle: Path, indices: Sequence[int], tell: Connection) -> None:
     (call,) = read_bundle(bundle)
     inv = rebuild(call.description)
     heuristic = Choice(config=call.configs[0], platform=inv.platform)
-    arrays = example_arrays(inv, np.random.default_rng(0), heuristic)
+    sets = example_sets(inv, np.random.default_rng(0), heuristic)
     for index in indices:
         program = call.candidates[index].program
         tell.send((index, None))
         assert program is not None  # only those are asked for
         try:
-            (times,) = interleaved([Runner(program.load(), [arrays])], rounds=ROUNDS)
+            loaded = program.load()
+            runners = [
+                Runner(loaded, [arrays], case=Case(call=inv.call_key, draw=draw)) for draw, arrays in sets.items()
+            ]
+            (times,) = interleaved([OnEach(tuple(runners)) if len(sets) > 1 else runners[0]], rounds=ROUNDS)
         except Exception as error:  # noqa: BLE001 - a configuration that fails is a result
             tell.send((index, str(error)))
         else:
@@ -130,9 +144,9 @@ def recorded(name: str, call: BundledCall, times: dict[int, list[float] | str]) 
     }
 
 
-def to_axes(config: FlashAttentionConfig) -> dict[str, Any]:
+def to_axes(config: OperationConfig) -> dict[str, Any]:
     """Return a configuration as values by name, true and false as 1 and 0."""
-    params = config.bwd if config.fwd is None else config.fwd
+    params: Any = config.bwd if config.fwd is None else config.fwd
     plain = {name: getattr(params, name) for name in params.__dataclass_fields__}
     return {name: int(value) if isinstance(value, bool) else value for name, value in plain.items()}
 

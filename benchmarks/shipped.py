@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the configurations that the package ships: attention as published models call it, tuned on one H200.
+"""Make the configurations that the package ships: calls of published models, tuned on one H200.
 
     python -m benchmarks.shipped compile models BUNDLES     # anywhere with JAX's CUDA plugin
     python -m benchmarks.shipped tune models BUNDLES CACHE  # on the H200: seconds a call
     python -m benchmarks.shipped ship CACHE                 # what was found, into src/ejkernel/data/configs
 
-`cases` in place of `models` does the same to what `benchmarks.attention` compares. The candidates of a call are the
-neighbours of its heuristic and what else was once the best of some shape, each compiled once. All of them race, and
-what is decided is what `ejkernel tune` would have saved.
+`models` is their attention, `experts` their grouped products, `cases` what `benchmarks.attention` compares. The
+candidates of a call are the neighbours of its heuristic and what else was once the best of some shape, each compiled
+once. All of them race, and what is decided is what `ejkernel tune` would have saved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention
+from benchmarks import attention, experts
 from ejkernel.kernels.flash_attention.mosaic_gpu import backward_support, forward_support
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig
@@ -135,7 +135,9 @@ Works = dict[str, Callable[[], list[Invocation[Any, Any]]]]  # what is tuned, by
 
 
 def works_of(what: str) -> Works:
-    """Return the calls of all models, or of the cases that are compared."""
+    """Return the calls of all models' attention, of their experts, or of the cases that are compared."""
+    if what == "experts":
+        return {name: functools.partial(experts.calls_of, *use) for name, use in experts.USES.items()}
     if what == "cases":
         return {name: functools.partial(attention.calls_of, case) for name, case in attention.CASES.items()}
     return {f"{name}, {use}": functools.partial(calls_of, model, use) for name, model, use in USES}
@@ -176,11 +178,13 @@ def calls_of(model: Model, use: Use) -> list[Invocation[Any, Any]]:
     return discover_for(program, (query, key, value, *segments), {}, platform="gpu")
 
 
-def candidates(inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
+def candidates(inv: Invocation[Any, Any]) -> list[Any]:
     """Return what is worth measuring for a call: every implementation, and of ours a few dozen parameters."""
+    if inv.op_id in experts.OPERATIONS:
+        return experts.candidates(inv)
     call = inv.kernel.call_of(inv)  # type: ignore[union-attr]  # calls that are found in programs have one
     field, able = ("bwd" if call.backward else "fwd"), inv.kernel.able(inv)  # type: ignore[union-attr]
-    found = [FlashAttentionConfig(implementation=name) for name in able if name in ("cudnn", "cudnn_packed")]
+    found: list[Any] = [FlashAttentionConfig(implementation=name) for name in able if name in ("cudnn", "cudnn_packed")]
     if "mosaic_gpu" in able:
         own = _backward_params(call) if call.backward else _forward_params(call)
         found += [FlashAttentionConfig(implementation="mosaic_gpu", **{field: params}) for params in own]
@@ -281,9 +285,9 @@ def tune_all(works: Works, bundles: Path, cache: Path, limits: Limits) -> None:
 
 
 def _tune(inv: Invocation[Any, Any], compiled: Any, store: PersistentCache, name: str, limits: Limits) -> None:
-    call = inv.kernel.call_of(inv)  # type: ignore[union-attr]  # as above
-    scores = call.query[0] * call.query[2] * call.query[1] * call.key[1]
-    policy = AutotunePolicy(isolate=True, budget_s=limits.budget, validate=scores <= limits.checked)
+    # Gradients of grouped products are calls of their own; all of the reference's would take seconds to be compiled.
+    check = "outputs" if inv.op_id in experts.OPERATIONS else _scores(inv) <= limits.checked
+    policy = AutotunePolicy(isolate=True, budget_s=limits.budget, validate=check)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=store, policy=policy)
     more = {"candidates": candidates(inv)} if compiled is None else {"compiled": compiled}
     started = time.monotonic()
@@ -297,12 +301,22 @@ def _tune(inv: Invocation[Any, Any], compiled: Any, store: PersistentCache, name
     print(found.summary(), flush=True)
 
 
+def _scores(inv: Invocation[Any, Any]) -> int:
+    """Return how many scores a call of attention has; of another, none."""
+    if inv.op_id in experts.OPERATIONS:
+        return 0
+    call = inv.kernel.call_of(inv)  # type: ignore[union-attr]  # as above
+    scores: int = call.query[0] * call.query[2] * call.query[1] * call.key[1]
+    return scores
+
+
 def ship(cache: Path) -> None:
-    """Put the entries of a cache in place of those that the package has."""
-    shutil.rmtree(SHIPPED, ignore_errors=True)
-    found = PersistentCache(cache, shipped=False)
+    """Put the entries of a cache in place of those that the package has of the same operations."""
+    found = list(PersistentCache(cache, shipped=False).entries())
+    for folder in {entry.path.parent.relative_to(cache) for _, entry in found if entry.path is not None}:
+        shutil.rmtree(SHIPPED / folder, ignore_errors=True)
     count = 0
-    for _, entry in found.entries():
+    for _, entry in found:
         assert entry.path is not None  # it is a folder's
         place = SHIPPED / entry.path.relative_to(cache)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -319,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, folders in (("compile", ("bundles",)), ("tune", ("bundles", "cache")), ("ship", ("cache",))):
         step = steps.add_parser(name)
         if name != "ship":
-            step.add_argument("what", choices=("models", "cases"))
+            step.add_argument("what", choices=("models", "experts", "cases"))
         for folder in folders:
             step.add_argument(folder, type=Path)
         if name == "compile":

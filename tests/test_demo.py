@@ -39,6 +39,7 @@ def test_plain_jax_and_ejkernel_train_alike(demo, cap):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_batch_is_full_of_documents_and_the_same_every_time(demo):
     train = demo("train")
     model = train.Model(layers=1, width=32, heads=4, batch=2, seq=100, longest=30, dtype=jnp.float32)

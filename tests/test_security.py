@@ -50,6 +50,7 @@ from tests.hostile import (
 
 import ejkernel
 from ejkernel.cli.files import calls_in_bundle, calls_in_file, missed_calls
+from ejkernel.cli.shapes import calls_of_shapes
 from ejkernel.cli.sources import Source
 from ejkernel.ops import (
     AgreementError,
@@ -83,6 +84,7 @@ from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.core.declared_names import names_of
 from ejkernel.ops.core.description import rebuild
+from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.program_text import calls_in_text
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
@@ -132,6 +134,7 @@ def modules(monkeypatch):
 # --- program texts, exported programs, notes ---
 
 
+@pytest.mark.slow
 def test_a_description_names_what_was_registered_and_nothing_else(modules):
     names = names_of(takes)
     for number, data in enumerate(HOSTILE):
@@ -143,6 +146,7 @@ def test_a_description_names_what_was_registered_and_nothing_else(modules):
     assert names.find("os.system") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["stablehlo", "hlo", "exported"])
 def test_a_text_runs_and_imports_nothing(modules, form):
     descriptions = {label_of(called_with(data)): called_with(data) for data in HOSTILE}
@@ -172,6 +176,18 @@ def test_a_note_runs_and_imports_nothing(modules, tmp_path):
         found = missed_calls(tmp_path)
     assert found.calls == ()
     assert f"{len(some)} of no use here" in found.counts
+
+
+def test_a_file_of_shapes_names_kernels_and_gives_them_plain_values(modules, tmp_path):
+    file = tmp_path / "shapes.jsonl"
+    for name in NAMES:
+        file.write_text(json.dumps({"kernel": name, "args": []}))
+        with pytest.raises(ArgumentError, match="line 1: kernel must be one of"):
+            calls_of_shapes(file)
+    for data in HOSTILE[:: len(HOSTILE) // 20]:
+        file.write_text(json.dumps({"kernel": "takes", "args": ["f32[4]", data]}))
+        (inv,) = calls_of_shapes(file).calls
+        assert inv.args[1] == data
 
 
 def test_a_partial_is_made_and_not_called():
@@ -287,6 +303,7 @@ def test_a_text_of_labels_that_carry_nonsense_is_read_in_time():
     assert calls_in_text(text).calls == ()
 
 
+@pytest.mark.slow
 def test_an_exported_program_is_searched_and_not_parsed(tmp_path, monkeypatch):
     """Types that a user registered for serialisation would otherwise read parts of it, with `pickle` if they like."""
 

@@ -116,6 +116,7 @@ def test_a_gradient_runs_the_forward_once_on_a_tpu(request, monkeypatch, kernels
     assert lowered(function, args, "tpu").count("custom_call @tpu_custom_call") == calls
 
 
+@pytest.mark.slow
 def test_a_gradient_runs_the_forward_once_on_hopper(kernels, hopper):
     function, args = kernels.hopper_step()
     # forward, then dk and dv, then dq

@@ -232,7 +232,7 @@ def test_ctrl_c_while_the_program_is_still_looked_at_ends_the_command_at_once(fo
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("tune", "prog:step", "--compile-only"), 2, "--compile-only needs MODULE:FUNCTION and --output"),
+        (("tune", "prog:step", "--compile-only"), 2, "--compile-only needs MODULE:FUNCTION, or --shapes, and --output"),
         (("tune", "prog:step", "--output", "x"), 2, "--target and --output go with --compile-only"),
         (("tune", "--from", "x", "--compile-only", "--output", "y"), 2, "--compile-only needs MODULE:FUNCTION"),
         ((*COMPILE[:4], "abacus", *COMPILE[5:]), 1, "target must be one of here, "),

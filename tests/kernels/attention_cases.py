@@ -55,13 +55,14 @@ class Case:
             None if self.bias is None else normal(*self.bias),
             mask,
             *segments,
+            dropout_key=jnp.asarray([7, 9], jnp.uint32) if self.rules.dropout_rate else None,
         )
 
     def call(self, dtype="float32"):
         """Return the arguments of the operation."""
         operands = self.operands(dtype)
         segments = None if not self.segments else (operands.query_segments, operands.key_segments)
-        return (*operands[:5], segments), options_of(self.rules)
+        return (*operands[:5], segments, None, None, operands.dropout_key), options_of(self.rules)
 
 
 def options_of(rules):
@@ -71,6 +72,8 @@ def options_of(rules):
         "softmax_scale": rules.scale,
         "sliding_window": (rules.left, rules.right),
         "logits_soft_cap": rules.soft_cap,
+        "soft_cap_after_bias": rules.cap_after_bias,
+        "dropout_rate": rules.dropout_rate,
     }
 
 
@@ -92,6 +95,10 @@ CASES = {
     "window": Case(rules=Rules(scale=0.3, left=7, right=5)),
     "causal window": Case(rules=Rules(scale=0.3, left=7, right=0)),
     "soft cap": Case(rules=Rules(scale=0.3, soft_cap=2.0)),
+    "soft cap after the bias": Case(
+        bias=(1, 4, 48, 48), mask=(2, 1, 48, 48), rules=Rules(scale=0.3, soft_cap=2.0, cap_after_bias=True)
+    ),
+    "dropout": Case(rules=Rules(scale=0.3, right=0, dropout_rate=0.3)),
     "all at once": Case(
         queries=33,
         keys=41,

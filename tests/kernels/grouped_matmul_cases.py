@@ -27,20 +27,25 @@ def random_arrays(dtype, *shapes):
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
-def call_with(sizes, **options):
-    """Return a product of 40 rows, of 16 and 24 columns."""
+def call_with(sizes, *others, **options):
+    """Return a product of 40 rows, of 16 and 24 columns, with `others` that it takes: a "gate", a "row_scale"."""
 
     def call(dtype):
-        matrices = (4, 24, 16) if options.get("transpose_rhs") else (4, 16, 24)
-        return (*random_arrays(dtype, (40, 16), matrices), jnp.asarray(sizes, jnp.int32)), options
+        groups = 2 if "first_group" in options else 4
+        matrices = (groups, 24, 16) if options.get("transpose_rhs") else (groups, 16, 24)
+        lhs, rhs, gate, row_scale = random_arrays(dtype, (40, 16), matrices, matrices, (40,))
+        given = {"gate": gate, "row_scale": row_scale.astype(jnp.float32)}
+        return (lhs, rhs, jnp.asarray(sizes, jnp.int32)), options | {name: given[name] for name in others}
 
     return call
 
 
-def in_use(**options):
+def in_use(*others, **options):
     def call(dtype):
-        lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((4096, 1024), (16, 1024, 1024)))
-        return (lhs, rhs, jax.ShapeDtypeStruct((16,), jnp.int32)), options
+        lhs, rhs, row_scale = (jax.ShapeDtypeStruct(x, dtype) for x in ((4096, 1024), (16, 1024, 1024), (4096,)))
+        given = {"gate": rhs, "row_scale": row_scale}
+        sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
+        return (lhs, rhs, sizes), options | {name: given[name] for name in others}
 
     return call
 
@@ -50,8 +55,11 @@ SUBJECT = Subject(
     calls={
         **{name: call_with(sizes) for name, sizes in SIZES.items()},
         "transposed": call_with(SIZES["uneven"], transpose_rhs=True),
+        "factors of rows": call_with(SIZES["rows past the end"], "row_scale"),
+        "factors of rows, transposed": call_with(SIZES["uneven"], "row_scale", transpose_rhs=True),
+        "some of the groups": call_with(SIZES["rows past the end"], first_group=1),
     },
-    briefly=("uneven",),
+    briefly=("uneven", "factors of rows"),
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "jax_mgpu": Backend(dtypes=("bfloat16",)),

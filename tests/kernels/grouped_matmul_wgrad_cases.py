@@ -12,11 +12,11 @@ from ejkernel.kernels.grouped_matmul.xla import XlaParams
 from ejkernel.modules import GroupedMatmulWgrad
 
 
-def call_with(sizes):
+def call_with(sizes, **options):
     """Return sums over 40 rows, of 16 and 24 columns."""
 
     def call(dtype):
-        return (*random_arrays(dtype, (40, 16), (40, 24)), jnp.asarray(sizes, jnp.int32)), {}
+        return (*random_arrays(dtype, (40, 16), (40, 24)), jnp.asarray(sizes, jnp.int32)), options
 
     return call
 
@@ -28,7 +28,10 @@ def in_use(dtype):
 
 SUBJECT = Subject(
     operation=GroupedMatmulWgrad(),
-    calls={name: call_with(sizes) for name, sizes in SIZES.items()},
+    calls={
+        **{name: call_with(sizes) for name, sizes in SIZES.items()},
+        "some of the groups": call_with(SIZES["rows past the end"], first_group=1, groups=2),
+    },
     briefly=("uneven",),
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),

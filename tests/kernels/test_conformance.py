@@ -229,7 +229,7 @@ def test_a_program_runs_it_under_jit_shard_map_and_export(on_device, tested, nam
     devices = jax.devices()[: 2 if jax.device_count() > 1 else 1]
     mesh = jax.make_mesh((len(devices),), ("all",), axis_types=(AxisType.Auto,), devices=devices)
     rows = P("all") if tested.subject.splits else P()
-    specs = tuple(rows if array.shape[0] == arrays[0].shape[0] else P() for array in arrays)
+    specs = tuple(rows if array.shape[:1] == arrays[0].shape[:1] else P() for array in arrays)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=rows)
     gradients = jax.jit(gradients_of(function, arrays))
     exported = jax.export.deserialize(jax.export.export(gradients)(*arrays).serialize())

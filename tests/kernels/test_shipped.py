@@ -32,6 +32,7 @@ def test_there_are_some_and_all_can_be_read():
     assert sum(file.stat().st_size for file in files) < 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found", ENTRIES, ids=called)
 def test_an_entry_says_what_it_is_of_and_how_it_was_found(found):
     key, entry = found

@@ -2,28 +2,27 @@
 """Ready operations in programs for several devices: they split themselves, and compute what plain JAX computes."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tests.kernels.meshes import (
+    MODES,
+    bytes_in_collectives,
+    close,
+    compiled,
+    gradient,
+    loss,
+    mesh_of,
+    placed,
+    scanned,
+)
 
 from ejkernel.modules import flash_attention, grouped_matmul, layer_norm, rms_norm
-from ejkernel.ops import recording
+from ejkernel.ops import ArgumentError, recording
 from ejkernel.ops.execution.discovery import discover
-
-MODES = {
-    "auto": (AxisType.Auto, AxisType.Auto),
-    "explicit": (AxisType.Explicit, AxisType.Explicit),
-    "mixed": (AxisType.Explicit, AxisType.Auto),
-}
-
-
-def mesh_of(mode, shape=(2, 4)):
-    return jax.make_mesh(shape, ("data", "model"), axis_types=MODES[mode])
 
 
 def random(*shape, seed=0):
@@ -63,21 +62,6 @@ SPLITS = {
 }
 
 
-def loss(function):
-    return lambda *arrays: (function(*arrays) ** 2).mean()
-
-
-def gradient(function):
-    return lambda *arrays: jax.grad(loss(function), argnums=range(len(arrays)))(*arrays)
-
-
-def scanned(function):
-    def step(rest, carry, _):
-        return function(carry, *rest) * 0.5, None
-
-    return lambda first, *rest: jax.lax.scan(functools.partial(step, rest), first, None, length=2)[0]
-
-
 def one_example(function):
     """Return `function` of one example of those that `vmap` is over."""
     return lambda first, *rest: function(first[None], *[x[None] if x.ndim > 1 else x for x in rest])[0]
@@ -94,33 +78,6 @@ TRANSFORMATIONS = {
     "remat": lambda function: gradient(jax.checkpoint(function)),
     "vmap": lambda function: gradient(vmapped(function)),
 }
-
-
-def placed(arrays, specs, mesh):
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-
-
-def compiled(function, arrays, specs, mesh):
-    with jax.set_mesh(mesh):
-        given = placed(arrays, specs, mesh)
-        program = jax.jit(function).lower(*given).compile()
-        return program, program(*given)
-
-
-_COLLECTIVE = re.compile(
-    r"= (\S+|\([^)]*\)) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
-_ARRAY = re.compile(r"([a-z]+\d+)\[([\d,]*)\]")
-
-
-def bytes_in_collectives(program):
-    """Return how many bytes the results of a compiled program's collectives have."""
-    arrays = [array for result in _COLLECTIVE.findall(program.as_text()) for array in _ARRAY.findall(result)]
-    return sum(np.prod([int(n) for n in shape.split(",") if n] or [1]) * int(kind[1:]) // 8 for kind, shape in arrays)
-
-
-def close(left, right):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), left, right)
 
 
 CASES = [
@@ -142,6 +99,7 @@ def test_split_call_is_plain_jax_with_no_more_bytes_between_devices(mode, split,
     assert bytes_in_collectives(program) <= bytes_in_collectives(plain_program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
     mesh, spec = mesh_of(mode), P("data", None, "model")
@@ -156,6 +114,7 @@ def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
     assert {inv.op_id for inv in found} == {"flash_attention", "flash_attention.bwd"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_key_heads_that_are_fewer_than_devices_go_whole_to_each(mode, groups):
@@ -166,6 +125,7 @@ def test_key_heads_that_are_fewer_than_devices_go_whole_to_each(mode, groups):
     close(found, jax.jit(gradient(plain_attention))(*arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 1])
 def test_sequence_that_is_split_is_moved_to_examples_or_heads(batch):
     arrays = [x[:batch] for x in ATTENTION[2]]
@@ -229,6 +189,7 @@ def test_every_argument_of_attention_is_split_with_the_query(option, mode):
     assert {inv.array_types[0].shape for inv in calls} == {(4, 16, 2, 8)}
 
 
+@pytest.mark.slow
 def test_dropout_is_not_split_and_drops_the_same_weights():
     def function(*arrays):
         return flash_attention(*arrays, dropout_rate=0.3, dropout_key=jax.random.key(1))
@@ -237,6 +198,7 @@ def test_dropout_is_not_split_and_drops_the_same_weights():
     close(found, function(*ATTENTION[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_gradient_of_a_weight_is_summed_over_manual_axes_around_it_too(mode):
     mesh, (x, weight) = mesh_of(mode), RMS_NORM[2]
@@ -283,3 +245,39 @@ def test_grouped_product_is_split_by_columns_and_by_what_is_summed_over(axis, tr
     both = jax.value_and_grad(loss(product), argnums=(0, 1))
     _, found = compiled(both, (lhs, rhs, sizes), [lhs_spec, rhs_spec, P()], mesh_of(mode))
     close(found, both(lhs, rhs, sizes))
+
+
+@pytest.mark.parametrize(("axis", "mode"), [("columns", "auto"), ("inner", "auto"), ("columns", "explicit")])
+def test_grouped_product_with_an_activation_is_split_by_columns_alone(axis, mode):
+    function, arrays = activated()
+    spec = P(None, None, "model") if axis == "columns" else P(None, "model")
+    specs = [P(None, "model") if axis == "inner" else P(), spec, P(), spec, P()]
+    both = jax.value_and_grad(loss(function), argnums=(0, 1, 3, 4))
+    _, found = compiled(both, arrays, specs, mesh_of(mode))
+    close(found, both(*arrays))
+    calls = discover(function, *placed(arrays, specs, mesh_of(mode)))
+    assert [inv.array_types[1].shape[1] for inv in calls] == [8]
+
+
+def test_grouped_product_with_an_activation_refuses_what_is_summed_over_on_an_explicit_axis():
+    function, arrays = activated()
+    with pytest.raises(ArgumentError, match=r"axis 1 of array 0.* every device needs all of it"):
+        compiled(
+            function, arrays, [P(None, "model"), P(None, "model"), P(), P(None, "model"), P()], mesh_of("explicit")
+        )
+
+
+def activated():
+    """Return a product with all that is made of it, and its arguments."""
+
+    def function(lhs, rhs, sizes, gate, row_scale):
+        return grouped_matmul(lhs, rhs, sizes, activation="silu", gate=gate, row_scale=row_scale)
+
+    matrices = (random(3, 8, 16, seed=seed) for seed in (1, 2))
+    return function, (
+        random(16, 8),
+        next(matrices),
+        jnp.asarray([5, 0, 9], jnp.int32),
+        next(matrices),
+        random(16, seed=3),
+    )

@@ -25,7 +25,7 @@ from ejkernel.modules import (
     grouped_matmul,
     grouped_matmul_wgrad,
 )
-from ejkernel.ops import ArgumentError, ConfigError, Invocation, UnsupportedError, find_labels_in_lowered
+from ejkernel.ops import ArgumentError, ConfigError, Invocation, UnsupportedError, autotune, find_labels_in_lowered
 
 ROWS, K, N = 20, 8, 6
 SIZES = jnp.array([3, 0, 9, 4])
@@ -67,6 +67,8 @@ def assert_equal(expected, actual):
         ({"transpose_rhs": 1}, "transpose_rhs must be True or False, got 1"),
         ({"group_sizes": jnp.ones(4)}, r"group_sizes must be an array of integers \[groups\], got dtype float32"),
         ({"group_sizes": jnp.ones(3, int)}, r"group_sizes must be \[4\], one for each matrix of rhs; got shape \(3,\)"),
+        ({"first_group": 1.5}, r"first_group must be an integer, or an array of one without axes; got 1\.5"),
+        ({"first_group": 0, "group_sizes": SIZES[:3]}, r"of all groups, of which 4 have matrices here; .* \(3,\)"),
         ({"preferred_element_type": "int8"}, "preferred_element_type must be a floating-point dtype, got int8"),
         ({"preferred_element_type": "number"}, "preferred_element_type must be a dtype or None, got 'number'"),
         ({"precision": "exact"}, "precision must be one of default, high, highest"),
@@ -83,6 +85,10 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
         grouped_matmul_wgrad(LHS, DOUT[1:], SIZES)
     with pytest.raises(ArgumentError, match=r"group_sizes must be \[groups\]; got shape \(\)"):
         grouped_matmul_wgrad(LHS, DOUT, jnp.int32(3))
+    with pytest.raises(ArgumentError, match="groups must be how many groups the result is of, with first_group"):
+        grouped_matmul_wgrad(LHS, DOUT, SIZES, first_group=1)
+    with pytest.raises(ArgumentError, match=r"groups must be an int >= 0, or None; got 2\.0"):
+        grouped_matmul_wgrad(LHS, DOUT, SIZES, groups=2.0)
     with pytest.raises(ConfigError, match="block_rows must be an int >= 1, or None; got 0"):
         XlaParams(block_rows=0)
 
@@ -95,6 +101,7 @@ def test_our_kernels_are_strict_about_the_device():
 # Results.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", by_numpy.HOSTILE.values(), ids=by_numpy.HOSTILE)
 def test_hostile_sizes_are_right_whatever_lies_behind_them(sizes):
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K, dtype="float32"), by_numpy.normal(4, K, N, dtype="float32")
@@ -116,6 +123,7 @@ def test_nothing_of_one_group_reaches_another():
     assert np.isfinite(drhs[np.array([0, 1, 3])]).all()
 
 
+@pytest.mark.slow
 def test_a_result_may_be_wider_than_the_operands():
     lhs, rhs = LHS.astype("bfloat16"), RHS.astype("bfloat16")
     out = grouped_matmul(lhs, rhs, SIZES, preferred_element_type=jnp.float32)
@@ -158,6 +166,7 @@ def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
         np.testing.assert_allclose(of_example, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_64_bits_are_kept():
     with jax.enable_x64(True):
         lhs, rhs = LHS.astype("float64") + 1e-12, RHS.astype("float64")
@@ -174,6 +183,7 @@ def test_sizes_may_be_integers_of_any_width(dtype):
     by_numpy.assert_near(by_numpy.product(lhs, RHS, sizes), found, error=1e-5)
 
 
+@pytest.mark.slow
 def test_whole_rows_by_xla_are_right_too():
     """What runs on TPUs; without a NaN it is right everywhere."""
     out = grouped_matmul(LHS, RHS, SIZES, cfg=GroupedMatmulConfig(implementation="xla", fwd=XlaParams()))
@@ -181,6 +191,42 @@ def test_whole_rows_by_xla_are_right_too():
     sums = GroupedMatmulWgradConfig(implementation="xla", fwd=XlaParams())
     found = grouped_matmul_wgrad(*(by_numpy.with_nan_behind(x, SIZES) for x in (LHS, DOUT)), SIZES, cfg=sums)
     np.testing.assert_allclose(found, by_numpy.weights_gradient(LHS, DOUT, SIZES), atol=1e-5)
+
+
+@pytest.mark.parametrize("tiles", [XlaParams(), XlaParams(block_rows=5)], ids=["whole", "tiles"])
+def test_some_of_the_groups_are_right_whatever_rows_of_others_hold(tiles):
+    own, first = slice(2, 4), jnp.int32(2)
+    lhs, dout = (by_numpy.with_nan_outside(x, SIZES, own) for x in (LHS, DOUT))
+    given = jnp.nan_to_num(lhs) if tiles.block_rows is None else lhs  # XLA's product lets a NaN reach others
+    product = GroupedMatmulConfig(implementation="xla", fwd=tiles)
+    out = grouped_matmul(given, RHS[own], SIZES, first_group=first, cfg=product)
+    np.testing.assert_allclose(out, by_numpy.product(LHS, by_numpy.only(own, RHS), SIZES), atol=1e-5)
+    sums = GroupedMatmulWgradConfig(implementation="xla", fwd=tiles)
+    found = grouped_matmul_wgrad(lhs, dout, SIZES, first_group=first, groups=2, cfg=sums)
+    np.testing.assert_allclose(found, by_numpy.weights_gradient(LHS, DOUT, SIZES)[own], atol=1e-5)
+
+
+def test_gradients_of_some_of_the_groups_are_those_of_all():
+    def loss(lhs, rhs, **options):
+        return jnp.sin(grouped_matmul(lhs, rhs, SIZES, **options)).sum()
+
+    both = functools.partial(jax.grad(loss, (0, 1)))
+    parts = [both(LHS, RHS[own], first_group=own.start) for own in (slice(0, 1), slice(1, 4))]
+    expected = both(LHS, RHS)
+    assert_equal(expected, (parts[0][0] + parts[1][0], jnp.concatenate([parts[0][1], parts[1][1]])))
+
+
+def test_some_of_the_groups_are_measured_with_those_that_have_the_most_rows():
+    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4096, 8), (2, 8, 6))]
+    groups = [jax.ShapeDtypeStruct((8,), "int32"), jax.ShapeDtypeStruct((), "int32")]
+    args, kwargs = KERNEL.prepare(*types, groups[0], first_group=groups[1])
+    inv = Invocation(kernel=KERNEL, args=args, kwargs=kwargs)
+    for seed in range(5):
+        (_, _, (sizes, first)), _ = KERNEL.example_inputs(inv, np.random.default_rng(seed))
+        rows = np.asarray(sizes).reshape(4, 2).sum(1)
+        assert rows[int(first) // 2] == rows.max() >= 4096 // 4
+    assert KERNEL.cost(inv).flops == 2 * 1024 * 8 * 6
+    assert autotune(KERNEL, *types, groups[0], first_group=groups[1]).implementation == "xla"
 
 
 @pytest.mark.slow
@@ -214,6 +260,7 @@ def test_a_gradient_is_calls_with_keys_of_their_own():
     assert set(find_labels_in_lowered(transposed)) < set(labels)
 
 
+@pytest.mark.slow
 def test_who_is_asked_for_by_name_is_asked_for_the_gradients_calls_if_they_have_it():
     grad = jax.grad(loss_of(functools.partial(grouped_matmul, implementation=("jax_mgpu", "xla"))), (0, 1))
     assert_equal(jax.grad(loss_of(plainly), (0, 1))(LHS, RHS), grad(LHS, RHS))
@@ -236,7 +283,26 @@ def test_a_backward_has_nothing_to_choose():
 @given(st.integers(0, 5000), st.integers(1, 64), st.integers(0, 20))
 @settings(max_examples=60)
 def test_sizes_to_measure_with_add_up(rows, groups, seed):
-    sizes = example_sizes(rows, groups, np.random.default_rng(seed))
-    assert sizes.shape == (groups,)
-    assert (sizes >= 0).all()
-    assert sizes.sum() == rows
+    drawn = example_sizes(rows, groups, np.random.default_rng(seed))
+    assert list(drawn) == ["balanced", "zipf", "some empty"]
+    for sizes in drawn.values():
+        assert sizes.shape == (groups,)
+        assert (sizes >= 0).all()
+        assert sizes.sum() == rows
+
+
+def test_sizes_to_measure_with_are_balanced_skewed_or_of_some_groups_alone():
+    drawn = example_sizes(8000, 100, np.random.default_rng(0))
+    assert set(drawn["balanced"]) == {80}
+    assert max(drawn["zipf"]) > 10 * np.median(drawn["zipf"])
+    assert 5 < sum(drawn["some empty"] == 0) < 50
+
+
+def test_what_a_product_is_measured_with_differs_in_the_sizes_alone():
+    inv = Invocation(kernel=KERNEL, args=(LHS, RHS, SIZES), kwargs={})
+    draws = KERNEL.example_draws(inv, np.random.default_rng(0))
+    (first, _), *others = draws.values()
+    for args, _ in others:
+        assert args[0] is first[0]
+        assert args[1] is first[1]
+        assert not np.array_equal(args[2], first[2])

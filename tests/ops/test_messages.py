@@ -205,6 +205,7 @@ def test_a_static_argument_without_a_name_is_said_with_the_kernel_and_the_argume
         call(Apply("apply"), f=lambda x: x)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sent_to_a_worker_is_said_with_the_kernel():
     made = kernel(heuristic_cfg=TILE, config_space=[Tile(1), Tile(2)])
     with pytest.raises(TuningError, match=r"^scale: this cannot be sent to a worker process"):

@@ -273,6 +273,7 @@ def test_a_given_configuration_is_for_the_call_and_its_gradient():
     assert ("fast", "bwd", Tiles(tile=6)) in SEEN
 
 
+@pytest.mark.slow
 def test_a_gradient_is_configured_apart_where_the_residuals_are_the_same():
     spaces = {}
 
@@ -387,6 +388,7 @@ def test_without_a_backward_of_its_own_jax_differentiates_the_forward():
     np.testing.assert_array_equal(jax.grad(lambda x: SCALE(x, cfg=PLAIN).sum())(EVEN), jnp.full(6, 2.0))
 
 
+@pytest.mark.slow
 def test_tangents_and_second_derivatives_need_an_implementation_that_jax_can_differentiate():
     for x in (EVEN, ODD):
         np.testing.assert_array_equal(jax.jvp(SCALE, (x,), (x,))[1], 2 * x)
@@ -541,6 +543,7 @@ def test_an_explanation_says_why_an_implementation_does_not_run():
     assert default_executor().explain(SCALE, EVEN).refusals == {}
 
 
+@pytest.mark.slow
 def test_modules_take_an_order_of_preference_too():
     x = jnp.ones((1, 8, 2, 8))
     assert flash_attention(x, x, x, implementation=["cudnn", "xla"]).shape == x.shape

@@ -22,6 +22,7 @@ DOCUMENTED = [
     "AutotuningResult",
     "BwdParams",
     "CacheWarning",
+    "CallPart",
     "CandidateError",
     "CandidateFinished",
     "Cfg",
@@ -169,16 +170,19 @@ def test_a_module_has_no_names_but_its_own(path):
 # --- importing ---
 
 
+@pytest.mark.slow
 def test_import_leaves_the_environment_alone():
     in_a_fresh_process("import os; before = dict(os.environ); import ejkernel.ops; assert before == dict(os.environ)")
 
 
+@pytest.mark.slow
 def test_import_initialises_no_device():
     in_a_fresh_process(
         "import ejkernel.ops, jax; jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count('cpu') == 3"
     )
 
 
+@pytest.mark.slow
 def test_import_makes_no_folder(tmp_path):
     in_a_fresh_process(
         f"import os; os.environ['EJKERNEL_CACHE_DIR'] = '{tmp_path}/cache'; import ejkernel.ops;"
@@ -193,6 +197,7 @@ def loaded():
     return subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True).stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [

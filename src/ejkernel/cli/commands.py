@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
 imports = click.option(
     "--import",
     "imports",
@@ -25,6 +26,7 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 @imports
 @click.option("--from", "bundle", type=FOLDER, metavar="BUNDLE", help="Measure what was compiled elsewhere.")
 @click.option("--missed", is_flag=True, help="Tune what was noted with EJKERNEL_NOTE_MISSES=1.")
+@click.option("--shapes", type=FILE, metavar="FILE", help="Find one configuration for the calls of a file, by kernel.")
 @click.option("--cache", type=FOLDER, help="Folder to save to; EJKERNEL_CACHE_DIR by default.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for each call's search.")
 @click.option("--force", is_flag=True, help="Tune calls that were tuned before, too.")
@@ -63,14 +65,19 @@ def tune(**options: Any) -> int:
     registered, by the modules that --import names; ejkernel's own are there. --from runs the machine code of a bundle:
     measure your own.
 
+    --shapes takes calls that are to share a configuration, the one whose times have the least geometric mean: a line of
+    JSON for each, such as {"kernel": "rms_norm", "args": ["bf16[4096,5120]", "bf16[5120]"], "weight": 2}.
+
     Of a program for several devices each call's part is tuned, on one device. With --mesh-devices they are found in a
     process that has so many devices of the CPU; make the mesh in FUNCTION, not where the module is imported.
 
     Candidates run in a worker process, which one that crashes or never returns takes with it; the command goes on.
-    With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from.
+    With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from (and with
+    the same --shapes, if they share a configuration).
     """
-    if sum(map(bool, (options["target"], options["missed"], options["bundle"]))) != 1:
-        raise click.UsageError("give one of MODULE:FUNCTION, FILE, --missed and --from.")
+    named = [options[name] for name in ("target", "missed", "bundle", "shapes") if options[name]]
+    if len(named) != 1 and named != [options["bundle"], options["shapes"]]:
+        raise click.UsageError("give one of MODULE:FUNCTION, FILE, --missed, --shapes and --from.")
     device, output = options.pop("device"), options.pop("output")
     if options.pop("compile_only"):
         return _compile(options, device, output)
@@ -90,8 +97,8 @@ def tune(**options: Any) -> int:
 
 
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
-    if output is None or not options["target"]:
-        raise click.UsageError("--compile-only needs MODULE:FUNCTION and --output.")
+    if output is None or bool(options["target"]) == bool(options["shapes"]):
+        raise click.UsageError("--compile-only needs MODULE:FUNCTION, or --shapes, and --output.")
     for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices"):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")
@@ -100,7 +107,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
         _leave_devices_alone()
     from ejkernel.cli.compile import run_compile
 
-    run_compile(options["target"], options["imports"], device, output, options["compile_processes"])
+    run_compile(options["target"], options["imports"], device, output, options["compile_processes"], options["shapes"])
     return 0
 
 

@@ -3,26 +3,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ejkernel.cli import report
+from ejkernel.cli.files import Found
 from ejkernel.cli.sources import Source, find
 from ejkernel.cli.tune import bars, messages
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.compile.threads import default_width
+from ejkernel.ops.autotuner.tasks.configurations import Configurations
+from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
+from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.formatting import counted
 
 
-def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path, processes: int | None) -> None:
-    """Compile the candidates of a program's calls for `device`, in `processes`, and write them to `output`."""
+def run_compile(
+    target: str,
+    imports: tuple[str, ...],
+    device: str,
+    output: Path,
+    processes: int | None,
+    shapes: Path | None = None,
+) -> None:
+    """Compile the candidates of the calls of a program, or of a file of shapes, for `device` and write a bundle.
+
+    Args:
+        target: What names the program.
+        imports: Modules that make kernels.
+        device: What to compile for.
+        output: The folder of the bundle.
+        processes: How many compile.
+        shapes: The file, if there is no program.
+    """
     console = messages()
     aim = Target.named(device)
-    source = Source.of(target, imports, platform=aim.platform)
+    source = Source.of(target, imports, shapes=shapes, platform=aim.platform)
     with aim.entered():
         found = find(source)
     console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
@@ -30,18 +54,33 @@ def run_compile(target: str, imports: tuple[str, ...], device: str, output: Path
         raise TuningError(found.empty)
     started = time.monotonic()
     processes = _processes(aim) if processes is None else processes
+    candidates = _shared_candidates(found, aim) if found.sets else None
     with bars(console, len(found.calls), "compiling") as step:
-        bundled = compile_bundle(found.calls, aim, output, processes=processes, progress=step)
+        bundled = compile_bundle(found.calls, aim, output, candidates=candidates, processes=processes, progress=step)
     click.echo(report.bundle(bundled))
-    candidates = [candidate for call in bundled for candidate in call.candidates]
-    compiled = sum(candidate.program is not None for candidate in candidates)
+    made = [candidate for call in bundled for candidate in call.candidates]
+    compiled = sum(candidate.program is not None for candidate in made)
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
-    measure = " ".join(["ejkernel tune --from", str(output), *(f"--import {module}" for module in modules)])
+    again = [] if shapes is None else [f"--shapes {shapes}"]
+    measure = " ".join(["ejkernel tune --from", str(output), *again, *(f"--import {module}" for module in modules)])
     console.print(
-        f"{compiled} of {counted(len(candidates), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "
+        f"{compiled} of {counted(len(made), 'candidate')} compiled in {time.monotonic() - started:.1f} s, "
         f"written to {output}; measure them where the device is: {measure}",
         soft_wrap=True,
     )
+
+
+def _shared_candidates(found: Found, aim: Target) -> Callable[[Invocation[Any, Any]], Collection[Any]]:
+    """Return what gives each call the candidates of its set: those that all calls of it can have."""
+    by_call: dict[str, Collection[Any]] = {}
+    for calls in found.sets:
+        invs = [dataclasses.replace(call.inv.abstract(), device=aim.fingerprint) for call in calls]
+        shared = Configurations(TuningTask(inv=invs[0], others=tuple(SharedCall(inv=inv) for inv in invs[1:])))
+        own = shared.others
+        if not isinstance(own, ConfigSpace):  # a space is sampled, alike for all of them
+            own = [config for config in (*shared.first, *own) if not shared.why_refused(config)]
+        by_call |= {inv.call_key: own for inv in invs}
+    return lambda inv: by_call[inv.call_key]
 
 
 def _processes(aim: Target) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, read_bundle
+from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
@@ -42,6 +43,7 @@ class Found:
         notes: The notes that they come from, if they do.
         compiled: Their candidates, where they are compiled already.
         device: The device that they would be tuned on.
+        sets: The calls, in sets that are to share a configuration, if they are.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Found:
     notes: MissedNotes | None = None
     compiled: Mapping[ConfigKey, BundledCall] = dataclasses.field(default_factory=dict)
     device: str = ""
+    sets: tuple[tuple[SharedCall, ...], ...] = ()
 
     def settle(self, is_tuned: Callable[[Invocation[Any, Any]], bool]) -> None:
         """Remove the notes of the calls that are tuned by now."""

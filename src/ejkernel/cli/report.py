@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import shutil
 import sys
@@ -15,7 +16,7 @@ import click
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall
 from ejkernel.ops.autotuner.measure.roofline import roofline
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, program_name, ranked, remarks
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, in_cases, program_name, ranked, remarks
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
@@ -75,8 +76,8 @@ def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
         (
             tuned.inv.op_id,
             arguments(tuned.inv.description),
-            duration(tuned.heuristic.seconds),
-            duration(tuned.winner.seconds),
+            duration(tuned.before),
+            duration(tuned.after),
             tuned.in_a_word,
             compact(tuned.config),
             _fates(tuned),
@@ -111,13 +112,14 @@ def candidates(tuned: AutotuneData) -> str:
                 "*" if outcome is tuned.winner else "h" if outcome is tuned.heuristic else "",
                 program_name(program),
                 outcome.status,
-                duration(outcome.seconds),
+                duration(outcome.seconds) + f" ({in_cases(outcome)})" * bool(outcome.cases),
                 "-" if measured is None else f"{measured.spread:.0%}",
                 "-" if seconds is None else f"{seconds:.2f} s",
                 " ".join(outcome.reason.split()),
             )
         )
-    header = ("", "configuration", "status", "median", "spread", "compiled in", "reason")
+    time = "mean (of each)" if tuned.cases else "median"
+    header = ("", "configuration", "status", time, "spread", "compiled in", "reason")
     title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {arguments(tuned.inv.description)}")
     kept = [f"the heuristic stays: {tuned.why}"] if tuned.why else []
     told = map(printable_lines, (*kept, *remarks(tuned)))
@@ -127,8 +129,10 @@ def candidates(tuned: AutotuneData) -> str:
 def _achieved(tuned: AutotuneData) -> str:
     """Return what the winner achieved, as a line, if its kernel says what a call costs."""
     cost, measured = tuned.inv.node.spec.kernel.cost(tuned.inv), tuned.winner.measurement
-    if cost is None or measured is None:
+    if cost is None or measured is None or tuned.after is None:
         return ""
+    if tuned.calls:  # whose times the call's own are only a part of
+        measured = dataclasses.replace(measured, samples=(tuned.after,))
     reached = roofline(measured, cost)
     return f"\n{reached.tflops:.3g} TFLOP/s, {reached.gbytes:.3g} GB/s"
 

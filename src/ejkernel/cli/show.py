@@ -16,7 +16,7 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.formatting import arguments, compact, ratio
+from ejkernel.ops.utils.formatting import arguments, cases, compact, ratio
 from ejkernel.ops.utils.printable import printable
 
 
@@ -85,6 +85,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("speed-up", _speedup(entry)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
         *((name, str(measured[name])) for name in ("candidates", "seconds", "checked") if name in measured),
+        ("chosen as", cases(entry.measured)),
         ("measured", _time(entry)),
         ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
         ("file", str(entry.path or "none of its own: of a shared cache, or in memory")),
@@ -145,10 +146,15 @@ def _program_as_data(outcome: Outcome, twins: Sequence[Outcome]) -> dict[str, An
         "same": [twin.config for twin in twins],
         "status": outcome.status,
         "reason": outcome.reason,
-        "median_us": None if outcome.seconds is None else round(outcome.seconds * 1e6, 4),
+        "median_us": _rounded(outcome.seconds),
+        "cases": [{"name": c.name, "weight": c.weight, "median_us": _rounded(c.median)} for c in outcome.cases],
         "samples": 0 if measured is None else len(measured.samples),
         "method": None if measured is None else measured.method,
     }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e6, 4)
 
 
 def _as_data(entry: StoredEntry) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ejkernel.cli.programs import (
     module_named,
     user_code,
 )
+from ejkernel.cli.shapes import calls_of_shapes
 from ejkernel.ops.errors import OfflineWarning, TuningError
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -27,13 +28,14 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the calls are; one of the first four is given.
+    """Where the calls are; one of the first five is given, or the last two of them.
 
     Attributes:
         program: The function that returns the program.
         text: A file with the program's text.
         missed: The cache's folder, if the calls are those that were noted as missed beside it.
         bundle: The folder of a bundle, if the calls are those of it.
+        shapes: A file with calls that share a configuration.
         imports: Modules that make kernels.
         platform: The platform to lower the program for; this process's by default.
     """
@@ -42,6 +44,7 @@ class Source:
     text: Path | None = None
     missed: Path | None = None
     bundle: Path | None = None
+    shapes: Path | None = None
     imports: tuple[str, ...] = ()
     platform: str | None = None
 
@@ -53,6 +56,7 @@ class Source:
         *,
         missed: Path | None = None,
         bundle: Path | None = None,
+        shapes: Path | None = None,
         platform: str | None = None,
     ) -> Source:
         """Return what a target names, if there is one; its modules can be found then, in this process and its own.
@@ -66,6 +70,7 @@ class Source:
             text=Path(target) if is_text else None,
             missed=missed,
             bundle=bundle,
+            shapes=shapes,
             imports=tuple(map(module_named, imports)),
             platform=platform,
         )
@@ -99,9 +104,14 @@ def find(source: Source) -> Found:
 def _in_files(source: Source) -> Found:
     importlib.import_module("ejkernel.modules")  # the kernels that a file may name without the user's naming a module
     if source.bundle is not None:
-        return files.calls_in_bundle(source.bundle)
+        bundled = files.calls_in_bundle(source.bundle)
+        if source.shapes is None:
+            return bundled
+        return dataclasses.replace(calls_of_shapes(source.shapes), compiled=bundled.compiled)
     if source.missed is not None:
         return files.missed_calls(source.missed)
+    if source.shapes is not None:
+        return calls_of_shapes(source.shapes)
     assert source.text is not None
     return files.calls_in_file(source.text)
 
@@ -124,8 +134,12 @@ def find_sendable(source: Source) -> Found:
         else:
             calls.append(inv)
     empty = found.empty or f"no call of {found.name} can be tuned in a worker process."
+    keys = {inv.key for inv in calls}
     return dataclasses.replace(
-        found, calls=tuple(calls), empty=found.empty if len(calls) == len(found.calls) else empty
+        found,
+        calls=tuple(calls),
+        empty=found.empty if len(calls) == len(found.calls) else empty,
+        sets=tuple(each for each in found.sets if all(call.inv.key in keys for call in each)),
     )
 
 

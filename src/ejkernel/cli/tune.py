@@ -9,7 +9,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from ejkernel.cli import report
 from ejkernel.cli.files import Found
 from ejkernel.cli.sources import Source, find, find_for_mesh, find_sendable
 from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
@@ -34,13 +35,14 @@ from ejkernel.ops.config.staleness import Action, standing, usual_stale_policy
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.errors import ArgumentError, ConfigError, TuningError
-from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.execution.offline import tune_together
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import counted
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.process.worker import WorkerStatus
 
+_EQUAL = 1e-4  # by which weights may differ, that an entry has rounded
 _MORE = 2.0  # times what a search took before it ran out of time, from which on another one is worth it
 
 
@@ -58,6 +60,7 @@ class TuneOptions:
     imports: tuple[str, ...] = ()
     missed: bool = False
     bundle: Path | None = None
+    shapes: Path | None = None
     in_process: bool = False
     devices: int = 1
     mesh_devices: int | None = None
@@ -102,7 +105,8 @@ def _run(options: TuneOptions) -> None:
 
 
 def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, Any]) -> None:
-    tuned = ["yes" if _known(chain, inv, options.budget) else _partly(chain, inv) for inv in found.calls]
+    done = [call.inv.key for each in _sets(found) if _all_known(chain, each, options.budget) for call in each]
+    tuned = ["yes" if inv.key in done else _partly(chain, inv) for inv in found.calls]
     if options.as_json:
         report.echo_json(report.calls_as_data(found.calls, tuned))
     else:
@@ -119,7 +123,7 @@ def _check_devices(options: TuneOptions, device: str) -> None:
 
 
 def _tune_found(options: TuneOptions, found: Found, store: PersistentCache, console: Console) -> None:
-    calls = found.calls
+    sets = _sets(found)
     policy = AutotunePolicy(
         budget_s=options.budget,
         isolate=not options.in_process,
@@ -128,9 +132,9 @@ def _tune_found(options: TuneOptions, found: Found, store: PersistentCache, cons
         stale=usual_stale_policy(),
     )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
-    todo = list(calls) if options.force else [inv for inv in calls if not _known(chain, inv, options.budget)]
-    if len(todo) < len(calls):
-        before = len(calls) - len(todo)
+    todo = sets if options.force else [calls for calls in sets if not _all_known(chain, calls, options.budget)]
+    if len(todo) < len(sets):
+        before = sum(map(len, sets)) - sum(map(len, todo))
         verb, them = ("was", "it") if before == 1 else ("were", "them")
         console.print(f"{before} of them {verb} tuned before; --force tunes {them} again.")
     started = time.monotonic()
@@ -142,7 +146,7 @@ def _tune_found(options: TuneOptions, found: Found, store: PersistentCache, cons
         click.echo(report.searches(result, verbose=options.verbose))
     if todo:
         console.print(
-            f"{len(result)} of {counted(len(todo), 'call')} tuned in {seconds:.1f} s, saved in {store.path}",
+            f"{len(result)} of {counted(sum(map(len, todo)), 'call')} tuned in {seconds:.1f} s, saved in {store.path}",
             soft_wrap=True,
         )
     found.settle(lambda inv: _known(chain, inv, options.budget))
@@ -155,7 +159,7 @@ def _find(options: TuneOptions, store: PersistentCache) -> Found:
     if options.missed and store.path is None:
         raise ArgumentError("there is no home folder that notes could be in; choose a folder with --cache.")
     missed = store.path if options.missed else None
-    source = Source.of(options.target, options.imports, missed=missed, bundle=options.bundle)
+    source = Source.of(options.target, options.imports, missed=missed, bundle=options.bundle, shapes=options.shapes)
     if options.in_process:
         return find(source)
     from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
@@ -214,6 +218,40 @@ def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> I
             yield entry, standing(chain.policy.stale, entry, kernel, inv)[0]
 
 
+def _sets(found: Found) -> list[Sequence[SharedCall]]:
+    """Return the calls in sets that share a configuration; usually each is alone, forwards before what is derived."""
+    if found.sets:
+        return list(found.sets)
+    return [[SharedCall(inv=inv)] for inv in sorted(found.calls, key=lambda inv: inv.direction != "fwd")]
+
+
+def _all_known(chain: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall], budget: float | None) -> bool:
+    """Return whether calls were tuned; of several, together, and with these weights."""
+    if not all(_known(chain, call.inv, budget) for call in calls):
+        return False
+    return len(calls) == 1 or all(_are_alike(_weights_of(chain, call.inv), _shares(calls)) for call in calls)
+
+
+def _are_alike(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    return known.keys() == wanted.keys() and all(abs(known[key] - wanted[key]) < _EQUAL for key in wanted)
+
+
+def _weights_of(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> dict[str, float]:
+    """Return the weights of the calls that a configuration was chosen for, by their keys, as its entry has them."""
+    entry = None if chain.persistent is None else chain.persistent.load(inv.key)
+    weights: dict[str, float] = {}
+    for case in dict(entry.measured or {}).get("cases") or () if entry is not None else ():
+        key, weight = (case.get("call"), case.get("weight")) if isinstance(case, dict) else ("", 0.0)
+        if isinstance(key, str) and isinstance(weight, int | float):
+            weights[key] = weights.get(key, 0.0) + weight
+    return weights
+
+
+def _shares(calls: Sequence[SharedCall]) -> dict[str, float]:
+    total = sum(call.weight for call in calls)
+    return {call.inv.call_key: call.weight / total for call in calls}
+
+
 def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budget: float | None) -> bool:
     """Return whether the call was tuned to the end, or for about as long as it may be now."""
     entry = next((entry for entry, action in _saved(chain, inv) if action == "use"), None)
@@ -227,7 +265,7 @@ def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budg
 
 def _tune(
     chain: ConfigSelectorChain[Any, Any],
-    todo: Sequence[Invocation[Any, Any]],
+    todo: Sequence[Sequence[SharedCall]],
     found: Found,
     console: Console,
     *,
@@ -248,7 +286,7 @@ def _tune(
             contextlib.redirect_stdout(sys.stderr),
             _saying_that_it_stops(console),
         ):
-            return tune_invocations(chain, todo, progress=step, compiled=found.compiled)
+            return tune_together(chain, todo, progress=step, compiled=found.compiled)
     except KeyboardInterrupt:
         if done:
             result = AutotuningResult(found.device, (), tuple(done))

@@ -143,24 +143,30 @@ class Origin(NamedTuple):
     Attributes:
         name: The same for results that are the same value.
         argument: Which argument it is, if it is one.
-        is_constant: Whether it depends on none.
+        needs: The arguments that it depends on.
     """
 
     name: Any
     argument: int | None
-    is_constant: bool
+    needs: frozenset[int]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it depends on no argument."""
+        return not self.needs
 
 
 def origins(jaxpr: Any) -> list[Origin]:
     """Return what each result of a closed jaxpr depends on; a nested one depends on all that it is given."""
     inner = jaxpr.jaxpr
     arguments = {var: index for index, var in enumerate(inner.invars)}
-    derived = set(arguments)
+    needs = {var: frozenset({index}) for var, index in arguments.items()}
+    nothing: frozenset[int] = frozenset()
     for equation in inner.eqns:
-        if any(not _is_literal(var) and var in derived for var in equation.invars):
-            derived.update(equation.outvars)
+        known = [needs.get(var, nothing) for var in equation.invars if not _is_literal(var)]
+        needs |= dict.fromkeys(equation.outvars, nothing.union(*known))
     return [
-        Origin(None, None, True) if _is_literal(var) else Origin(var, arguments.get(var), var not in derived)
+        Origin(None, None, nothing) if _is_literal(var) else Origin(var, arguments.get(var), needs.get(var, nothing))
         for var in inner.outvars
     ]
 

@@ -5,6 +5,8 @@ from .flash_attention import FlashAttention as FlashAttention
 from .flash_attention import FlashAttentionConfig as FlashAttentionConfig
 from .flash_attention import flash_attention as flash_attention
 from .grouped_matmul import GroupedMatmul as GroupedMatmul
+from .grouped_matmul import GroupedMatmulActivation as GroupedMatmulActivation
+from .grouped_matmul import GroupedMatmulActivationConfig as GroupedMatmulActivationConfig
 from .grouped_matmul import GroupedMatmulConfig as GroupedMatmulConfig
 from .grouped_matmul import GroupedMatmulWgrad as GroupedMatmulWgrad
 from .grouped_matmul import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig

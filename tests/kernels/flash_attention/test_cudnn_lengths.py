@@ -128,6 +128,7 @@ def assert_same(expected, actual):
     jax.tree.map(compare, expected, actual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [FULL, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("which", ["query_lengths", "key_lengths", "both"])
 def test_lengths_hide_what_is_behind_them(simulated, rules, which):
@@ -189,6 +190,7 @@ def test_lengths_ask_for_a_padding_mask():
     assert text.count("PADDING_CAUSAL") == 2
 
 
+@pytest.mark.slow
 def test_there_is_a_kernel_for_each_number_of_segments():
     text = lowered(with_gradients(cudnn_packed, FULL, (PackedParams(segments=(4, 8, 64)),)), segmented(ONE_RUN_EACH))
     for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):

@@ -31,11 +31,13 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_visibility import (
     ranges_of_keys,
     ranges_of_queries,
 )
+from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import packed
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
 NAMES = ("query", "key", "value")
 CAUSAL = Rules(scale=0.2, right=0)
+LATE_CAP = Rules(scale=0.2, soft_cap=2.0, cap_after_bias=True)
 FUSED = BackwardParams()
 WIDE = BackwardParams(division="products")
 SPLIT = BackwardParams(form="split", kv_block=64, kv_stages=2, q_warpgroups=2)
@@ -100,21 +102,29 @@ def error(expected, actual):
     ("case", "params"),
     [
         (Small(heads=2, rules=CAUSAL), FUSED),
-        (Small(queries=150, keys=100, rules=Rules(scale=0.2, left=20, right=3, soft_cap=2.0)), SPLIT),
+        (Small(queries=150, keys=100, mask=(1, 1, 150, 100), rules=Rules(scale=0.2, left=20, soft_cap=2.0)), SPLIT),
         (Small(keys=136, segments=True, head_dim=128, rules=CAUSAL), WIDE),
         (Small(queries=192, keys=64, head_dim=128, rules=CAUSAL), WIDE),
         (Small(queries=100, bias=(1, 1, 100, 128), mask=(1, 1, 100, 128)), FUSED),
         (Small(queries=100, bias=(1, 1, 100, 128)), FUSED),
         (Small(head_dim=40, value_dim=24, queries=60, rules=CAUSAL), WIDE_SPLIT),
+        (Small(heads=4, rules=CAUSAL), dataclasses.replace(FUSED, head_parts=2)),
+        (Small(heads=2, bias=(1, 2, 128, 128), rules=Rules(scale=0.2, dropout_rate=0.3)), FUSED),
+        (Small(heads=2, rules=Rules(scale=0.2, soft_cap=2.0, dropout_rate=0.3)), WIDE_SPLIT),
+        (Small(queries=100, bias=(1, 1, 100, 128), rules=LATE_CAP), FUSED),
     ],
     ids=[
         "causal, grouped",
-        "window, soft cap",
+        "window, soft cap, mask",
         "segments, products",
         "causal, products",
         "bias and mask",
         "bias alone",
         "odd dims, split",
+        "parts of a group",
+        "dropout and bias",
+        "dropout, products and split",
+        "soft cap after bias",
     ],
 )
 def test_gradients_match_reference(mosaic, case, params):
@@ -210,6 +220,7 @@ def test_configurations_are_lowered(request, mosaic, name):
         assert "attention_backward" in lower(mosaic, case, params)
 
 
+@pytest.mark.slow
 def test_it_is_lowered_where_tangents_may_be_asked_for(mosaic):
     """As a candidate is, which is compiled by itself."""
     case = SAMPLE["bias 32"]
@@ -231,8 +242,10 @@ def test_it_is_lowered_where_tangents_may_be_asked_for(mosaic):
     ids=str,
 )
 def test_it_is_lowered_inside_shard_map_under_strict_settings(mosaic, setting):
-    case = Case(queries=200, keys=300, head_dim=64, value_dim=64, segments=True, rules=CAUSAL)
+    case = Case(queries=200, keys=300, head_dim=64, value_dim=64, mask=(2, 1, 200, 300), segments=True, rules=CAUSAL)
+    lengths = jax.ShapeDtypeStruct((case.batch,), jnp.int32)
     operands = jax.eval_shape(lambda: case.operands("bfloat16"))
+    operands = operands._replace(query_lengths=lengths, key_lengths=lengths)
     lse = jax.ShapeDtypeStruct((case.batch, case.heads, case.queries), jnp.float32)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     spec = jax.sharding.PartitionSpec("x")
@@ -275,6 +288,17 @@ FINE = AttentionCall(
 
 
 @pytest.mark.parametrize(
+    ("batch", "groups", "parts", "tried"),
+    [(1, 1, 4, {1, 2, 4, 8}), (2, 1, 2, {1, 2, 4}), (1, 4, 1, {1, 2}), (8, 8, 1, {1})],
+)
+def test_the_heads_of_a_group_are_divided_where_blocks_are_few(batch, groups, parts, tried):
+    key = (batch, 8192, groups, 128)
+    call = dataclasses.replace(FINE, query=(batch, 8192, 8, 128), key=key, value=key)
+    assert heuristic(call).head_parts == parts
+    assert {params.head_parts for params in space(call) if params.keys == 128} == tried
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"platform": "cpu", "device_fingerprint": "cpu:x"}, "needs a Hopper GPU, .* for cpu:x"),
@@ -310,6 +334,7 @@ def test_what_the_environment_lacks_is_the_reason(monkeypatch):
         ((64, 64), dataclasses.replace(FUSED, warpgroups=3), "cannot divide the 64 columns"),
         ((192, 128), dataclasses.replace(WIDE, q_block=128), "q_block must be 64"),
         ((256, 256), FUSED, "shared memory"),
+        ((128, 128), dataclasses.replace(FUSED, head_parts=3), "head_parts must divide the 2 heads of a group, got 3"),
     ],
 )
 def test_parameters_that_cannot_run_are_refused(dims, params, words):
@@ -323,7 +348,15 @@ def test_a_bias_needs_the_division_by_keys():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("form", "both"), ("division", None), ("warpgroups", 4), ("q_block", 65), ("q_stages", 0), ("kv_block", 64)],
+    [
+        ("form", "both"),
+        ("division", None),
+        ("warpgroups", 4),
+        ("q_block", 65),
+        ("q_stages", 0),
+        ("kv_block", 64),
+        ("head_parts", 0),
+    ],
 )
 def test_error_names_field_and_value(field, value):
     with pytest.raises(ConfigError, match=rf"{field} must be .*, got {value!r}"):
@@ -338,11 +371,14 @@ def test_only_sums_in_one_order_repeat_bit_by_bit():
     assert is_deterministic(dataclasses.replace(biased, bias=(2, 4, 256, 256)), SPLIT)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
 def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
-    queries, keys = data.draw(st.tuples(*[st.integers(1, 24)] * 2), "lengths")
-    blocks = Blocks(*data.draw(st.tuples(*[st.sampled_from([2, 4, 8])] * 2), "blocks"))
+    masked = data.draw(st.booleans(), "masked")  # a mask is known for 32 queries at once
+    queries, keys = data.draw(st.tuples(st.integers(1, 150 if masked else 24), st.integers(1, 24)), "lengths")
+    sizes = st.sampled_from([32, 64] if masked else [2, 4, 8]), st.sampled_from([2, 4, 8])
+    blocks = Blocks(*data.draw(st.tuples(*sizes), "blocks"))
     left, right = data.draw(st.tuples(*[st.none() | st.integers(0, 20)] * 2), "window")
     rules, ids = Rules(scale=1.0, left=left, right=right), [None, None]
     visible = within_window(np.arange(queries) + keys - queries, np.arange(keys), rules)
@@ -350,11 +386,11 @@ def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):
     if data.draw(st.booleans(), "segments"):
         ids = [np.array([data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))]) for n in (queries, keys)]
         visible = visible & (ids[0][:, :, None] == ids[1][:, None, :])
-    mask = None
-    if data.draw(st.booleans(), "mask"):
-        mask = np.random.default_rng(data.draw(st.integers(0, 99))).random((1, 2, queries, keys)) < 0.1
-    given_ = Visibility(queries=queries, keys=keys, rules=rules, query_segments=ids[0], key_segments=ids[1], mask=mask)
-    counts = (-(-queries // blocks.queries), -(-keys // blocks.keys))
+    counts, mask, words = (-(-queries // blocks.queries), -(-keys // blocks.keys)), None, None
+    if masked:
+        mask = np.random.default_rng(data.draw(st.integers(0, 99))).random((1, 2, queries, keys)) < 0.02
+        words = np.asarray(packed(mask, (counts[0] * blocks.queries + 64, counts[1] * blocks.keys + 8), 2))
+    given_ = Visibility(queries=queries, keys=keys, rules=rules, query_segments=ids[0], key_segments=ids[1], mask=words)
     whole = np.zeros((counts[0] * blocks.queries, counts[1] * blocks.keys), bool)
     some, every = whole.copy(), whole.copy()
     some[:queries, :keys] = visible[0] if mask is None else visible[0] & mask.any(axis=(0, 1))

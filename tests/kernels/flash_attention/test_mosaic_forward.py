@@ -32,6 +32,7 @@ from ejkernel.ops import ConfigError
 pytestmark = pytest.mark.slow
 
 CAUSAL = Rules(scale=0.2, right=0)
+LATE_CAP = Rules(scale=0.2, soft_cap=2.0, cap_after_bias=True)
 ONE = ForwardParams(kv_block=32, warpgroups=1)
 TWO = ForwardParams(kv_block=32)
 TWO_TILES = ForwardParams(kv_block=32, warpgroups=1, persistent=True, query_buffers=2)
@@ -106,8 +107,22 @@ def assert_close(found, expected, dtype="bfloat16"):
         (Small(bias=(1, 1, 70, 70), mask=(1, 1, 70, 70)), ONE),
         (Small(batch=2, bias=(1, 1, 1, 70), mask=(2, 1, 1, 70)), ONE),
         (Small(bias=(1, 1, 70, 1), mask=(1, 1, 70, 1), head_dim=20), ONE),
+        (Small(heads=2, rules=Rules(scale=0.2, right=0, dropout_rate=0.3)), TWO),
+        (Small(bias=(1, 1, 70, 70), mask=(1, 1, 1, 70), rules=LATE_CAP), ONE),
+        (Small(bias=(1, 1, 70, 1), rules=LATE_CAP), ONE),
     ],
-    ids=["full", "causal", "window, soft cap", "segments", "bias and mask", "bias and mask of keys", "of rows"],
+    ids=[
+        "full",
+        "causal",
+        "window, soft cap",
+        "segments",
+        "bias and mask",
+        "bias and mask of keys",
+        "of rows",
+        "dropout",
+        "soft cap after bias",
+        "soft cap after bias of rows",
+    ],
 )
 @pytest.mark.usefixtures("soon_compiled", "one_multiprocessor")
 def test_output_and_lse_match_reference(mosaic, case, params):

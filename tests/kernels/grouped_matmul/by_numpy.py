@@ -25,13 +25,35 @@ def spans(sizes, rows):
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def product(lhs, rhs, sizes, *, transpose_rhs=False):
-    lhs, rhs = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
-    matrices = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+def _relu(x):
+    return np.maximum(x, 0)
+
+
+ACTIVATIONS = {
+    None: lambda x: x,
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "relu": _relu,
+    "relu2": lambda x: _relu(x) ** 2,
+}
+
+
+def product(lhs, rhs, sizes, *, transpose_rhs=False, activation=None, gate=None, row_scale=None):
+    lhs = np.asarray(lhs, np.float32)
+    matrices, gates = (x if x is None else _matrices(x, transpose_rhs=transpose_rhs) for x in (rhs, gate))
     out = np.zeros((lhs.shape[0], matrices.shape[2]), np.float32)
-    for matrix, (start, end) in zip(matrices, spans(sizes, lhs.shape[0]), strict=True):
-        out[start:end] = lhs[start:end] @ matrix
+    for group, (start, end) in enumerate(spans(sizes, lhs.shape[0])):
+        out[start:end] = ACTIVATIONS[activation](lhs[start:end] @ matrices[group])
+        if gate is not None:
+            out[start:end] *= lhs[start:end] @ gates[group]
+        if row_scale is not None:
+            out[start:end] *= np.asarray(row_scale)[start:end, None]
     return out
+
+
+def _matrices(x, *, transpose_rhs):
+    x = np.asarray(x, np.float32)
+    return x.swapaxes(1, 2) if transpose_rhs else x
 
 
 def weights_gradient(lhs, rhs, sizes):
@@ -46,6 +68,19 @@ def normal(*shape, dtype="bfloat16", seed=0):
 def with_nan_behind(x, sizes):
     """Return rows with NaN in those past the last group."""
     return x.at[spans(sizes, x.shape[0])[-1][1] :].set(jnp.nan)
+
+
+def with_nan_outside(x, sizes, own):
+    """Return rows with NaN in those that belong to none of the groups `own`."""
+    inside = np.zeros(x.shape[0], bool)
+    for start, end in spans(sizes, x.shape[0])[own]:
+        inside[start:end] = True
+    return jnp.where(inside[:, None], x, jnp.nan)
+
+
+def only(own, rhs):
+    """Return matrices, those of other groups than `own` zero."""
+    return np.concatenate([np.zeros_like(rhs[: own.start]), rhs[own], np.zeros_like(rhs[own.stop :])])
 
 
 def assert_near(expected, actual, error=4e-3):

@@ -6,27 +6,36 @@ Names of what is compiled, PTX and what ptxas says of it are printed, by JAX's o
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import jax
 import numpy as np
 
+from ejkernel.kernels.grouped_matmul.activation import grouped_matmul_activation
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul, grouped_matmul_wgrad
 from ejkernel.ops import Invocation
 from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
 from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.transformations.nodes import Choice
 
 ROWS, GROUPS, K, N = 8192, 8, 4096, 4096
 
 
 def calls():
-    """Return the three products: name, operation, shapes, options."""
+    """Return the products, also of some of the groups, and what is made of them: name, operation, shapes, options."""
     rows, matrices = (ROWS, K), (GROUPS, K, N)
     yield "forward", grouped_matmul, (rows, matrices), {}
+    yield "forward of some groups", grouped_matmul, (rows, (GROUPS // 2, K, N)), {"first_group": GROUPS // 2}
     yield "dgrad", grouped_matmul, ((ROWS, N), matrices), {"transpose_rhs": True}
     yield "wgrad", grouped_matmul_wgrad, (rows, (ROWS, N)), {}
     yield "wgrad to float32", grouped_matmul_wgrad, (rows, (ROWS, N)), {"preferred_element_type": "float32"}
+    gate, row_scale = jax.ShapeDtypeStruct(matrices, "bfloat16"), jax.ShapeDtypeStruct((ROWS,), "float32")
+    yield "factors of rows", grouped_matmul, (rows, matrices), {"row_scale": row_scale}
+    gated = {"gate": gate, "activation": "gelu", "row_scale": row_scale}
+    yield "gated", grouped_matmul_activation, (rows, matrices), gated
+    yield "gated, products kept", grouped_matmul_activation, (rows, matrices), gated
 
 
 def main(others: int) -> None:
@@ -41,7 +50,18 @@ def main(others: int) -> None:
         for params in [first.fwd, *space.sample(np.random.default_rng(0), others)]:
             print(f"compiling {name}: {params}", flush=True)
             cfg = operation.config_type(implementation="mosaic_gpu", fwd=params)
-            compile_for(inv, Choice(config=cfg, platform="gpu"), target)
+            choice = Choice(config=cfg, platform="gpu")
+            if "kept" in name:
+                compile_keeping(inv, choice, target)
+            else:
+                compile_for(inv, choice, target)
+
+
+def compile_keeping(inv, choice, target):
+    """Compile what runs where the call is differentiated, which leaves something for a backward."""
+    node = dataclasses.replace(inv.node, residuals=True)
+    with target.entered():
+        jax.jit(node.flat(choice)).lower(*[target.placed(like) for like in example_types(inv)]).compile()
 
 
 if __name__ == "__main__":

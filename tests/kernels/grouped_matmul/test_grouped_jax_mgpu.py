@@ -44,6 +44,11 @@ def test_a_product_is_right_for_hostile_sizes_whatever_lies_behind_them(monkeypa
     for sizes in by_numpy.HOSTILE.values():
         found = run(by_numpy.with_nan_behind(lhs, sizes), rhs, jnp.asarray(sizes, jnp.int32))
         by_numpy.assert_near(by_numpy.product(lhs, rhs, sizes), found)
+    own, part = slice(1, 3), dataclasses.replace(CALL, groups=2, all_groups=4)
+    run = jax.jit(lambda *args: JaxMgpu().forward(part, *args, params=params)[0])
+    for sizes in list(by_numpy.HOSTILE.values())[::3]:
+        found = run(by_numpy.with_nan_outside(lhs, sizes, own), rhs[own], (jnp.asarray(sizes), jnp.int32(1)))
+        by_numpy.assert_near(by_numpy.product(lhs, by_numpy.only(own, rhs), sizes), found)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,28 @@ def test_a_weights_gradient_is_right_for_hostile_sizes_whatever_lies_behind_them
         by_numpy.assert_near(by_numpy.weights_gradient(lhs, rhs, sizes), run(sizes, *own))
 
 
+@pytest.mark.parametrize("own", [slice(1, 3), slice(3, 4)], ids=["in the middle", "the last"])
+@pytest.mark.usefixtures("few_multiprocessors")
+def test_some_of_the_groups_are_right_for_hostile_sizes_whatever_the_others_hold(mosaic, own):
+    lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(4, K, N, seed=1)
+    dout, first = by_numpy.normal(by_numpy.ROWS, N, seed=2), jnp.int32(own.start)
+    groups = (jax.ShapeDtypeStruct((4,), jnp.int32), first)
+    call = grouped_matmul.describe(lhs, rhs[own], groups)
+    sums_call = grouped_matmul_wgrad.describe(lhs, dout, groups, groups=own.stop - own.start)
+    interpret = mosaic.InterpretGPUParams()
+
+    @jax.jit
+    def run(sizes, lhs, dout):
+        out = launch.product(call, (lhs, rhs[own], (sizes, first)), ProductParams(**SMALL), interpret=interpret)
+        params = WgradParams(**SMALL, largest_first=True)
+        return out, launch.weights_gradient(sums_call, (lhs, dout, (sizes, first)), params, interpret=interpret)
+
+    for sizes in list(by_numpy.HOSTILE.values())[::2]:
+        out, sums = run(jnp.asarray(sizes), *(by_numpy.with_nan_outside(x, sizes, own) for x in (lhs, dout)))
+        by_numpy.assert_near(by_numpy.product(lhs, by_numpy.only(own, rhs), sizes), out)
+        by_numpy.assert_near(by_numpy.weights_gradient(lhs, dout, sizes)[own], sums)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, which multiplies for the interpreter
 @pytest.mark.usefixtures("few_multiprocessors")
 def test_nothing_of_one_group_reaches_another(mosaic):

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
 
-from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.cases import mean_sample
+from ejkernel.ops.autotuner.measure.measurement import Measurement, OnEach
 from ejkernel.ops.autotuner.measure.race import CLOCK, Sample
 
 
@@ -15,30 +17,50 @@ def interleaved_with(time_of):
     """Return a stand-in for `measuring.interleaved`.
 
     `time_of(config)` is seconds, a `Sample` with its processor time, or a tuple of those, which the samples take in
-    turns, one race after the other.
+    turns, one race after the other; of candidates that are measured on several cases, it is called with the case, too.
     """
     sequences = {}
 
-    def sample(config):
-        found = time_of(config)
-        if not isinstance(found, tuple):
-            return found
-        return next(sequences.setdefault(str(config), itertools.cycle(found)))
+    def sample(*key):
+        found = time_of(*key)
+        if isinstance(found, tuple):
+            found = next(sequences.setdefault(str(key), itertools.cycle(found)))
+        return found if isinstance(found, Sample) else Sample(found)
 
     def interleaved(functions, *, race, on_error, **_):
-        configs = [function.function.candidate.config for function in functions]
-        for index, function in enumerate(functions):
+        parts = [function.runners if isinstance(function, OnEach) else (function,) for function in functions]
+        configs = [runners[0].function.candidate.config for runners in parts]
+        for index, runners in enumerate(parts):
             try:
-                jax.block_until_ready(function())
+                jax.block_until_ready([runner() for runner in runners])
             except Exception as error:  # noqa: BLE001 - the candidate's
                 race.fail(index)
                 on_error(index, error)
         while indices := race.next_round():
             for index in indices:
-                taken = sample(configs[index])
-                taken = taken if isinstance(taken, Sample) else Sample(taken)
-                race.note(index, taken.seconds, taken.work)
+                cases = [runner.case for runner in parts[index]]
+                keys = [(configs[index],) if case is None else (configs[index], case) for case in cases]
+                weights = [1.0 if case is None else case.weight for case in cases]
+                taken = mean_sample([sample(*key) for key in keys], weights)
+                race.note(index, taken.seconds, taken.work, taken.cases)
         witness, judged = race.judged
-        return [Measurement(samples=samples, method="wall" if witness == CLOCK else witness) for samples in judged]
+        method = "wall" if witness == CLOCK else witness
+        return [
+            function.measurement(noted, samples, method)
+            if isinstance(function, OnEach)
+            else Measurement(samples=samples, method=method)
+            for function, noted, samples in zip(functions, race.noted, judged, strict=True)
+        ]
 
     return interleaved
+
+
+@dataclasses.dataclass
+class ByCase:
+    """Times by configuration and case, for `interleaved_with`; of a case that is not named, by configuration alone."""
+
+    seconds: dict
+
+    def __call__(self, config, case=None):
+        own = self.seconds[config]
+        return own if case is None or not isinstance(own, dict) else own[case.name]

@@ -160,6 +160,7 @@ def test_empty_results_are_right():
     check(np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int32", "float8_e4m3fn"])
 def test_the_host_and_the_device_compare_alike(dtype, monkeypatch):
     truth = jnp.arange(1, 9).astype(dtype)

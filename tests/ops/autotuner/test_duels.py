@@ -197,6 +197,7 @@ def on_a_busy_machine(rng, work):
     return Sample(spent + waits, Work(spent, 1.02 * spent))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heuristic", "other", "wins"), [(1.5, 1.0, True), (1.0, 1.5, False), (1.0, 1.0, False)])
 def test_among_two_on_a_busy_machine_one_in_a_hundred_is_wrong_at_most(heuristic, other, wins):
     wrong = 0

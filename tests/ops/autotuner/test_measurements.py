@@ -150,6 +150,7 @@ def test_a_search_comes_back_as_it_was(store):
     assert found.provenance["time"] == "2026-05-01T12:00:01+00:00"
 
 
+@pytest.mark.slow
 @given(
     times=st.dictionaries(
         st.integers(1, 10**6), st.none() | st.floats(1e-3, 1e7, allow_nan=False, exclude_min=True), min_size=1

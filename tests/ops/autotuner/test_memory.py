@@ -81,6 +81,7 @@ def test_inputs_that_the_device_cannot_hold_are_an_error_before_anything_is_comp
         Autotuner().tune(inv, inv.kernel, policy=AutotunePolicy(isolate=isolate))
 
 
+@pytest.mark.slow
 def test_a_call_whose_inputs_do_not_fit_is_a_warning_and_the_next_is_tuned():
     kernel = faulty_kernels.failing_on_device
     small = Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((4, 4), jnp.float32),))

@@ -86,6 +86,7 @@ def test_the_ranking_has_everybody_once(case):
     assert sorted(run(plan, table)[0].ranking()) == list(range(len(table)))
 
 
+@pytest.mark.slow
 @given(races(), st.data())
 def test_a_candidate_that_is_twice_as_slow_in_every_sample_never_wins(case, data):
     plan, table = case

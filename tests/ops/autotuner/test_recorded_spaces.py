@@ -38,11 +38,13 @@ def test_what_was_recorded_are_parameters_of_the_kernel(spaces):
             assert ForwardParams(**kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(FILES)), ids=[file.name.partition("__")[0] for file in FILES])
 def test_a_search_finds_the_best_within_32_measurements(spaces, index):
     assert max(best_after(spaces[index], 32, seed) for seed in SEEDS) <= 1.01
 
 
+@pytest.mark.slow
 def test_what_is_known_of_another_shape_leads_there_sooner(spaces):
     causal, full = spaces
     known = [record_of(full, range(len(full.times)))]

@@ -47,6 +47,7 @@ WRONG_ALIKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_ALIKE)
 def test_a_rule_that_is_wrong_under_every_configuration_is_said(name):
     kernel, text = WRONG_ALIKE[name]
@@ -55,6 +56,17 @@ def test_a_rule_that_is_wrong_under_every_configuration_is_said(name):
     assert data.rule_fault
     assert data.rule_fault in data.summary()
     assert json.loads(json.dumps(data.summary_data()))["rule_fault"] == data.rule_fault
+
+
+def test_where_the_outputs_alone_are_validated_no_rule_is_looked_at(monkeypatch):
+    class Wrong(wrong_kernels.GradientOfOneArgument):
+        def config_space(self, inv):
+            return [1, 2]
+
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(lambda config: 1.0 if config == 2 else 2.0))
+    data = tune(Wrong("wrong_but_fast"), policy=AutotunePolicy(validate="outputs"))
+    assert data.rule_fault == ""
+    assert data.checked == ("outputs",)
 
 
 def test_the_warning_says_how_far_the_gradient_is_off():
@@ -69,6 +81,7 @@ def test_it_is_kept_with_what_is_saved():
     assert "the gradient of w" in entry.measured["rule_fault"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "under vmap"])
 @pytest.mark.parametrize("name", ["of run", "of residuals"])
 def test_a_backward_is_held_against_run_where_there_is_no_reference(name, batched):
@@ -124,6 +137,7 @@ class Ranked(wrong_kernels.GradientOfOneArgument):
         return dx * (2 if cfg == 2 else 1), dw
 
 
+@pytest.mark.slow
 def test_a_kernel_with_such_a_rule_is_tuned_all_the_same(monkeypatch):
     monkeypatch.setattr(timing, "interleaved", interleaved_with({0: 3.0, 1: 2.0, 2: 1.0}.__getitem__))
     with pytest.warns(GradientWarning):

@@ -139,6 +139,7 @@ def test_the_model_finds_the_best_much_sooner_than_chance():
     assert 4 * model < chance
 
 
+@pytest.mark.slow
 def test_the_model_learns_where_configurations_fail():
     def measure(config):
         return None if config["warps"] == 1 or config["order"] == "column" else seconds(config)

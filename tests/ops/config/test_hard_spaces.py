@@ -41,6 +41,7 @@ def test_what_only_the_last_axis_can_tell_is_sampled_all_the_same(whole):
     assert all(config in whole for config in sample)
 
 
+@pytest.mark.slow
 def test_a_sample_of_such_a_space_depends_on_the_generator_alone(whole):
     one = whole.sample_points(np.random.default_rng(1), 20)
     whole.sample_points(np.random.default_rng(2), 20)
@@ -69,6 +70,7 @@ def test_a_configuration_is_found_in_a_space_without_going_through_it():
     assert calls == [3]
 
 
+@pytest.mark.slow
 def test_the_size_of_such_a_space_is_an_estimate_and_says_so(whole):
     assert not whole.exact
     assert whole.points() is None
@@ -76,6 +78,7 @@ def test_the_size_of_such_a_space_is_an_estimate_and_says_so(whole):
     assert count / 4 < whole.size < count * 4
 
 
+@pytest.mark.slow
 def test_a_known_configuration_is_where_others_are_looked_for():
     axes = {f"axis{i}": list(range(10)) for i in range(12)}
     space = ConfigSpace(axes, constraints=lambda a: sum(v != 3 for v in a.values()) <= 2)
@@ -204,6 +207,7 @@ def test_a_long_axis_is_gone_through_once():
     assert long.looks == 100_000
 
 
+@pytest.mark.slow
 def test_a_range_is_not_gone_through_at_all():
     axes = {"rows": range(1, 10**15), "columns": range(0, 10**15, 128), "down": range(10**15, 0, -1)}
     space = ConfigSpace(axes, constraints=lambda rows, columns: rows <= columns)

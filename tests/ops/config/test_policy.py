@@ -31,10 +31,17 @@ def test_nothing_is_tuned_by_default():
     assert (policy.autotune, policy.heuristic, policy.validate, policy.budget_s) == (False, True, True, None)
 
 
-@pytest.mark.parametrize("name", ["autotune", "heuristic", "validate"])
+@pytest.mark.parametrize("name", ["autotune", "heuristic", "isolate"])
 def test_a_flag_must_be_a_bool(name):
     with pytest.raises(ConfigError, match=f"{name} must be True or False, got 1"):
         AutotunePolicy(**{name: 1})
+
+
+@pytest.mark.parametrize("value", [1, "gradients", None])
+def test_what_is_validated_is_all_nothing_or_the_outputs(value):
+    assert AutotunePolicy(validate="outputs").validate == "outputs"
+    with pytest.raises(ConfigError, match="validate must be True, False or 'outputs', got "):
+        AutotunePolicy(validate=value)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.5, float("nan")])

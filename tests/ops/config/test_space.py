@@ -141,6 +141,7 @@ def test_constraints_that_nothing_meets_are_an_error(use):
         use(space)
 
 
+@pytest.mark.slow
 def test_none_is_claimed_only_of_a_space_that_was_gone_through():
     axes = {f"axis{i}": list(range(10)) for i in range(12)}
     space = ConfigSpace(axes, constraints=lambda a: False)

@@ -92,6 +92,7 @@ def types_of(inv):
     return [(like.shape, like.dtype) for like in inv.array_types]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_call_of_a_program_is_rebuilt_as_it_was(kernel, program):
@@ -165,6 +166,7 @@ def test_a_function_that_is_a_kernel_is_rebuilt_with_functions_that_may_be_named
     assert got.kwargs["activation"] is doubled
 
 
+@pytest.mark.slow
 def test_a_rebuilt_call_is_tuned_as_the_original():
     seen = calls(jax.grad(squared(over_first(KERNELS[2]))), XS, W)
     for inv in seen:

@@ -86,6 +86,7 @@ def test_gradients_are_those_of_plain_jax(way):
     agree(WAYS[way](X, W), jax.grad(plain_loss, (0, 1))(X, W))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("forward", "backward"), [(2, 4), (4, 2), (4, 4)])
 def test_the_backward_may_have_another_configuration_than_the_forward(forward, backward):
     step = jax.jit(gradient)
@@ -94,6 +95,7 @@ def test_the_backward_may_have_another_configuration_than_the_forward(forward, b
         agree(step(X, W), jax.grad(plain_loss, (0, 1))(X, W))
 
 
+@pytest.mark.slow
 def test_all_configurations_are_candidates_of_the_backward():
     result = autotune(jax.jit(gradient), X, W)
     backward = next(search for search in result.searches if search.inv.direction == "bwd")
@@ -147,6 +149,7 @@ class TakesIntegers(Kernel[int, jax.Array]):
         return 1
 
 
+@pytest.mark.slow
 def test_integers_static_arguments_and_arrays_by_keyword_are_as_in_plain_jax():
     kernel = TakesIntegers("takes_integers")
     x, at, scale = jnp.arange(4.0), jnp.array([2, 0]), jnp.float32(3)

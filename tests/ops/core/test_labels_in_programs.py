@@ -103,6 +103,7 @@ def operations(program):
     return [LABEL_RE.fullmatch(text)["op"] for text in find_labels_in_lowered(program)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("program", FORWARD)
 def test_a_call_is_labelled_in_lowered_text(program, kernel):
@@ -290,6 +291,7 @@ def two_layers(f, x, w):
     return f(f(x, w) * 2, w) + jnp.tanh(x @ w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS[:3], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("transform", [lambda f: f, grads], ids=["forward", "gradient"])
 def test_stamping_leaves_the_optimised_program_as_it_is(kernel, transform, monkeypatch):

@@ -169,6 +169,7 @@ class Product(Plain):
         return x @ w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [

@@ -227,6 +227,7 @@ def test_something_else_than_an_overlay_is_an_error(given):
         overlay_cache(given).__enter__()
 
 
+@pytest.mark.slow
 def test_an_overlay_answers_with_a_backward_configuration(kernel, f):
     logging, chooser = logged(kernel)
     jax.grad(logging)(ONE)

@@ -141,6 +141,7 @@ def test_identities_are_equal_exactly_for_values_of_one_type_bits_and_structure(
     assert (identity(left) == identity(right)) == (parts(left) == parts(right))
 
 
+@pytest.mark.slow
 @given(data, data)
 def test_what_holds_a_value_is_told_apart_as_the_value_is(left, right):
     same = identity(left) == identity(right)

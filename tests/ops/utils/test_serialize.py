@@ -152,6 +152,7 @@ def same_types(left, right):
 # --- round trips ---
 
 
+@pytest.mark.slow
 @given(outers)
 def test_a_nested_configuration_survives_json(config):
     again = from_json(to_json(config), Outer)
@@ -305,6 +306,7 @@ def test_an_annotation_says_what_is_read(cls, text, value):
 # --- one text for equal content ---
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), json_values))
 def test_insertion_order_does_not_matter(value):
     assert stable_json(value) == stable_json(dict(reversed(value.items())))

@@ -27,10 +27,25 @@ def kept(key: jax.Array, rows: jax.Array, queries: jax.Array, keys: jax.Array, r
         keys: Indices of keys, `[keys]`.
         rules: Of which the rate counts.
     """
+    words = query_words(key, rows, queries)
+    shape = (*words.shape, *keys.shape)
+    return keeps(
+        lax.broadcast_in_dim(words, shape, range(words.ndim)),
+        lax.broadcast_in_dim(_word(keys), shape, (words.ndim,)),
+        rules,
+    )
+
+
+def query_words(key: jax.Array, rows: jax.Array, queries: jax.Array) -> jax.Array:
+    """Return what `keeps` has to know of queries, `[..., queries]` in uint32; for the arguments see `kept`."""
     words = key.astype(jnp.uint32)
     row = _mixed(_word(rows) * jnp.uint32(_ODD) ^ words[0])
-    query = _mixed(lax.expand_dims(row, (rows.ndim,)) + _along(queries, rows.ndim) * jnp.uint32(_ODD) ^ words[1])
-    bits: jax.Array = _mixed(lax.expand_dims(query, (query.ndim,)) + _along(keys, rows.ndim + 1) * jnp.uint32(_ODD))
+    return _mixed(lax.expand_dims(row, (rows.ndim,)) + _along(queries, rows.ndim) * jnp.uint32(_ODD) ^ words[1])
+
+
+def keeps(words: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
+    """Return which weights are kept, given words of their queries and indices of their keys, of one shape in uint32."""
+    bits = _mixed(words + keys * jnp.uint32(_ODD))
     keep: jax.Array = bits >= jnp.uint32(min(round(rules.dropout_rate * 2**32), 2**32 - 1))
     return keep
 

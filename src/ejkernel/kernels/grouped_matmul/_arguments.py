@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._options import canonical_precision
+from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.signature import is_array, is_known
+
+from .common import Groups, row_ends, taken_apart
 
 
 def check_operand(name: str, array: Any, axes: str) -> None:
@@ -19,6 +23,33 @@ def check_operand(name: str, array: Any, axes: str) -> None:
         raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
     if len(array.shape) != len(axes.split(",")):
         raise ArgumentError(f"{name} must be {axes}, got shape {tuple(array.shape)}.")
+
+
+def check_product(lhs: Any, rhs: Any, *, transpose_rhs: bool) -> None:
+    """Raise unless these are rows, and a matrix for each group that they can be multiplied with."""
+    check_operand("lhs", lhs, "[m, k]")
+    check_operand("rhs", rhs, "[groups, n, k]" if transpose_rhs else "[groups, k, n]")
+    check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), "have one k")
+
+
+def check_gate(gate: Any, rhs: Any) -> None:
+    """Raise unless the gate's matrices are as those of `rhs` are."""
+    check_operand("gate", gate, "[groups, k, n]")
+    if (gate.shape, gate.dtype) != (rhs.shape, rhs.dtype):
+        raise ArgumentError(
+            f"gate must have rhs's shape and dtype, {tuple(rhs.shape)} and {rhs.dtype}; got {tuple(gate.shape)} and "
+            f"{gate.dtype}."
+        )
+
+
+def check_row_scale(row_scale: Any, lhs: Any) -> None:
+    """Raise unless there is a factor for each row."""
+    check_operand("row_scale", row_scale, "[m]")
+    if row_scale.shape[0] != lhs.shape[0]:
+        raise ArgumentError(
+            f"row_scale must have a number for each row of lhs; got shapes {tuple(row_scale.shape)} and "
+            f"{tuple(lhs.shape)}."
+        )
 
 
 def check_pair(lhs: Any, rhs: Any, axes: tuple[int, int], what: str) -> None:
@@ -43,6 +74,51 @@ def check_sizes(group_sizes: Any, groups: int | None = None) -> None:
         )
 
 
+def canonical_groups(group_sizes: Any, first_group: Any, count: int | None) -> Groups:
+    """Return the groups in the form in which a call has them; raise unless they are `count`, or contain as many."""
+    if first_group is None and isinstance(group_sizes, tuple) and len(group_sizes) == 2 and is_array(group_sizes[0]):
+        group_sizes, first_group = group_sizes  # of a call of ours
+    if first_group is None:
+        check_sizes(group_sizes, count)
+        return cast(jax.Array, group_sizes)
+    check_sizes(group_sizes)
+    if count is None:
+        raise ArgumentError("groups must be how many groups the result is of, with first_group; got None.")
+    if group_sizes.shape[0] < count:
+        raise ArgumentError(
+            f"group_sizes must be of all groups, of which {count} have matrices here; got shape "
+            f"{tuple(group_sizes.shape)}."
+        )
+    return group_sizes, _canonical_first(first_group)
+
+
+def canonical_count(groups: Any) -> int | None:
+    """Return how many groups a call is asked for; `None`: all."""
+    if groups is not None and (type(groups) is not int or groups < 0):
+        raise ArgumentError(f"groups must be an int >= 0, or None; got {groups!r}.")
+    return groups
+
+
+def _canonical_first(first_group: Any) -> Any:
+    is_number = type(first_group) is int or (
+        is_array(first_group) and jnp.issubdtype(first_group.dtype, jnp.integer) and first_group.shape == ()
+    )
+    if not is_number:
+        raise ArgumentError(f"first_group must be an integer, or an array of one without axes; got {first_group!r}.")
+    return first_group if isinstance(first_group, jax.ShapeDtypeStruct) else jnp.asarray(first_group, jnp.int32)
+
+
+def groups_of_part(part: CallPart, groups: Groups) -> Groups:
+    """Return the sizes that groups have in the rows of a part, and which is its first where it has some of them."""
+    sizes, first = taken_apart(groups)
+    if part.is_split("rows"):
+        ends = row_ends(groups, part.whole("rows")) - part.start("rows")
+        sizes = jnp.diff(jnp.clip(ends, 0, part.length("rows")), prepend=jnp.zeros(1, ends.dtype))
+    if part.is_split("groups"):
+        first = part.start("groups") + (0 if first is None else first)
+    return sizes if first is None else (sizes, first)
+
+
 def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
     """Return the name of the dtype that is asked for, `None` where that is the operands' own."""
     if preferred is None:
@@ -54,3 +130,13 @@ def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
     if not jnp.issubdtype(wanted, jnp.floating):
         raise ArgumentError(f"preferred_element_type must be a floating-point dtype, got {wanted}.")
     return None if wanted == dtype else str(wanted)
+
+
+def said_options(dtype: Any, *, preferred_element_type: Any, precision: Any, **others: Any) -> dict[str, Any]:
+    """Return what all operations are told, and `others`, in one form; what says nothing is left out of the key."""
+    options = {
+        "preferred_element_type": canonical_dtype(preferred_element_type, dtype),
+        "precision": canonical_precision(precision),
+        **others,
+    }
+    return {name: value for name, value in options.items() if value}

@@ -21,7 +21,7 @@ from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import GroupedMatmulCall, row_ends
+from .common import GroupedMatmulCall, Groups, row_spans
 
 _BLOCK_K = 64
 _MOST_GROUPS = 256  # the kernel's program grows with them
@@ -59,6 +59,7 @@ class JaxMgpu(Implementation[GroupedMatmulCall]):
 
     name = "jax_mgpu"
     params = JaxMgpuParams
+    features = frozenset({"first_group"})
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernel does not run the call, and what would."""
@@ -85,7 +86,7 @@ class JaxMgpu(Implementation[GroupedMatmulCall]):
 
     def heuristic(self, call: GroupedMatmulCall) -> JaxMgpuParams:
         """Return small tiles for small groups."""
-        return JaxMgpuParams(block_m=64 if call.rows < 128 * call.groups else 128)
+        return JaxMgpuParams(block_m=64 if call.usual_rows < 128 else 128)
 
     def space(self, call: GroupedMatmulCall) -> list[JaxMgpuParams]:
         """Return tiles and stages that are worth a try."""
@@ -104,13 +105,15 @@ class JaxMgpu(Implementation[GroupedMatmulCall]):
             "grid_block_n": params.panel,
         }
 
-        def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-            ends = row_ends(group_sizes, call.rows)
-            sizes = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
+        def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> jax.Array:
+            starts, ends = row_spans(groups, call.rows, call.groups)
+            is_part = call.all_groups is not None
+            lhs = jnp.roll(lhs, -starts[0], axis=0) if is_part else lhs  # its first group begins at the first row
             with jax.enable_x64(False):  # the kernel counts in int32
-                out = compat.ragged_dot_mgpu(lhs, rhs, sizes, transpose_rhs=call.transpose_rhs, **layout)
-            row = jnp.arange(call.rows, dtype=ends.dtype)
-            return jnp.where(row[:, None] < ends[-1], out, jnp.zeros_like(out))  # it leaves these rows as they were
+                out = compat.ragged_dot_mgpu(lhs, rhs, ends - starts, transpose_rhs=call.transpose_rhs, **layout)
+            row = jnp.arange(call.rows, dtype=ends.dtype)[:, None]
+            out = jnp.roll(out, starts[0], axis=0) if is_part else out
+            return jnp.where((row >= starts[0]) & (row < ends[-1]), out, jnp.zeros_like(out))  # it left them as before
 
         return _one_by_one(compute)(*unify_varying(args)), ()
 

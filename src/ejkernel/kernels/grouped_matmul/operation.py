@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations behind `grouped_matmul`: the product, and its weights' gradient, which differentiate into each other.
 
-The product is linear in each of its operands. So the gradient of one is a call of one of the two operations again, with
-a key and a configuration of its own, and nothing is left for a backward but the operands.
+The product is linear in each of its operands, a factor for each row included. So the gradient of one is a call of one
+of the two operations again, with a key and a configuration of its own, and nothing is left for a backward but the
+operands. Products with an activation or a gate are the operation in `activation.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
-from typing import Any, Generic, TypeVar
+from collections.abc import Collection
+from typing import Any, Final, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ejkernel.kernels._options import canonical_flag, canonical_precision
+from ejkernel.kernels._numbers import accumulator
+from ejkernel.kernels._options import canonical_flag
 from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
@@ -27,9 +30,13 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from . import _arguments as arguments
 from . import reference
-from .common import GroupedMatmulCall
+from .common import GroupedMatmulCall, Groups, own_rows, taken_apart, without_rest
+from .epilogue import scaled_rows
 
-_REFERENCE_BLOCK = 512
+REFERENCE_BLOCK = 512
+GROUPS = 2  # which argument the groups are
+# Rows and matrices that are sharded over the same devices: which of them are cheaper to move depends on their sizes.
+SPLIT: Final[Any] = {"split": "rows groups inner columns", "cheapest": True}
 _Cfg = TypeVar("_Cfg", bound=OperationConfig)
 
 
@@ -47,8 +54,8 @@ class GroupedMatmulWgradConfig(OperationConfig):
     implementation: str = "xla"
 
 
-class _Bilinear(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
-    """What the two share: how they are differentiated, and what they are measured with."""
+class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
+    """What operations on groups share: derivatives are made of calls, and sizes of groups are drawn as routers' are."""
 
     def call_of(self, inv: Invocation[_Cfg, jax.Array]) -> GroupedMatmulCall:
         """Return the description of the forward, derivatives being made of calls of their own."""
@@ -57,6 +64,60 @@ class _Bilinear(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
     def config_space(self, inv: Invocation[_Cfg, jax.Array]) -> Collection[_Cfg]:
         """Return the space of a forward; derivatives have nothing of their own to choose."""
         return super().config_space(inv) if inv.direction == "fwd" else [self.heuristic_cfg(inv)]
+
+    def _is_higher(self, inv: Invocation[_Cfg, jax.Array]) -> bool:
+        return False  # every implementation has tangents, made of calls
+
+    def example_inputs(
+        self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return random operands, and sizes of one of the kinds that `example_draws` has."""
+        draws = self.example_draws(inv, rng)
+        return draws[str(rng.choice(list(draws)))]
+
+    def example_draws(
+        self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
+    ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the same random operands with sizes as routers of tokens give: what is fast depends on these.
+
+        Of a part of the groups it is the one that has the most rows: the others wait for it.
+        """
+        (lhs, rhs, groups, *others), kwargs = super().example_inputs(inv, rng)
+        (sizes, first), count = taken_apart(groups), self.call_of(inv).groups
+
+        def groups_with(drawn: np.ndarray[Any, Any]) -> Groups:
+            found = jnp.asarray(drawn, sizes.dtype)
+            if first is None:
+                return found
+            rows = np.convolve(drawn, np.ones(count), "valid")[::count]
+            return found, jnp.asarray(count * rows.argmax(), first.dtype)
+
+        drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
+        return {kind: ((lhs, rhs, groups_with(own), *others), kwargs) for kind, own in drawn.items()}
+
+    def part_arguments(
+        self, part: CallPart, lhs: Any, rhs: Any, groups: Groups, *others: Any, **options: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the sizes that groups have in the part's rows, and its first group."""
+        return (lhs, rhs, arguments.groups_of_part(part, groups), *others), options
+
+    def cost(self, inv: Invocation[_Cfg, jax.Array]) -> Cost | None:
+        """Return the work of a call all of whose rows belong to groups, of which a part has its share."""
+        call = self.call_of(inv)
+        if inv.direction != "fwd" or not is_known(call.rows, call.inner, call.columns):
+            return None
+        rows = call.rows if call.all_groups is None else call.usual_rows * call.groups
+        flops = 2 * call.products * call.examples * rows * call.inner * call.columns
+        out = call.examples * self.result_size(call) * jnp.dtype(call.out_dtype).itemsize
+        return Cost(flops=flops, bytes=inv.input_bytes + out)
+
+    def result_size(self, call: GroupedMatmulCall) -> int:
+        """Return how many numbers the result of one example has."""
+        raise NotImplementedError
+
+
+class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
+    """What the two share: they are linear in each of their floating-point operands."""
 
     def run(self, *args: Any, cfg: _Cfg, **options: Any) -> Any:
         """Return the result; its tangents are calls again."""
@@ -68,44 +129,18 @@ class _Bilinear(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_Cfg]):
 
         def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
             out = compute(*primals)
-            lhs, rhs, group_sizes = primals
-            pairs = ((tangents[0], (tangents[0], rhs)), (tangents[1], (lhs, tangents[1])))
             parts = [
-                self(*operands, group_sizes, **options)
-                for tangent, operands in pairs
-                if not isinstance(tangent, SymbolicZero)
+                self(*primals[:index], tangent, *primals[index + 1 :], **options)
+                for index, tangent in enumerate(tangents)
+                if index != GROUPS and not isinstance(tangent, SymbolicZero)
             ]
             return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
 
         compute.defjvp(tangents, symbolic_zeros=True)
         return compute(*args)
 
-    def _is_higher(self, inv: Invocation[_Cfg, jax.Array]) -> bool:
-        return False  # every implementation has tangents, see `run`
 
-    def example_inputs(
-        self, inv: Invocation[_Cfg, jax.Array], rng: np.random.Generator
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random operands, and sizes as a router of tokens would give: even, uneven, or with empty groups."""
-        (lhs, rhs, sizes), kwargs = super().example_inputs(inv, rng)
-        drawn = example_sizes(lhs.shape[0], sizes.shape[0], rng)
-        return (lhs, rhs, jnp.asarray(drawn, sizes.dtype)), kwargs
-
-    def cost(self, inv: Invocation[_Cfg, jax.Array]) -> Cost | None:
-        """Return the work of a call all of whose rows belong to groups."""
-        call = self.call_of(inv)
-        if inv.direction != "fwd" or not is_known(call.rows, call.inner, call.columns):
-            return None
-        flops = 2 * call.examples * call.rows * call.inner * call.columns
-        out = call.examples * self.result_size(call) * jnp.dtype(call.out_dtype).itemsize
-        return Cost(flops=flops, bytes=inv.input_bytes + out)
-
-    def result_size(self, call: GroupedMatmulCall) -> int:
-        """Return how many numbers the result of one example has."""
-        raise NotImplementedError
-
-
-class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
+class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
     """The operation behind `grouped_matmul`, which documents the arguments."""
 
     implementations = Implementations(
@@ -124,36 +159,42 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         lhs: Any,
         rhs: Any,
         group_sizes: Any,
+        row_scale: Any = None,
         *,
         transpose_rhs: Any = False,
         preferred_element_type: Any = None,
         precision: Any = None,
+        first_group: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
         transpose_rhs = canonical_flag("transpose_rhs", transpose_rhs)
-        arguments.check_operand("lhs", lhs, "[m, k]")
-        arguments.check_operand("rhs", rhs, "[groups, n, k]" if transpose_rhs else "[groups, k, n]")
-        arguments.check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), "have one k")
-        arguments.check_sizes(group_sizes, rhs.shape[0])
-        said = {
-            "transpose_rhs": transpose_rhs,
-            "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
-            "precision": canonical_precision(precision),
-        }
-        return (lhs, rhs, group_sizes), _said(said) | {"implementation": self.requested(implementation)}
+        arguments.check_product(lhs, rhs, transpose_rhs=transpose_rhs)
+        groups = arguments.canonical_groups(group_sizes, first_group, rhs.shape[0])
+        if row_scale is not None:
+            arguments.check_row_scale(row_scale, lhs)
+        args = (lhs, rhs, groups, row_scale)[: 3 if row_scale is None else 4]
+        said = arguments.said_options(
+            lhs.dtype,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
+            precision=precision,
+        )
+        return args, said | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
         lhs: Any,
         rhs: Any,
-        group_sizes: Any,
+        groups: Groups,
+        row_scale: Any = None,
         *,
         transpose_rhs: bool = False,
         preferred_element_type: str | None = None,
         precision: str | None = None,
     ) -> GroupedMatmulCall:
         """Return the sizes and dtypes."""
+        sizes, first = taken_apart(groups)
         return GroupedMatmulCall(
             rows=lhs.shape[0],
             groups=rhs.shape[0],
@@ -163,37 +204,47 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
             out_dtype=preferred_element_type or str(lhs.dtype),
             transpose_rhs=transpose_rhs,
             precision=precision,
+            scaled=row_scale is not None,
+            all_groups=None if first is None else sizes.shape[0],
         )
 
     def result_size(self, call: GroupedMatmulCall) -> int:
-        """See `_Bilinear`."""
+        """See `GroupedOperation`."""
         return call.rows * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulConfig, jax.Array]) -> ShardingRule:
-        """Return that columns, and what is summed over, may be split; rows belong to groups that begin anywhere."""
+        """Return that every axis may be split: a part of the groups, as of what is summed over, gives a part of a sum.
+
+        Which groups are a part's, and how many of its rows each has, follows from all sizes: see `part_arguments`.
+        """
         rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
-        return ShardingRule(f"rows inner, {rhs}, groups -> rows columns", split="columns inner")
+        scale = ", rows" * (len(inv.args) > GROUPS + 1)
+        return ShardingRule(f"rows inner, {rhs}, {axes_of_groups(inv)}{scale} -> rows columns", **SPLIT)
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the product, with sums in float32."""
-        lhs, rhs, group_sizes = args
+        lhs, rhs, groups, *scales = args
         transpose_rhs = options.get("transpose_rhs", False)
         out = reference.product(
-            lhs, rhs, group_sizes, block=_REFERENCE_BLOCK, transpose_rhs=transpose_rhs, precision="highest"
+            lhs, rhs, groups, block=REFERENCE_BLOCK, transpose_rhs=transpose_rhs, precision="highest"
         )
+        for row_scale in scales:
+            out = scaled_rows(out, row_scale, own_rows(groups, lhs.shape[0], rhs.shape[0]))
         return out.astype(options.get("preferred_element_type") or lhs.dtype)
 
     def custom_vjp(
         self, primals: tuple[Any, ...], cfg: GroupedMatmulConfig, kwargs: dict[str, Any], cotangents: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by a product and by sums of products that are calls of their own."""
-        lhs, rhs, group_sizes = primals
-        dout = cotangents[0].astype(lhs.dtype)
-        transposed = kwargs.get("transpose_rhs", False)
-        dlhs = self(dout, rhs, group_sizes, transpose_rhs=not transposed, **_shared(kwargs, self))
-        operands = (dout, lhs) if transposed else (lhs, dout)
-        drhs = grouped_matmul_wgrad(*operands, group_sizes, **_shared(kwargs, grouped_matmul_wgrad))
-        return dlhs, drhs, None
+        lhs, rhs, groups, *scales = primals
+        dout, own = cotangents[0].astype(lhs.dtype), own_rows(groups, lhs.shape[0], rhs.shape[0])
+        dlhs, drhs = gradients_of_product((lhs, rhs, groups), dout, kwargs, *scales)
+        if not scales:
+            return dlhs, drhs, None
+        # Of a row, dout · (lhs @ rhs) is (dout @ rhs.T) · lhs: its factor's gradient takes no further product.
+        left, right = (x.astype(accumulator(x.dtype)) for x in (dlhs, without_rest(lhs, own)))
+        dscale = jnp.sum(left * right, axis=1).astype(scales[0].dtype)
+        return scaled_rows(dlhs, scales[0], own), drhs, None, dscale
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -201,7 +252,7 @@ class GroupedMatmul(_Bilinear[GroupedMatmulConfig]):
         return (lhs, rhs, jax.ShapeDtypeStruct((8,), jnp.int32)), {}
 
 
-class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
+class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
     """The operation behind `grouped_matmul_wgrad`, which documents the arguments."""
 
     implementations = Implementations(
@@ -224,51 +275,60 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         *,
         preferred_element_type: Any = None,
         precision: Any = None,
+        first_group: Any = None,
+        groups: Any = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
         arguments.check_operand("lhs", lhs, "[m, k]")
         arguments.check_operand("rhs", rhs, "[m, n]")
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
-        arguments.check_sizes(group_sizes)
-        said = {
-            "preferred_element_type": arguments.canonical_dtype(preferred_element_type, lhs.dtype),
-            "precision": canonical_precision(precision),
-        }
-        return (lhs, rhs, group_sizes), _said(said) | {"implementation": self.requested(implementation)}
+        own = arguments.canonical_groups(group_sizes, first_group, arguments.canonical_count(groups))
+        said = arguments.said_options(lhs.dtype, preferred_element_type=preferred_element_type, precision=precision)
+        count = {"groups": groups} if isinstance(own, tuple) else {}
+        return (lhs, rhs, own), said | count | {"implementation": self.requested(implementation)}
 
     def describe(
         self,
         lhs: Any,
         rhs: Any,
-        group_sizes: Any,
+        own: Groups,
         *,
         preferred_element_type: str | None = None,
         precision: str | None = None,
+        groups: int | None = None,
     ) -> GroupedMatmulCall:
         """Return the sizes and dtypes."""
+        sizes, first = taken_apart(own)
         return GroupedMatmulCall(
             rows=lhs.shape[0],
-            groups=group_sizes.shape[0],
+            groups=sizes.shape[0] if groups is None else groups,
             inner=lhs.shape[1],
             columns=rhs.shape[1],
             dtype=str(lhs.dtype),
             out_dtype=preferred_element_type or str(lhs.dtype),
             precision=precision,
+            all_groups=None if first is None else sizes.shape[0],
         )
 
     def result_size(self, call: GroupedMatmulCall) -> int:
-        """See `_Bilinear`."""
+        """See `GroupedOperation`."""
         return call.groups * call.inner * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulWgradConfig, jax.Array]) -> ShardingRule:
-        """Return that both axes of the matrices may be split."""
-        return ShardingRule("rows inner, rows columns, groups -> groups inner columns", split="columns inner")
+        """Return that every axis may be split; a part of the rows gives a part of the sum."""
+        return ShardingRule(f"rows inner, rows columns, {axes_of_groups(inv)} -> groups inner columns", **SPLIT)
+
+    def part_arguments(self, part: CallPart, *args: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `GroupedOperation`; no argument tells how many groups the part has."""
+        args, options = super().part_arguments(part, *args, **options)
+        return args, options | ({"groups": part.length("groups")} if isinstance(args[GROUPS], tuple) else {})
 
     def reference(self, *args: Any, **options: Any) -> Any:
         """Return the sums, in float32."""
-        lhs, rhs, group_sizes = args
-        out = reference.weights_gradient(lhs, rhs, group_sizes, block=_REFERENCE_BLOCK, precision="highest")
+        lhs, rhs, own = args
+        count = options.get("groups", taken_apart(own)[0].shape[0])
+        out = reference.weights_gradient(lhs, rhs, own, count=count, block=REFERENCE_BLOCK, precision="highest")
         return out.astype(options.get("preferred_element_type") or lhs.dtype)
 
     def custom_vjp(
@@ -279,10 +339,10 @@ class GroupedMatmulWgrad(_Bilinear[GroupedMatmulWgradConfig]):
         cotangents: tuple[Any, ...],
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by products that are calls of their own."""
-        lhs, rhs, group_sizes = primals
-        dout, shared = cotangents[0].astype(lhs.dtype), _shared(kwargs, grouped_matmul)
-        dlhs = grouped_matmul(rhs, dout, group_sizes, transpose_rhs=True, **shared)
-        return dlhs, grouped_matmul(lhs, dout, group_sizes, **shared), None
+        lhs, rhs, groups = primals
+        dout, shared = cotangents[0].astype(lhs.dtype), shared_options(kwargs, grouped_matmul)
+        dlhs = grouped_matmul(rhs, dout, groups, transpose_rhs=True, **shared)
+        return dlhs, grouped_matmul(lhs, dout, groups, **shared), None
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -294,26 +354,59 @@ grouped_matmul = GroupedMatmul()
 grouped_matmul_wgrad = GroupedMatmulWgrad()
 
 
-def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Return sizes of groups that add up to `rows`: even ones, or as a skewed router's, some of them empty or not."""
-    draws: tuple[Callable[[], Any], ...] = (
-        lambda: np.ones(groups),
-        lambda: rng.permutation(1 / np.arange(1, groups + 1)),
-        lambda: rng.exponential(size=groups) * (rng.random(groups) < 0.8),
-    )
-    weights = draws[rng.integers(len(draws))]()
-    if not weights.sum():
-        weights = np.ones(groups)
+def example_sizes(rows: int, groups: int, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
+    """Return sizes of groups that add up to `rows`, by kind: even, by Zipf's law in any order, some empty."""
+    some = rng.random(groups) < _USED
+    some[rng.integers(groups)] = True
+    weights = {
+        "balanced": np.ones(groups),
+        "zipf": rng.permutation(1 / np.arange(1, groups + 1)),
+        "some empty": rng.exponential(size=groups) * some,
+    }
+    return {kind: _apportioned(rows, own) for kind, own in weights.items()}
+
+
+def axes_of_groups(inv: Invocation[Any, Any]) -> str:
+    """Return the axes of sizes, which go whole to every device, and of the first group's number, which has none."""
+    return "_, " if isinstance(inv.args[GROUPS], tuple) else "_"
+
+
+_USED = 0.8  # of the groups, where some are empty
+
+
+def _apportioned(rows: int, weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     ends = np.floor(np.cumsum(weights / weights.sum()) * rows + 0.5)
     ends[-1:] = rows
     return np.diff(ends, prepend=0)
 
 
-def _said(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value}
+def gradients_of_product(
+    primals: tuple[Any, Any, Groups], dout: jax.Array, options: dict[str, Any], row_scale: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of both operands of a product, calls of their own; with factors, only rhs's has them in it.
+
+    Args:
+        primals: Rows, matrices, groups.
+        dout: The gradient of the product, in the dtype of the operands.
+        options: Of the call.
+        row_scale: Factors of the rows that `dout` does not have in it as yet.
+    """
+    lhs, rhs, groups = primals
+    transposed = options.get("transpose_rhs", False)
+    shared = shared_options(options, grouped_matmul)
+    dlhs = grouped_matmul(dout, rhs, groups, transpose_rhs=not transposed, **shared)
+    operands = [lhs, dout]
+    if row_scale is not None:  # either will do, so the narrower one
+        narrower = int(is_known(lhs.shape[1], dout.shape[1]) and dout.shape[1] < lhs.shape[1])
+        own = own_rows(groups, lhs.shape[0], rhs.shape[0])
+        operands[narrower] = scaled_rows(operands[narrower], row_scale, own)
+    if transposed:
+        operands.reverse()
+    shared = shared_options(options, grouped_matmul_wgrad)
+    return dlhs, grouped_matmul_wgrad(*operands, groups, groups=rhs.shape[0], **shared)
 
 
-def _shared(options: dict[str, Any], operation: Operation[Any, Any, Any]) -> dict[str, Any]:
+def shared_options(options: dict[str, Any], operation: Operation[Any, Any, Any]) -> dict[str, Any]:
     """Return those options of a call that a call of its gradient has, too.
 
     Of the implementations that were asked for, it is asked for those that it has; if it has none, for none by name.

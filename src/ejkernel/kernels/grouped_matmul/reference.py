@@ -17,7 +17,7 @@ from jax import lax
 from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._varying import unify_varying
 
-from .common import row_ends
+from .common import Groups, row_spans
 
 
 class Tile(NamedTuple):
@@ -36,11 +36,10 @@ class Tile(NamedTuple):
     end: jax.Array
 
 
-def tiles_of(group_sizes: jax.Array, rows: int, block: int) -> Tile:
+def tiles_of(spans: tuple[jax.Array, jax.Array], rows: int, block: int) -> Tile:
     """Return tiles of at most `block` rows, in order; those that are left over have none."""
-    groups = group_sizes.shape[0]
-    ends = row_ends(group_sizes, rows)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    starts, ends = spans
+    groups = starts.shape[0]
     counts = lax.div(ends - starts + (block - 1), jnp.int32(block))
     last = jnp.cumsum(counts, dtype=jnp.int32)
     number = jnp.arange(min(rows // block + groups, rows), dtype=jnp.int32)
@@ -55,7 +54,7 @@ def tiles_of(group_sizes: jax.Array, rows: int, block: int) -> Tile:
 def product(
     lhs: jax.Array,
     rhs: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
     *,
     block: int,
     transpose_rhs: bool = False,
@@ -67,7 +66,8 @@ def product(
     out = jnp.zeros((rows, columns), sum_dtype)
     if not rows or not rhs.shape[0]:
         return out
-    lhs, rhs, group_sizes, out = unify_varying((lhs, rhs, group_sizes, out))
+    spans = row_spans(groups, rows, rhs.shape[0])
+    lhs, rhs, spans, out = unify_varying((lhs, rhs, spans, out))
     block = min(block, rows)
     contracted = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
@@ -78,18 +78,19 @@ def product(
         new = jnp.where(_own(tile, block), new, lax.dynamic_slice_in_dim(out, tile.start, block))
         return lax.dynamic_update_slice_in_dim(out, new, tile.start, 0), None
 
-    return lax.scan(step, out, tiles_of(group_sizes, rows, block))[0]
+    return lax.scan(step, out, tiles_of(spans, rows, block))[0]
 
 
 def weights_gradient(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, block: int, precision: str | None = None
+    lhs: jax.Array, rhs: jax.Array, groups: Groups, *, count: int, block: int, precision: str | None = None
 ) -> jax.Array:
-    """Return the sums `[groups, k, n]` in the dtype that sums run in; see `grouped_matmul_wgrad`."""
+    """Return the sums `[count, k, n]` in the dtype that sums run in; see `grouped_matmul_wgrad`."""
     rows, sum_dtype = lhs.shape[0], accumulator(lhs.dtype)
-    out = jnp.zeros((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), sum_dtype)
+    out = jnp.zeros((count, lhs.shape[1], rhs.shape[1]), sum_dtype)
     if not out.shape[0] or not rows:
         return out
-    lhs, rhs, group_sizes, out = unify_varying((lhs, rhs, group_sizes, out))
+    spans = row_spans(groups, rows, count)
+    lhs, rhs, spans, out = unify_varying((lhs, rhs, spans, out))
     block = min(block, rows)
 
     def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
@@ -100,7 +101,7 @@ def weights_gradient(
         before = lax.dynamic_index_in_dim(out, tile.group, keepdims=False)
         return lax.dynamic_update_index_in_dim(out, before + new, tile.group, 0), None
 
-    return lax.scan(step, out, tiles_of(group_sizes, rows, block))[0]
+    return lax.scan(step, out, tiles_of(spans, rows, block))[0]
 
 
 def _own(tile: Tile, block: int) -> jax.Array:

@@ -16,8 +16,10 @@ from ejkernel.ops.implementation import Implementation
 from ejkernel.ops.utils.values.signature import is_known
 
 from . import reference
-from .common import GroupedMatmulCall, row_ends
+from .common import GroupedMatmulCall, Groups, own_rows, row_spans, without_rest
+from .epilogue import PREACTIVATIONS, finished, scaled_rows
 
+_Spans = tuple[jax.Array, jax.Array]  # where the rows of each group begin, and where they end
 _BLOCKS = (128, 256, 512, 1024, 2048, 4096)
 
 
@@ -44,43 +46,51 @@ class _Xla(Implementation[GroupedMatmulCall]):
     name = "xla"
     params = XlaParams
     differentiable = True
-    features = frozenset({"precision"})
+    features = frozenset({"precision", "first_group"})
 
     def heuristic(self, call: GroupedMatmulCall) -> XlaParams:
         """Return tiles about as large as groups are."""
         if call.platform == "tpu" or not _has_tiles(call):
             return XlaParams()
-        usual = call.rows // max(1, call.groups)
-        return XlaParams(block_rows=max(size for size in _BLOCKS if size <= max(usual, _BLOCKS[0])))
+        return XlaParams(block_rows=max(size for size in _BLOCKS if size <= max(call.usual_rows, _BLOCKS[0])))
 
     def space(self, call: GroupedMatmulCall) -> list[XlaParams]:
         """Return tiles of which a group fills more than one, or that it fills by a quarter at least."""
         whole = [XlaParams()] if call.platform == "tpu" or not _has_tiles(call) else []
         if not _has_tiles(call):
             return whole
-        most = max(_BLOCKS[0], 4 * call.rows // max(1, call.groups))
+        most = max(_BLOCKS[0], 4 * call.usual_rows)
         return [*whole, *[XlaParams(block_rows=size) for size in _BLOCKS if size <= most]]
 
 
 class Xla(_Xla):
     """The product, everywhere."""
 
+    features = frozenset({"precision", "row_scale", "first_group"})
+
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
         """Return the product; nothing is left for a backward."""
-        lhs, rhs, group_sizes = args
-        if params.block_rows is None:
-            out = _whole(call, (lhs, rhs), group_sizes, ((1,), (2 if call.transpose_rhs else 1,)), [0])
-            out = _without_rest(out, group_sizes)
-        else:
-            out = reference.product(
-                lhs,
-                rhs,
-                group_sizes,
-                block=params.block_rows,
-                transpose_rhs=call.transpose_rhs,
-                precision=call.precision,
-            )
+        lhs, rhs, groups, *scales = args
+        out = _product(call, lhs, rhs, groups, params)
+        for row_scale in scales:
+            out = scaled_rows(out, row_scale, own_rows(groups, call.rows, call.groups))
         return out.astype(call.out_dtype), ()
+
+
+class XlaActivation(_Xla):
+    """Products and what is made of them, everywhere, one after the other."""
+
+    residuals = PREACTIVATIONS
+    features = frozenset({"precision", "activation", "gate", "row_scale", "first_group"})
+
+    def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
+        """Return the output and the products."""
+        lhs, rhs, groups, gate, row_scale = args
+        matrices = [matrix for matrix in (rhs, gate) if matrix is not None]
+        products = [_product(call, lhs, matrix, groups, params) for matrix in matrices]
+        own = own_rows(groups, call.rows, call.groups)
+        out = finished(products, own, row_scale, call.activation).astype(call.out_dtype)
+        return out, tuple(product.astype(call.out_dtype) for product in products)
 
 
 class XlaWgrad(_Xla):
@@ -88,12 +98,17 @@ class XlaWgrad(_Xla):
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: XlaParams) -> tuple[jax.Array, Any]:
         """Return the sums; nothing is left for a backward."""
-        lhs, rhs, group_sizes = args
+        lhs, rhs, groups = args
         if params.block_rows is None:
-            operands = (_without_rest(lhs, group_sizes), _without_rest(rhs, group_sizes))
-            out = _whole(call, operands, group_sizes, ((0,), (0,)), [])
+            spans = row_spans(groups, call.rows, call.groups)
+            lhs, rhs = (
+                _own_first(call, without_rest(x, own_rows(groups, call.rows, call.groups)), spans) for x in (lhs, rhs)
+            )
+            out = _whole(call, (lhs, rhs), spans, ((0,), (0,)), [])
         else:
-            out = reference.weights_gradient(lhs, rhs, group_sizes, block=params.block_rows, precision=call.precision)
+            out = reference.weights_gradient(
+                lhs, rhs, groups, count=call.groups, block=params.block_rows, precision=call.precision
+            )
         return out.astype(call.out_dtype), ()
 
 
@@ -102,19 +117,37 @@ def _has_tiles(call: GroupedMatmulCall) -> bool:
     return is_known(call.rows, call.groups)
 
 
+def _product(call: GroupedMatmulCall, lhs: jax.Array, rhs: jax.Array, groups: Groups, params: XlaParams) -> jax.Array:
+    """Return a product in the dtype that sums run in."""
+    if params.block_rows is None:
+        spans = row_spans(groups, call.rows, call.groups)
+        axes = ((1,), (2 if call.transpose_rhs else 1,))
+        out = _own_back(call, _whole(call, (_own_first(call, lhs, spans), rhs), spans, axes, [0]), spans)
+        return without_rest(out, own_rows(groups, call.rows, call.groups))
+    return reference.product(
+        lhs,
+        rhs,
+        groups,
+        block=params.block_rows,
+        transpose_rhs=call.transpose_rhs,
+        precision=call.precision,
+    )
+
+
 def _whole(
-    call: GroupedMatmulCall, operands: tuple[jax.Array, jax.Array], group_sizes: jax.Array, axes: Any, of_group: Any
+    call: GroupedMatmulCall, operands: tuple[jax.Array, jax.Array], spans: _Spans, axes: Any, of_group: Any
 ) -> jax.Array:
     """Return the product as XLA has it."""
     numbers = lax.RaggedDotDimensionNumbers((axes, ((), ())), [0], of_group)
-    ends = row_ends(group_sizes, operands[0].shape[0])
-    sizes = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
-    sum_dtype = accumulator(call.dtype)
+    sizes, sum_dtype = spans[1] - spans[0], accumulator(call.dtype)
     return lax.ragged_dot_general(*operands, sizes, numbers, precision=call.precision, preferred_element_type=sum_dtype)
 
 
-def _without_rest(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Return rows with those past the last group set to zero."""
-    ends = row_ends(group_sizes, x.shape[0])
-    row = jnp.arange(x.shape[0], dtype=ends.dtype)
-    return jnp.where(row[:, None] < ends.max(initial=0), x, 0)
+def _own_first(call: GroupedMatmulCall, x: jax.Array, spans: _Spans) -> jax.Array:
+    """Return rows with those of the groups here before all others: XLA's groups begin there."""
+    return x if call.all_groups is None else jnp.roll(x, -spans[0][:1].sum(), axis=0)
+
+
+def _own_back(call: GroupedMatmulCall, x: jax.Array, spans: _Spans) -> jax.Array:
+    """Return rows where they were before `_own_first`."""
+    return x if call.all_groups is None else jnp.roll(x, spans[0][:1].sum(), axis=0)

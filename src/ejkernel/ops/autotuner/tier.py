@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ejkernel.ops.autotuner.process.threads import is_measuring
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -55,14 +57,16 @@ class AutotuneTier:
             options["records"] = store.records(inv)
         # The representative, and not whichever call of its bucket came first: the answer must not depend on the order
         # of a program's calls.
+        if options.get("others"):
+            options["others"] = [dataclasses.replace(o, inv=o.inv.representative) for o in options["others"]]
         tuned = tuner.tune(inv.representative, kernel, **options)
-        measured = tuned.summary_data()
-        if options.get("candidates") is None and kernel is not None:  # else it was not the kernel's own space
-            measured["space"] = space_digest(kernel, inv)
-        chain.remember(inv.key, tuned.config, call=inv.description, measured=measured)
-        # All of it, not the winner alone: other searches start from there.
-        if store is not None and chain.persist_autotune:
-            store.save(tuned)
+        own_space = options.get("candidates") is None and kernel is not None
+        for key, call, found in _found(inv, tuned):
+            space = {"space": space_digest(kernel, call)} if own_space else {}
+            chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
+            # All of it, not the winner alone: other searches start from there.
+            if store is not None and chain.persist_autotune:
+                store.save(found)
         if tuned.interrupted:  # what was measured until then is not lost
             raise KeyboardInterrupt
         return tuned
@@ -105,6 +109,13 @@ class AutotuneTier:
     def _lock_of(self, key: ConfigKey) -> threading.RLock:
         with self._locks_guard:
             return self._locks.setdefault(key, threading.RLock())
+
+
+def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, Invocation[Any, Any], Any]]:
+    """Yield what is remembered of a search: of each call that it was for."""
+    yield inv.key, inv, tuned
+    for other in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
+        yield other.key, other.inv, other
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -18,9 +18,9 @@ from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.threads import on_device_of
 from ejkernel.ops.autotuner.search.strategies import Record
 from ejkernel.ops.autotuner.tasks.in_process import tune_here
-from ejkernel.ops.autotuner.tasks.task import TuningTask
+from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.events import Counter, SearchFinished, emit, on_event
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import FAULTY, Status
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.core.examples import GivenInputs, why_not_finite
@@ -83,9 +83,11 @@ class Autotuner:
         records: Sequence[Record] = (),
         compiled: BundledCall | None = None,
         inputs: GivenInputs | None = None,
+        weight: float = 1.0,
+        others: Sequence[SharedCall] = (),
         progress: Callable[[int, int], object] | None = None,
     ) -> AutotuneData:
-        """Return the search for the best configuration of `inv`.
+        """Return the search for the best configuration of `inv`, or of several calls that are to share one.
 
         Ctrl-C ends the search with the best so far, and `interrupted` set; a second one is raised.
 
@@ -98,6 +100,8 @@ class Autotuner:
             records: What was measured elsewhere for the same operation, the nearest first.
             compiled: The candidates, compiled before; they replace `candidates`.
             inputs: What to measure with, in place of what is made from the signature.
+            weight: How much the call counts beside the others.
+            others: Further calls of the kernel. What is best has the least weighted geometric mean of the times of all.
             progress: Called with how many candidates are compiled and checked, and how many there are. Events tell more
                 (`on_event`).
 
@@ -107,14 +111,18 @@ class Autotuner:
         """
         check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
         check_argument(isinstance(kernel, Kernel), "kernel", "a Kernel", kernel)
-        inv = dataclasses.replace(inv.abstract(), kernel=kernel)
+        inv = _abstract(inv, kernel)
         task = TuningTask(
             inv=inv,
             candidates=candidates if compiled is None else compiled.configs,
-            rejected=() if compiled is None else compiled.rejected,
+            rejected=() if compiled is None else _rejected(compiled, alone=not others),
             programs=() if compiled is None else compiled.programs,
             reference=None if compiled is None else compiled.reference,
             inputs=inputs,
+            weight=weight,
+            others=tuple(
+                dataclasses.replace(o, inv=dataclasses.replace(o.inv.abstract(), kernel=kernel)) for o in others
+            ),
             policy=policy or AutotunePolicy(),
             records=tuple(records),
             rounds=self.rounds,
@@ -144,6 +152,15 @@ class Autotuner:
         from ejkernel.ops.autotuner.tasks.isolated import tune_isolated  # imports multiprocessing
 
         return tune_isolated(task)
+
+
+def _abstract(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Invocation[Cfg, Out]:
+    return dataclasses.replace(inv.abstract(), kernel=kernel)
+
+
+def _rejected(compiled: BundledCall, *, alone: bool) -> tuple[Outcome, ...]:
+    """Return the candidates that need no measuring; one program of this call may be several of another."""
+    return tuple(outcome for outcome in compiled.rejected if alone or outcome.status != Status.SAME)
 
 
 def _counter_of(key: ConfigKey, progress: Callable[[int, int], object]) -> Counter:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from ejkernel.ops.config.staleness import StalePolicy as StalePolicy
 from ejkernel.ops.core.context import current_scope, entered
@@ -20,7 +20,9 @@ class AutotunePolicy:
     Attributes:
         autotune: Measure the candidates there and then. Off by default: nothing is tuned at a bad moment.
         heuristic: Answer with the kernel's heuristic; off, a miss is a `NoConfigError`.
-        validate: While tuning, reject candidates whose results differ from the reference.
+        validate: While tuning, reject candidates whose results differ from the reference; a winner's gradients, and the
+            kernel's rule, are held against JAX's. `"outputs"`: results alone, where to compile and run JAX's derivative
+            of a large call's reference would take long.
         budget_s: Seconds after which a search ends with the best so far, also when a candidate never returns, within a
             grace of a quarter of them, five seconds at least; `None`: no limit. The heuristic has its turn in any case.
         cold_cache: Measure with inputs that no cache of the device holds, where calls meet such inputs in the program.
@@ -39,7 +41,7 @@ class AutotunePolicy:
 
     autotune: bool = False
     heuristic: bool = True
-    validate: bool = True
+    validate: bool | Literal["outputs"] = True
     budget_s: float | None = None
     cold_cache: bool = False
     isolate: bool = False
@@ -51,7 +53,7 @@ class AutotunePolicy:
     stale: StalePolicy = dataclasses.field(default_factory=StalePolicy)
 
     def __post_init__(self) -> None:
-        for name in ("autotune", "heuristic", "validate", "cold_cache", "isolate", "note_misses", "agree"):
+        for name in ("autotune", "heuristic", "cold_cache", "isolate", "note_misses", "agree"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.stale, StalePolicy):
@@ -63,6 +65,8 @@ class AutotunePolicy:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} must be an int >= {least}, got {value!r}.")
+        if not isinstance(self.validate, bool) and self.validate != "outputs":
+            raise ConfigError(f"validate must be True, False or 'outputs', got {self.validate!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -223,7 +223,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             inv: The call.
             kernel: Its kernel.
             tuner: Who measures; the chain's by default.
-            **options: For the tuner: `policy`, `progress`, `candidates`, `compiled`, `inputs`.
+            **options: For the tuner: `policy`, `progress`, `candidates`, `compiled`, `inputs`, `weight`; and `others`,
+                calls that are to have the same configuration, which is remembered for each of them.
 
         Returns:
             What the tuner returned.

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from ejkernel.ops.config._files import UnusableError, listed, slug, warn_of
 from ejkernel.ops.config.entries import StoredEntry, decoded, entry_in
 from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.utils.formatting import cases
 
 # Devices of one chip, by what they are called, and the one of them that was measured. A part of a device is none.
 _SISTERS: Final = ((re.compile(r"gpu:nvidia_(h100|h200|h800|gh200)(?!.*_mig_)"), "gpu:nvidia_h200"),)
@@ -28,7 +29,9 @@ class Shipped(NamedTuple):
         """What it was measured with."""
         known = self.entry.provenance
         versions = f"JAX {known.get('jax')}, {str(known.get('time')).partition('T')[0]}"
-        return f"measured on {known.get('device')} with {versions}"
+        found = cases(self.entry.measured)
+        together = f"; {found}" if found else ""
+        return f"measured on {known.get('device')} with {versions}{together}"
 
 
 class ShippedConfigs:

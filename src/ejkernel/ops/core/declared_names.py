@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's own code declares, and so lets texts and files name."""
+"""What a kernel's own code is, and what it declares, and so lets texts and files name."""
 
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,25 @@ from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.typenames import note_type
 
 logger = logging.getLogger(__name__)
+
+
+def same_code(left: Kernel[Cfg, Out], right: Kernel[Cfg, Out]) -> bool:
+    """Return whether two kernels compute by the same code; what they hold may differ."""
+    return type(left) is type(right) or _code_of(left) == _code_of(right)
+
+
+def _code_of(kernel: Kernel[Cfg, Out]) -> list[Any]:
+    names = [*run_forms(kernel), "run", "custom_vjp", "fwd_with_residuals", "vjp"]
+    functions = [getattr(type(kernel), name, None) for name in names] + [vars(kernel).get("__wrapped__")]
+    return [_code(getattr(function, "__code__", None)) for function in functions]
+
+
+def _code(code: object) -> Any:
+    """Return what a function does, whatever lines of whatever file it is on."""
+    if not isinstance(code, types.CodeType):
+        return None
+    constants = tuple(_code(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts)
+    return code.co_code, code.co_names, constants
 
 
 def names_of(kernel: Kernel[Cfg, Out]) -> Names:

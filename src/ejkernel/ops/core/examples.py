@@ -57,7 +57,7 @@ class GivenInputs:
 
 def why_not_finite(kernel: Kernel[Any, Any], given: GivenInputs | None) -> str:
     """Return what to do about results that are not finite, whose reason may be the inputs."""
-    if given is not None or overrides(kernel, "example_inputs"):
+    if given is not None or overrides(kernel, "example_inputs") or overrides(kernel, "example_draws"):
         return "look at the inputs that inputs= or example_inputs gives"
     return (
         "it was given normal numbers, zeros and ones, made from the shapes and dtypes alone; where the kernel needs "
@@ -78,13 +78,33 @@ def example_arrays(
     Residuals must belong to the arrays, so they are computed, with `choice`; the rest is random.
     """
     made = _primals(inv, rng) if given is None else given.arrays(inv, rng)
-    lead = inv.node.lead
-    saved = _residuals(inv.node.forward, made, choice) if lead else []
+    return _completed(inv, rng, choice, made, {})
+
+
+def example_sets(
+    inv: Invocation[Cfg, Out], rng: np.random.Generator, choice: Choice, given: GivenInputs | None = None
+) -> dict[str, list[Any]]:
+    """Return what the call is measured on: `example_arrays`, or several sets by name, if the kernel draws several.
+
+    What is not of a set's own, such as cotangents, is the same in all of them.
+    """
+    kernel = inv.kernel
+    if given is not None or kernel is None or not overrides(kernel, "example_draws"):
+        return {"": example_arrays(inv, rng, choice, given)}
+    shared: dict[int, Any] = {}
+    return {name: _completed(inv, rng, choice, made, shared) for name, made in _draws(kernel, inv, rng).items()}
+
+
+def _completed(
+    inv: Invocation[Any, Any], rng: np.random.Generator, choice: Choice, made: list[Any], shared: dict[int, Any]
+) -> list[Any]:
+    """Return the arrays of all arguments: residuals of those that were made, these, and what is random."""
+    saved = _residuals(inv.node.forward, made, choice) if inv.node.lead else []
     made = [*saved, *made]
-    return [
-        made[index] if index < len(made) and made[index].shape == like.shape else random_array(like, rng)
-        for index, like in enumerate(inv.argument_types)
-    ]
+    for index, like in enumerate(inv.argument_types):
+        if not (index < len(made) and made[index].shape == like.shape) and index not in shared:
+            shared[index] = random_array(like, rng)
+    return [shared[index] if index in shared else made[index] for index in range(len(inv.argument_types))]
 
 
 def _residuals(forward: Node, primals: Sequence[jax.Array], choice: Choice) -> list[Any]:
@@ -112,12 +132,41 @@ def _primals(inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
 
 
 def _one_example(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
-    answer: Any = asked(f"{kernel.op_id}: example_inputs", kernel.example_inputs, inv, rng)
+    what = f"{kernel.op_id}: example_inputs"
+    return _of_types(inv, _arrays_of(asked(what, kernel.example_inputs, inv, rng), what), what)
+
+
+def _arrays_of(answer: Any, what: str) -> list[Any]:
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
-        raise KernelError(f"{kernel.op_id}: example_inputs must return (args, kwargs), got {value_text(answer)}.")
+        raise KernelError(f"{what} must return (args, kwargs), got {value_text(answer)}.")
     args, kwargs = answer
-    made = [leaf for leaf in jax.tree.leaves((tuple(args), dict(kwargs))) if is_array(leaf)]
-    return _of_types(inv, made, f"{kernel.op_id}: example_inputs")
+    return [leaf for leaf in jax.tree.leaves((tuple(args), dict(kwargs))) if is_array(leaf)]
+
+
+def _draws(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.random.Generator) -> dict[str, list[Any]]:
+    """Return the arrays of the forward call by the name of their draw, as `_primals` returns those of one."""
+    levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
+    count = max(1, int(np.prod(inv.batch_sizes)))
+    examples = [_one_of_each_draw(kernel, inv, rng) for _ in range(count)]
+    if any(example.keys() != examples[0].keys() for example in examples):
+        raise KernelError(f"{kernel.op_id}: example_draws must return draws of the same names every time.")
+    return {name: stacked([example[name] for example in examples], levels) for name in examples[0]}
+
+
+def _one_of_each_draw(
+    kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], rng: np.random.Generator
+) -> dict[str, list[Any]]:
+    what = f"{kernel.op_id}: example_draws"
+    answer: Any = asked(what, kernel.example_draws, inv, rng)
+    if not isinstance(answer, Mapping) or not answer or not all(isinstance(name, str) for name in answer):
+        raise KernelError(f"{what} must return (args, kwargs) by name, got {value_text(answer)}.")
+    made = {name: _arrays_of(one, f"{what}: {name!r}") for name, one in answer.items()}
+    placed: dict[int, Any] = {}  # by the array that it is made of, so that what draws have in common is there once
+    found = {}
+    for name, arrays in made.items():
+        new = _of_types(inv, arrays, f"{what}: {name!r}")
+        found[name] = [placed.setdefault(id(old), array) for old, array in zip(arrays, new, strict=True)]
+    return found
 
 
 def _of_types(inv: Invocation[Any, Any], made: Sequence[Any], what: str) -> list[Any]:

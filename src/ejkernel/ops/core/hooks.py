@@ -26,6 +26,7 @@ from ejkernel.ops.utils.validation import asked, check_candidates, named
 
 if typing.TYPE_CHECKING:
     from ejkernel.ops.core.invocation import Invocation
+    from ejkernel.ops.core.sharding.parts import CallPart
     from ejkernel.ops.core.sharding.rule import ShardingRule
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -200,6 +201,16 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """
         return random_inputs(inv.args, rng), random_inputs(inv.kwargs, rng)
 
+    def example_draws(
+        self, inv: Invocation[Cfg, Out], rng: np.random.Generator
+    ) -> Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return several sets of arguments by name, where what is fast depends on values; optional.
+
+        A candidate must be right on each of them, and is ranked by the geometric mean of its times. Arrays that are
+        one object in several sets are one on the device too. By default what `example_inputs` returns is the only set.
+        """
+        return {"": self.example_inputs(inv, rng)}
+
     def sharding_rule(self, inv: Invocation[Cfg, Out]) -> ShardingRule | None:
         """Return how the call may be split over the devices of a mesh; `None`, the default, if it may not.
 
@@ -210,6 +221,20 @@ class Kernel(Noted, Generic[Cfg, Out]):
             inv: The call, with the shapes of the whole arrays; under `vmap` those of one example.
         """
         return None
+
+    def part_arguments(self, part: CallPart, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of one device's part of a split call; by default its pieces of the whole call's.
+
+        Override it where these do not say all: what a part computes depends on where it lies, or on sizes of all parts.
+
+        Floating-point arrays stay what and where they are, so that gradients follow; other arrays, and static values,
+        may be changed and added.
+
+        Args:
+            part: Where the part lies along the axes that `sharding_rule` names.
+            *args, **kwargs: The arguments as `run` would have them: of arrays what this device has.
+        """
+        return args, kwargs
 
     def refusals(self, inv: Invocation[Cfg, Out]) -> Mapping[str, str]:
         """Return why implementations that there are do not run a call, by their names; for people to read."""
@@ -276,25 +301,6 @@ def living_kernels() -> dict[str, list[Kernel[Any, Any]]]:
     for kernel in reversed(living(Kernel)):
         found.setdefault(kernel.op_id_v, []).append(kernel)
     return found
-
-
-def same_code(left: Kernel[Cfg, Out], right: Kernel[Cfg, Out]) -> bool:
-    """Return whether two kernels compute by the same code; what they hold may differ."""
-    return type(left) is type(right) or _code_of(left) == _code_of(right)
-
-
-def _code_of(kernel: Kernel[Cfg, Out]) -> list[Any]:
-    names = [*run_forms(kernel), "run", "custom_vjp", "fwd_with_residuals", "vjp"]
-    functions = [getattr(type(kernel), name, None) for name in names] + [vars(kernel).get("__wrapped__")]
-    return [_code(getattr(function, "__code__", None)) for function in functions]
-
-
-def _code(code: object) -> Any:
-    """Return what a function does, whatever lines of whatever file it is on."""
-    if not isinstance(code, types.CodeType):
-        return None
-    constants = tuple(_code(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts)
-    return code.co_code, code.co_names, constants
 
 
 def overrides(kernel: Kernel[Cfg, Out], name: str) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from ejkernel.ops.core.declared_names import same_code as same_code
 from ejkernel.ops.core.hooks import Kernel as Kernel
 from ejkernel.ops.core.hooks import candidates_of as candidates_of
 from ejkernel.ops.core.hooks import check_config as check_config
@@ -14,6 +15,5 @@ from ejkernel.ops.core.hooks import living_kernels as living_kernels
 from ejkernel.ops.core.hooks import overrides as overrides
 from ejkernel.ops.core.hooks import prepared as prepared
 from ejkernel.ops.core.hooks import run_forms as run_forms
-from ejkernel.ops.core.hooks import same_code as same_code
 from ejkernel.ops.core.hooks import unbound as unbound
 from ejkernel.ops.core.invocation import Invocation as Invocation

@@ -12,15 +12,17 @@ import jax
 from ejkernel.ops.config.agreement.agreement import agreed_before
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
-from ejkernel.ops.config.tiers import OVERLAY, OVERRIDE, PERSISTENT
+from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.why_missed import why_no_entry
+from ejkernel.ops.utils.formatting import cases
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.storage.serialize import to_data
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
     tiers = _with_agreement(consult(inv, kernel), inv)
     if key is not None:
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
+        tiers = tuple(_with_cases(tier, chooser, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
     text, note = _label_of(inv, key, resolution, prefix)
     split, split_note = _split_of(inv)
@@ -139,9 +142,21 @@ def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], ke
     """Say more about why the persistent tier has no answer."""
     store = getattr(chooser, "persistent", None)
     is_stale = "the policy says" in tier.note
-    if tier.tier != PERSISTENT.name or tier.resolution or is_stale or not isinstance(store, PersistentCache):
+    no_entry = tier.tier == PERSISTENT.name and tier.resolution is None and not is_stale
+    if not no_entry or not isinstance(store, PersistentCache):
         return tier
     return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
+
+
+def _with_cases(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
+    """Say what else a tuned answer was chosen for, if its entry tells."""
+    store, found = getattr(chooser, "persistent", None), tier.resolution
+    if tier.tier not in (PERSISTENT.name, MEMORY.name) or found is None or not isinstance(store, PersistentCache):
+        return tier
+    entry = store.load(key)
+    if entry is None or entry.config != to_data(found.config):
+        return tier
+    return dataclasses.replace(tier, note="; ".join(filter(None, (tier.note, cases(entry.measured)))))
 
 
 def _label_of(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -12,6 +14,7 @@ import jax
 import numpy as np
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import Counter, on_event
 from ejkernel.ops.autotuner.trials.naming import array_names
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
@@ -23,7 +26,7 @@ from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.examples import GivenInputs
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides, prepared, unbound
-from ejkernel.ops.core.types import Cfg, ConfigKey, Out
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
@@ -138,23 +141,46 @@ def tune_invocations(
         progress: Called with the call, how many of its candidates are compiled and checked, and how many there are.
         compiled: The candidates of some of the calls, compiled before.
     """
-    entries, searches = [], []
     calls = sorted(invocations, key=lambda inv: inv.direction != "fwd")
+    return tune_together(selector, [[SharedCall(inv=inv)] for inv in calls], progress, compiled=compiled)
+
+
+def tune_together(
+    selector: ConfigSelectorChain[Any, Any],
+    sets: Sequence[Sequence[SharedCall]],
+    progress: Callable[[Invocation[Any, Any], int, int], None] | None = None,
+    *,
+    compiled: Mapping[ConfigKey, BundledCall] | None = None,
+) -> AutotuningResult:
+    """Tune sets of calls, each of which is to have one configuration: that whose weighted geometric mean is the least.
+
+    A set none of whose candidates can be measured is a `TuningWarning`, and has no entries in the result. Ctrl-C is as
+    in `tune_invocations`.
+
+    Args:
+        selector: Who tunes; it remembers the configuration for each call.
+        sets: The calls, of one kernel in each set.
+        progress: Called with the first call of a set, how many of its candidates are compiled and checked, and how
+            many there are.
+        compiled: The candidates of some of the calls, compiled before.
+    """
+    entries, searches = [], []
     policy = effective_policy(selector.policy, selector)
 
-    def search(inv: Invocation[Any, Any]) -> AutotuneData:
-        return _tune_one(selector, inv, (compiled or {}).get(inv.key))
+    def search(calls: Sequence[SharedCall]) -> AutotuneData:
+        return _tune_one(selector, calls, compiled or {})
 
-    with process_session(policy), _counted(calls, progress):
-        for inv, data in zip(calls, _searches(search, calls, policy), strict=True):
+    with process_session(policy), _counted([calls[0].inv for calls in sets], progress):
+        for calls, data in zip(sets, _searches(search, sets, policy), strict=True):
             if isinstance(data, TuningError):
                 warnings.warn(str(data), TuningWarning, stacklevel=3)
                 continue
             if isinstance(data, BaseException):
                 raise data
-            entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
-            searches.append(data)
-    device = calls[0].device_fingerprint if calls else device_fingerprint()
+            for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
+                entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
+                searches.append(found)
+    device = sets[0][0].inv.device_fingerprint if sets else device_fingerprint()
     return AutotuningResult(device, tuple(entries), tuple(searches))
 
 
@@ -177,33 +203,41 @@ def _counted(
 
 
 def _searches(
-    search: Callable[[Invocation[Any, Any]], AutotuneData],
-    calls: Sequence[Invocation[Any, Any]],
+    search: Callable[[Sequence[SharedCall]], AutotuneData],
+    sets: Sequence[Sequence[SharedCall]],
     policy: AutotunePolicy,
 ) -> Iterator[AutotuneData | BaseException]:
-    """Yield what comes out for each call, in order: one after the other, or of several devices side by side."""
-    if policy.isolate and policy.devices > 1 and len(calls) > 1:
+    """Yield what comes out for each set, in order: one after the other, or of several devices side by side."""
+    if policy.isolate and policy.devices > 1 and len(sets) > 1:
         from ejkernel.ops.autotuner.process.devices import spread  # imports multiprocessing
 
-        yield from spread(search, calls, devices=policy.devices, fingerprint=calls[0].device_fingerprint)
+        yield from spread(search, sets, devices=policy.devices, fingerprint=sets[0][0].inv.device_fingerprint)
         return
-    for inv in calls:
+    for calls in sets:
         try:
-            yield search(inv)
+            yield search(calls)
         except TuningError as error:
             yield error
 
 
 def _tune_one(
-    selector: ConfigSelectorChain[Any, Any],
-    inv: Invocation[Cfg, Out],
-    compiled: BundledCall | None,
+    selector: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall], compiled: Mapping[ConfigKey, BundledCall]
 ) -> AutotuneData:
-    policy = effective_policy(selector.policy, selector)
-    more: dict[str, Any] = {} if compiled is None else {"compiled": compiled}
+    first, *others = calls
+    inv, policy = first.inv, effective_policy(selector.policy, selector)
+    more: dict[str, Any] = {} if inv.key not in compiled else {"compiled": compiled[inv.key]}
+    if others:
+        more |= {"weight": first.weight, "others": [_with_programs(other, compiled) for other in others]}
     with compat.numerics(inv.numerics):  # the call's, which may not be the ones in force here
         data: AutotuneData = selector.search(inv, inv.kernel, policy=policy, **more)
     return data
+
+
+def _with_programs(call: SharedCall, compiled: Mapping[ConfigKey, BundledCall]) -> SharedCall:
+    known = compiled.get(call.inv.key)
+    if known is None:
+        return call
+    return dataclasses.replace(call, programs=known.programs, reference=known.reference)
 
 
 @overload
@@ -212,6 +246,8 @@ def autotune(
     *args: Any,
     configs: Collection[Any] | None = None,
     inputs: Inputs = None,
+    calls: Sequence[Any] | None = None,
+    weights: Sequence[float] | None = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,
@@ -223,11 +259,13 @@ def autotune(
     *args: Any,
     configs: Collection[object] | None = None,
     inputs: Inputs = None,
+    calls: Sequence[Any] | None = None,
+    weights: Sequence[float] | None = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,
 ) -> Any:
-    """Tune one call of a kernel, or every call in a function.
+    """Tune one call of a kernel, several of its calls together, or every call in a function.
 
     Args:
         target: A `Kernel`: its call with these arguments is tuned, and the configuration is returned. Any other
@@ -239,9 +277,12 @@ def autotune(
             arrays given. A sequence of positional arguments: these. A function: it is called with a
             `numpy.random.Generator` for every new set, and returns the positional arguments, or `(args, kwargs)`; a
             winner is confirmed on a second set.
+        calls: Calls of a kernel, in place of `args`, that are to have one configuration: that whose times have the
+            least geometric mean. Each is a tuple of positional arguments, or `(args, kwargs)`; `inputs` may be `True`.
+        weights: How much each of `calls` counts in the mean; 1 by default.
         num_warmup: At least this many calls of each candidate come before its first sample.
         num_iters: Samples of each candidate that stays in the race.
-        **kwargs: Keyword arguments of the call.
+        **kwargs: Keyword arguments of the call, or of each of `calls` that does not say otherwise.
 
     The default executor remembers what is found, in memory and in its persistent cache.
     """
@@ -250,29 +291,120 @@ def autotune(
     chain = _chain(None)
     target, args = unbound(target, args)
     if not isinstance(target, Kernel):
-        if configs is not None:
-            raise ArgumentError("configs are for a Kernel; the kernels in a function have their own candidates.")
-        if inputs is not None:
-            raise ArgumentError("inputs are for a Kernel; the kernels in a function need example_inputs of their own.")
-        found = discover(target, *args, **kwargs)
-        if not found:
-            warnings.warn(f"{target!r} calls no kernel; there is nothing to tune.", OfflineWarning, stacklevel=2)
-        return tune_invocations(chain, found)
-    prepared_args, prepared_kwargs = prepared(target, args, kwargs)
+        return _autotune_function(
+            chain, target, args, kwargs, {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
+        )
+    tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
+    first, *others = _asked_calls(target, args, kwargs, (calls, weights), inputs)
+    more: dict[str, Any] = {} if first.inputs is None else {"inputs": first.inputs}
+    if others:
+        more |= {"weight": first.weight, "others": others}
+    policy = effective_policy(chain.policy, chain)
+    return chain.search(first.inv, target, tuner=tuner, candidates=configs, policy=policy, **more).config
+
+
+_FOR_KERNELS = {
+    "configs": "the kernels in a function have their own candidates",
+    "inputs": "the kernels in a function need example_inputs of their own",
+    "calls": "a function is tuned with its arguments",
+    "weights": "a function is tuned with its arguments",
+}
+
+
+def _autotune_function(
+    chain: ConfigSelectorChain[Any, Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, object],
+) -> AutotuningResult:
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(f"{name} are for a Kernel; {_FOR_KERNELS[name]}.")
+    found = discover(function, *args, **kwargs)
+    if not found:
+        warnings.warn(f"{function!r} calls no kernel; there is nothing to tune.", OfflineWarning, stacklevel=3)
+    return tune_invocations(chain, found)
+
+
+def _asked_calls(
+    kernel: Kernel[Any, Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    several: tuple[Sequence[Any] | None, Sequence[float] | None],
+    inputs: Inputs,
+) -> list[SharedCall]:
+    """Return the calls that `autotune` was asked to tune together, the first of which may be the only one."""
+    calls, weights = several
+    if calls is None:
+        if weights is not None:
+            raise ArgumentError(f"weights are those of calls, which are not given; got {weights!r}.")
+        return [_asked_call(kernel, args, kwargs, inputs)]
+    if args:
+        raise ArgumentError(f"calls stand in place of the arguments of one call; got both, {len(args)} arguments too.")
+    if not isinstance(calls, list | tuple) or not calls:
+        raise ArgumentError(f"calls must be a list of tuples of arguments, one for each call, got {value_text(calls)}.")
+    if inputs is not None and not isinstance(inputs, bool):
+        raise ArgumentError("inputs must be True or left out where there are calls, each with arrays of its own.")
+    found = []
+    for number, (call, weight) in enumerate(zip(calls, _weights(weights, len(calls)), strict=True)):
+        whole = call if _has_kwargs(call) else (call, {})
+        if not isinstance(whole[0], tuple | list):
+            raise ArgumentError(
+                f"calls[{number}] must be a tuple of arguments, or (args, kwargs), got {value_text(call)}."
+            )
+        one = _asked_call(kernel, tuple(whole[0]), {**kwargs, **whole[1]}, inputs)
+        found.append(dataclasses.replace(one, weight=weight))
+    return merged_calls(found)
+
+
+def _has_kwargs(call: object) -> bool:
+    return isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], Mapping)
+
+
+def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    if weights is None:
+        return [1.0] * count
+    if not isinstance(weights, list | tuple) or len(weights) != count:
+        raise ArgumentError(f"weights must be a list of {count} numbers, one for each of calls, got {weights!r}.")
+    return [checked_weight(weight, f"weights[{number}]") for number, weight in enumerate(weights)]
+
+
+def checked_weight(weight: object, what: str) -> float:
+    """Return the weight of a call.
+
+    Raises:
+        ArgumentError: it is no positive finite number; `what` is its name in the message.
+    """
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ArgumentError(f"{what} must be a positive number, got {weight!r}.")
+    return float(weight)
+
+
+def merged_calls(calls: Iterable[SharedCall]) -> list[SharedCall]:
+    """Return calls with those merged that have one key, such as two of one bucket: their weights are added up."""
+    merged: dict[ConfigKey, SharedCall] = {}
+    for call in calls:
+        before = merged.get(call.inv.key)
+        weight = call.weight + (0.0 if before is None else before.weight)
+        merged[call.inv.key] = dataclasses.replace(before or call, weight=weight)
+    return list(merged.values())
+
+
+def _asked_call(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Inputs
+) -> SharedCall:
+    prepared_args, prepared_kwargs = prepared(kernel, args, kwargs)
     if "cfg" in prepared_kwargs:
         raise ArgumentError(
-            f"{target.op_id}: the call says its whole configuration, {prepared_kwargs['cfg']!r}, so nothing is left to "
+            f"{kernel.op_id}: the call says its whole configuration, {prepared_kwargs['cfg']!r}, so nothing is left to "
             "tune; leave out what is to be found."
         )
-    inv = Invocation(kernel=target, args=prepared_args, kwargs=prepared_kwargs)
+    inv: Invocation[Any, Any] = Invocation(kernel=kernel, args=prepared_args, kwargs=prepared_kwargs)
     given = _given_inputs(inputs, args, kwargs)
     if given is None:
         _warn_of_made_inputs(inv)
-    tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
-    policy = effective_policy(chain.policy, chain)
-    more = {} if given is None else {"inputs": given}
-    tuned = chain.search(inv, target, tuner=tuner, candidates=configs, policy=policy, **more)
-    return tuned.config
+    return SharedCall(inv=inv, inputs=given)
 
 
 def _given_inputs(inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GivenInputs | None:
@@ -298,13 +430,13 @@ def _warn_of_made_inputs(inv: Invocation[Any, Any]) -> None:
         for name, array in zip(array_names(spec), arrays, strict=True)
         if isinstance(array, np.ndarray | jax.Array) and np.issubdtype(array.dtype, np.integer)
     ]
-    if whole and not overrides(kernel, "example_inputs"):
+    if whole and not (overrides(kernel, "example_inputs") or overrides(kernel, "example_draws")):
         text = (
             f"{kernel.op_id} is measured on inputs made from shapes and dtypes, not on the arrays given; "
             f"{', '.join(whole)} will be zeros and ones. Pass inputs=True to measure on the arrays given, or give the "
             "kernel example_inputs."
         )
-        warnings.warn(text, TuningWarning, stacklevel=3)
+        warnings.warn(text, TuningWarning, stacklevel=5)
 
 
 def _chain(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None) -> ConfigSelectorChain[Any, Any]:

@@ -24,6 +24,7 @@ from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import invocation_of
 from ejkernel.ops.core.kernel import hook
 from ejkernel.ops.core.primitive import Call
+from ejkernel.ops.core.sharding.parts import programs_of_parts
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import error_text
@@ -58,7 +59,9 @@ def _computation(call: Call, avals: Sequence[HasType], platform: str) -> Iterato
     inv = invocation_of(call.node, avals, platform=platform)
     kernel = call.node.spec.kernel
     config = hook(kernel, "heuristic_cfg", inv.platform)(inv) if call.override is None else call.override.config
-    jaxpr = jax.make_jaxpr(call.node.flat(Choice(config=config, platform=inv.platform)))(*avals)
+    choice = Choice(config=config, platform=inv.platform)
+    jaxpr = jax.make_jaxpr(call.node.flat(choice))(*avals)
+    yield from programs_of_parts(call.node, avals, choice)
     yield from (version("ejkernel-ops") or "", *map(str, inv.key), repr(config), str(jaxpr))
     yield from (hashlib.sha256(np.asarray(const).tobytes()).hexdigest() for const in jaxpr.consts)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import collections
 import itertools
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -173,3 +174,17 @@ def _short(dtype: str) -> str:
         if dtype.startswith(long):
             return short + dtype.removeprefix(long)
     return dtype
+
+
+def cases(measured: Mapping[str, Any] | None) -> str:
+    """Return the cases that a configuration is the best for together, with their times; empty if there is one alone.
+
+    Args:
+        measured: What an entry keeps of the search.
+    """
+    found, mean = (measured or {}).get("cases"), (measured or {}).get("geometric_mean")
+    if not isinstance(found, list) or not found or not all(isinstance(case, dict) for case in found):
+        return ""
+    names = (", ".join(str(case[name]) for name in ("arguments", "draw") if case.get(name)) for case in found)
+    times = [f"{name}: {case.get('winner_us')} us" for name, case in zip(names, found, strict=True)]
+    return f"one for {'; '.join(times)}; geometric mean {mean.get('winner_us') if isinstance(mean, dict) else None} us"

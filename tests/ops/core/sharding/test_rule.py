@@ -73,6 +73,43 @@ def test_first_array_decides_and_what_does_not_divide_stays_whole():
     assert found.operand_specs == (P("x", None), P(None, None))
 
 
+CHEAP = ShardingRule("m k, g k n -> m n", split="m k g n", cheapest=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "given", "wanted"),
+    [
+        (64, 4, (("x", None), (None, None, None)), "rows"),  # moving four matrices is cheaper than rows and results
+        (8, 4, ((None, None), ("x", None, None)), "groups"),
+    ],
+)
+def test_what_is_cheapest_is_moved_where_arrays_ask_for_the_same_devices(rows, groups, given, wanted):
+    specs = [("x", None), ("x", None, None)]
+    found = divided(CHEAP, ((rows, 8), (groups, 8, 8)), ((rows, 8),), specs, {"x": 4})
+    assert found.operand_specs == tuple(P(*spec) for spec in given), wanted
+
+
+def test_first_array_decides_where_it_costs_the_same_and_the_rest_is_taken_as_far_as_it_goes():
+    found = divided(CHEAP, ((64, 8), (2, 8, 8)), ((64, 8),), [(("x", "y"), None), ("y", None, None)], {"x": 4, "y": 2})
+    assert found.operand_specs == (P(("x", "y"), None), P(None, None, None))
+    found = divided(CHEAP, ((8, 8), (16, 8, 8)), ((8, 8),), [(("x", "y"), None), ("y", None, None)], {"x": 4, "y": 2})
+    assert found.operand_specs == (P("x", None), P("y", None, None))
+
+
+@given(st.data())
+def test_no_more_is_moved_than_if_the_first_array_decided(data):
+    entry = st.sampled_from([None, "x", "y", ("x", "y")])
+    sizes = {name: data.draw(st.sampled_from([2, 4, 8, 24])) for name in "mkgn"}
+    shapes = [tuple(sizes[name] for name in text) for text in ("mk", "gkn", "mn")]
+    specs = [P(*[data.draw(entry) for _ in shape]) for shape in shapes]
+    first = ShardingRule(CHEAP.axes, split=CHEAP.split)
+    moved = [
+        divided(rule, tuple(shapes[:2]), tuple(shapes[2:]), specs, {"x": 2, "y": 4}).moved(specs)
+        for rule in (CHEAP, first)
+    ]
+    assert moved[0] <= moved[1]
+
+
 @pytest.mark.parametrize(
     ("groups", "mesh", "key", "whole"),
     [

@@ -77,6 +77,7 @@ def gradient(kernel):
     return jax.grad(lambda x, y: (kernel(x, y) ** 2).sum(), argnums=(0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("left", "right", "part"),
@@ -109,6 +110,7 @@ def test_kernel_without_a_rule_sees_the_whole_arrays():
     assert {seen[0] for seen in kernel.seen} == {(8, 16)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(0, None), (None, 1), (0, 0)])
 def test_examples_of_vmap_are_divided(axes):
     kernel = Product()
@@ -298,6 +300,7 @@ def test_booleans_that_would_be_added_up_are_an_error_of_the_rule(kind):
         jax.jit(kernel)(*placed((X, P(None, "b")), mesh=mesh))
 
 
+@pytest.mark.slow
 def test_keys_of_random_keep_the_whole_call_and_say_so():
     kernel = OneArray(("m ->  m _", "m"), jax.vmap(lambda key: jax.random.normal(key, (3,))), name="drawn")
     keys = jax.random.split(jax.random.key(0), 8)
@@ -334,6 +337,7 @@ def test_parts_in_loops_and_functions_are_found_as_they_are_compiled(loop):
     assert {inv.array_types[0].shape for inv in found} == {(2, 16)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_calls_that_a_gradient_makes_are_found_too(kind):
     sizes, mesh = jnp.asarray([5, 3], jnp.int32), mesh_of(kind)
@@ -347,6 +351,7 @@ def test_calls_that_a_gradient_makes_are_found_too(kind):
     assert "grouped_matmul_wgrad" in {inv.op_id for inv in found}
 
 
+@pytest.mark.slow
 def test_16_bit_gradients_are_added_up_beside_automatic_axes():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Auto))
     x, weight = X.astype(jnp.bfloat16), jnp.ones(16, jnp.bfloat16)
@@ -363,6 +368,7 @@ def test_file_of_a_program_whose_calls_split_themselves_says_what_to_tune(tmp_pa
         assert calls_in_file(text).calls == ()
 
 
+@pytest.mark.slow
 def test_16_bit_gradients_are_added_up_inside_a_partly_manual_mesh():
     mesh = mesh_of()
     x, weight = X.astype(jnp.bfloat16), jnp.ones(16, jnp.bfloat16)

@@ -81,9 +81,8 @@ class _Program:
             key=_buffer((*block, plan.head_dim), plan.dtype, plan.head_swizzle),
             value=_buffer((*block, plan.value_dim), plan.dtype, plan.value_swizzle),
             out=out,
-            lse=mgpu.SMEM(rows, jnp.float32),
-            bias=self._extra(self.inputs.bias),
-            mask=self._extra(self.inputs.mask),
+            bias=self._bias(),
+            mask=None if self.inputs.mask is None else mgpu.SMEM(self._words, jnp.int32),
             key_bias=None if self.inputs.key_bias is None else mgpu.SMEM(block, jnp.float32),
             key_segments=None if self.inputs.key_segments is None else mgpu.SMEM(block, jnp.int32),
         )
@@ -219,11 +218,16 @@ class _Program:
         for source, target in self.memory.by_key():
             at = (*within(source, tile.batch, tile.head), keys)
             mgpu.copy_gmem_to_smem(source.at[at], target.at[stage], full)
-        for source, target in self.memory.by_block():
-            for w in range(self.params.warpgroups):
-                row, head = self._own(tile, w)
-                block_at = (*within(source, tile.batch, head), pl.ds(row, ROWS), keys)
-                mgpu.copy_gmem_to_smem(source.at[block_at], target.at[stage, w], full)
+        bias, mask, words = self.inputs.bias, self.inputs.mask, self._words[2]
+        for w in range(self.params.warpgroups):
+            row, head = self._own(tile, w)
+            rows = pl.ds(row, ROWS)
+            if bias is not None:
+                block_at = (*within(bias, tile.batch, head), rows, keys)
+                mgpu.copy_gmem_to_smem(bias.at[block_at], self.shared.bias.at[stage, w], full)
+            if mask is not None:
+                block_at = (*within(mask, tile.batch, head), pl.ds(block * words, words), rows)
+                mgpu.copy_gmem_to_smem(mask.at[block_at], self.shared.mask.at[stage, w], full)
 
     def _part(self, tile: Tile, warpgroup: Any, number: Any) -> Part:
         return Part(tile, number, warpgroup, self.memory.query_slot(warpgroup, number), *self._own(tile, warpgroup))
@@ -256,12 +260,18 @@ class _Program:
 
         mgpu.wait_smem_to_gmem(0)
 
-    def _extra(self, array: Any) -> Any:
-        """Return the type of the buffers of a bias or mask."""
-        if array is None:
+    @property
+    def _words(self) -> tuple[int, ...]:
+        """Return the shape of the buffers of a mask."""
+        return self.params.stages, self.params.warpgroups, self.params.kv_block // 32, ROWS
+
+    def _bias(self) -> Any:
+        """Return the type of the buffers of a bias."""
+        bias = self.inputs.bias
+        if bias is None:
             return None
         shape = (self.params.stages, self.params.warpgroups, ROWS, self.params.kv_block)
-        return _buffer(shape, array.dtype, swizzle(self.params.kv_block * array.dtype.itemsize))
+        return _buffer(shape, bias.dtype, swizzle(self.params.kv_block * bias.dtype.itemsize))
 
 
 def _buffer(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:

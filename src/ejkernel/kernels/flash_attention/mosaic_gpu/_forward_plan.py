@@ -29,6 +29,8 @@ class ForwardPlan:
         key_bias: Whether a bias that is the same for all rows is added.
         key_mask: Whether keys are hidden from all rows.
         segments: Whether segment ids are compared.
+        key_lengths: Whether only some keys of each example count, and there are no segment ids that say so.
+        caps_late: Whether the soft cap is of the sum of logits and bias.
         table: Whether the blocks of each tile are read from a table.
     """
 
@@ -47,6 +49,8 @@ class ForwardPlan:
     key_bias: bool = False
     key_mask: bool = False
     segments: bool = False
+    key_lengths: bool = False
+    caps_late: bool = False
     table: bool = False
 
     @property
@@ -91,8 +95,8 @@ class ForwardPlan:
 
     @property
     def adds(self) -> bool:
-        """Whether anything but zero and minus infinity is added to the logits."""
-        return bool(self.bias) or self.key_bias
+        """Whether anything but zero and minus infinity is added to the logits after the soft cap."""
+        return (bool(self.bias) or self.key_bias) and not self.caps_late
 
     @property
     def frees_late(self) -> bool:
@@ -116,10 +120,9 @@ class ForwardPlan:
             block * self.head_dim * 2,
             block * self.value_dim * 2,
             block * rows * self.bias,
-            block * rows * self.mask,
+            block * rows // 8 * self.mask,
             block * 4 * (self.key_bias or self.key_mask),
             block * 4 * self.segments,
-            rows * 4,
         ]
         barriers = (6 if extras else 4) * p.stages + p.query_buffers * (p.warpgroups + 1) + p.warpgroups
         return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + 2 * _ALIGNMENT
@@ -148,7 +151,11 @@ def imbalance(plan: ForwardPlan) -> float:
 def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
     """Return what is static of a launch."""
     bias, mask = _kind(call.bias, call), _kind(call.attention_mask, call)
-    segments = call.segments or call.query_lengths or call.key_lengths
+    caps_late = call.bias is not None and call.rules.soft_cap is not None and call.rules.cap_after_bias
+    if caps_late and not bias:  # under a cap, what is added to a row does not only shift it
+        bias = "block"
+    segments = call.segments or call.query_lengths
+    key_lengths = call.key_lengths and not segments
     return ForwardPlan(
         batch=call.query[0],
         queries=call.query[1],
@@ -165,7 +172,9 @@ def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         key_bias=bias == "keys",
         key_mask=mask == "keys",
         segments=segments,
-        table=segments or mask != "",
+        key_lengths=key_lengths,
+        caps_late=caps_late,
+        table=segments or key_lengths or mask != "",
     )
 
 

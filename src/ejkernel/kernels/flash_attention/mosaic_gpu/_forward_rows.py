@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE
+from ejkernel.kernels.flash_attention.dropout import keeps
 
 from ._forward_plan import LOG2E, ROWS
 from ._forward_types import Memory, Part
+from .machine import shown
 from .visibility import remainder
 
 mgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # its types differ from version to version
@@ -53,6 +55,9 @@ class Rows:
         if self.plan.segments:
             ids = self.inputs.query_segments.at[self.tile.batch, 0, pl.ds(part.row, ROWS)]
             self.segments = mgpu.load(ids, layout=_BY_ROW, optimized=False)
+        if self.inputs.dropout is not None:
+            words = self.inputs.dropout.at[self.tile.batch, part.head, pl.ds(part.row, ROWS)]
+            self.dropout = mgpu.load(words, layout=_BY_ROW, optimized=False)
 
     def run(self, step: Any) -> Any:
         """Compute and store the output and the log-sum-exp, and return the step after the last block's."""
@@ -89,7 +94,7 @@ class Rows:
         top = mgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), _BY_ROW)
         total = mgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), _BY_ROW)
         logits = self._logits(scores, self.tile.blocks.first, stage, True)
-        top, total, weights, _ = self._softmax(logits, top, total)
+        top, total, weights, _ = self._softmax(logits, self.tile.blocks.first, top, total)
         return _Sums(nothing, top, total, weights.astype(self.plan.dtype), step + 1)
 
     def _overlapped(self, sums: _Sums, block: Any, masked: bool) -> _Sums:
@@ -106,7 +111,8 @@ class Rows:
             self._pass_turn()
             found = mgpu.wgmma_accumulator_load(scores, wait_n=1)
             mgpu.barrier_arrive(self.wait.key_free.at[stage])
-            top, total, weights, decay = self._softmax(self._logits(found, block, stage, masked), sums.top, sums.total)
+            logits = self._logits(found, block, stage, masked)
+            top, total, weights, decay = self._softmax(logits, block, sums.top, sums.total)
             acc = self._end(acc, sums, before)
             # Rounded only now: a register that a product in flight reads is not to be written.
             return acc, top, total, weights.astype(self.plan.dtype), decay
@@ -133,7 +139,7 @@ class Rows:
         mgpu.barrier_arrive(self.wait.key_free.at[stage])
         mgpu.barrier_arrive(self.wait.value_free.at[before])
         logits = self._logits(scores, block, stage, masked)
-        top, total, weights, decay = self._softmax(logits, sums.top, sums.total)
+        top, total, weights, decay = self._softmax(logits, block, sums.top, sums.total)
         weights = weights.astype(self.plan.dtype)
         return _Sums(acc * _columns(decay, acc.shape), top, total, weights, sums.step + 1)
 
@@ -150,7 +156,7 @@ class Rows:
     def _store(self, sums: _Sums) -> None:
         params, memory = self.params, self.memory
         empty = sums.total == 0.0
-        share = jnp.where(empty, 0.0, 1.0 / sums.total)
+        share = jnp.where(empty, 0.0, 1 / (1 - self.plan.rules.dropout_rate) / sums.total)
         out = sums.acc * _columns(share, sums.acc.shape)
         if self.plan.adds:
             lse = sums.top + jnp.log2(sums.total) * (1 / LOG2E)
@@ -158,13 +164,12 @@ class Rows:
             lse = (sums.top + jnp.log2(sums.total)) * (1 / LOG2E)
         if params.persistent and not self.plan.frees_late:  # the copies of the tile before may still read
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer, buffer_lse = memory.out(self.warpgroup, self.part.slot), self.buffers.lse.at[self.warpgroup]
+        buffer = memory.out(self.warpgroup, self.part.slot)
         buffer[...] = out.astype(self.plan.dtype)
-        buffer_lse[...] = jnp.where(empty, EMPTY_ROW_LSE, lse)
         mgpu.commit_smem()
         batch, rows, head = self.tile.batch, pl.ds(self.part.row, ROWS), self.part.head
         mgpu.copy_smem_to_gmem(buffer, memory.outputs.out.at[batch, rows, head])
-        mgpu.copy_smem_to_gmem(buffer_lse, memory.outputs.lse.at[batch, head, rows])
+        memory.outputs.lse.at[batch, head, rows][...] = jnp.where(empty, EMPTY_ROW_LSE, lse)
         if params.share_buffer and not self.plan.frees_late:
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self._release(self.part.number)
@@ -229,9 +234,9 @@ class Rows:
         """Return the logits, up to a factor that the exponential sees to, -inf where hidden."""
         rules = self.plan.rules
         factor = rules.scale
-        if rules.soft_cap is not None:
+        if rules.soft_cap is not None and not self.plan.caps_late:
             scores, factor = jnp.tanh(scores * (rules.scale / rules.soft_cap)), rules.soft_cap
-        if self.plan.adds:
+        if self.plan.adds or self.plan.caps_late:
             scores = scores * factor
         if self.wait.extra_full is not None:
             scores = self._with_extras(scores, stage, masked)
@@ -239,7 +244,7 @@ class Rows:
             scores = jnp.where(visible, scores, -jnp.inf)
         return scores
 
-    def _softmax(self, logits: Any, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:
+    def _softmax(self, logits: Any, block: Any, top: Any, total: Any) -> tuple[Any, Any, Any, Any]:
         """Return the new maximum and sum, the weights, and what earlier sums are to be multiplied with."""
         exponent = self._exponent
         if self.plan.adds:  # differences first: a bias may be the lowest float that there is
@@ -250,27 +255,39 @@ class Rows:
             new_top = jnp.maximum(top, logits.max(axis=1) * exponent)
             weights = jnp.exp2(logits * exponent - _columns(new_top, logits.shape))
             decay = jnp.exp2(top - new_top)
-        return new_top, total * decay + weights.sum(axis=1), weights, decay
+        total = total * decay + weights.sum(axis=1)
+        if self.inputs.dropout is not None:
+            weights = jnp.where(self._kept(block), weights, 0.0)
+        return new_top, total, weights, decay
+
+    def _kept(self, block: Any) -> Any:
+        """Return which weights of a block a dropout keeps."""
+        key = mgpu.broadcasted_iota(jnp.int32, self.square, 1, layout=_LAYOUT) + block * self.params.kv_block
+        words = _columns(self.dropout, self.square)
+        return keeps(words, key.astype(words.dtype), self.plan.rules)
 
     def _with_extras(self, scores: Any, stage: Any, masked: bool) -> Any:
         """Return logits with all that was copied beside the keys in a stage; each is used at once."""
         plan, buffers = self.plan, self.buffers
         mgpu.barrier_wait(self.wait.extra_full.at[stage])
         if plan.bias:
-            scores = scores + self._by_block(buffers.bias, stage).astype(jnp.float32)
+            bias = mgpu.load(buffers.bias.at[stage, self.warpgroup], layout=_LAYOUT, optimized=False)
+            scores = scores + bias.astype(jnp.float32)
         if plan.key_bias or (plan.key_mask and masked):
             scores = scores + self._by_key(buffers.key_bias, stage)
+        if plan.caps_late:  # what a bias of minus infinity hides, the cap would show
+            cap = cast(float, plan.rules.soft_cap)
+            scores = jnp.where(scores == -jnp.inf, -jnp.inf, jnp.tanh(scores * (1 / cap)))
         if plan.mask and masked:
-            scores = jnp.where(self._by_block(buffers.mask, stage) != 0, scores, -jnp.inf)
+            rows = [buffers.mask.at[stage, self.warpgroup, i] for i in range(self.params.kv_block // 32)]
+            words = tuple(mgpu.load(x, layout=_BY_ROW, optimized=False) for x in rows)
+            scores = jnp.where(shown(words, self.square), scores, -jnp.inf)
         if plan.segments and masked:
             own = self._by_key(buffers.key_segments, stage) == _columns(self.segments, self.square)
             scores = jnp.where(own, scores, -jnp.inf)
         mgpu.commit_smem()  # orders these reads before the copy that comes next
         mgpu.barrier_arrive(self.wait.extra_free.at[stage])
         return scores
-
-    def _by_block(self, buffer: Any, stage: Any) -> Any:
-        return mgpu.load(buffer.at[stage, self.warpgroup], layout=_LAYOUT, optimized=False)
 
     def _by_key(self, buffer: Any, stage: Any) -> Any:
         loaded = mgpu.load(buffer.at[stage], layout=_BY_KEY, optimized=False)
@@ -288,7 +305,10 @@ class Rows:
             visible.append(key <= row + rules.right)
         if rules.left is not None:
             visible.append(key >= row - rules.left)
-        if self.plan.hides_tail:
+        if self.plan.key_lengths:
+            # The maximum gives it the type of numbers that are computed here, as it does those of the table.
+            visible.append(key < jnp.maximum(self.inputs.key_lengths[self.tile.batch], 0) - start)
+        elif self.plan.hides_tail:
             visible.append(key < self.plan.keys - start)
         return visible
 

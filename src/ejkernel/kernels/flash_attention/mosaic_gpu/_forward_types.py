@@ -16,9 +16,11 @@ class Inputs(NamedTuple):
         query, key, value: As in `Operands`.
         table: `[batch or 1, heads or 1, tiles, 4]`, int32; see `visibility`.
         query_segments, key_segments: `[batch, 1, padded to whole tiles or blocks]`, int32.
+        key_lengths: `[batch]`, int32, at most the number of keys.
         key_bias: `[batch or 1, heads or 1, padded to whole blocks]`, float32.
         bias: `[batch or 1, heads or 1, queries, keys]`.
-        mask: Likewise, int8; zero hides.
+        mask: `[batch or 1, heads or 1, keys / 32, queries]`, padded; a bit for each key, which hides it if not set.
+        dropout: `[batch, heads, padded to whole tiles]`, the words of the rows that a dropout's mask is drawn with.
     """
 
     query: Any
@@ -27,9 +29,11 @@ class Inputs(NamedTuple):
     table: Any = None
     query_segments: Any = None
     key_segments: Any = None
+    key_lengths: Any = None
     key_bias: Any = None
     bias: Any = None
     mask: Any = None
+    dropout: Any = None
 
 
 class Outputs(NamedTuple):
@@ -46,7 +50,6 @@ class Buffers(NamedTuple):
     key: Any
     value: Any
     out: Any
-    lse: Any
     bias: Any
     mask: Any
     key_bias: Any
@@ -121,11 +124,6 @@ class Memory(NamedTuple):
         if not self.plan.params.share_buffer:
             return self.buffers.out.at[warpgroup]
         return self.buffers.query[1].at[slot, 0:ROWS]
-
-    def by_block(self) -> list[tuple[Any, Any]]:
-        """Return what else there is of each block of rows and keys: arrays, and their buffers."""
-        pairs = ((self.inputs.bias, self.buffers.bias), (self.inputs.mask, self.buffers.mask))
-        return [pair for pair in pairs if pair[0] is not None]
 
     def by_key(self) -> list[tuple[Any, Any]]:
         """Return what else there is of each block of keys, likewise."""

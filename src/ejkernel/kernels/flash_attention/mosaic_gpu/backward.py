@@ -13,6 +13,7 @@ from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention.common import Operands, Rules
 
 from .backward_params import BackwardParams
+from .visibility import dropout_words
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
@@ -36,6 +37,8 @@ def backward(
         params: How to compute them; what `params_fault` has nothing against.
         interpret: How to simulate the kernels on a CPU (`InterpretGPUParams`); `None`: run them on a GPU.
     """
+    # Words of rows in the place of the key: they have a batch axis, as all else has, to fold others into.
+    operands = operands._replace(dropout_key=dropout_words(operands))
     operands, residuals, dout = unify_varying((operands, residuals, dout))
 
     @custom_vmap

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from .availability import SHARED_MEMORY
 from .backward_params import BackwardParams
 from .backward_problem import Problem
 
@@ -65,10 +66,15 @@ def key_block_buffers(problem: Problem, params: BackwardParams) -> dict[str, Buf
     if params.division == "products":
         buffers["weights"] = Buffer((2, 64, rows))
     if problem.bias is not None:
-        buffers["dbias"] = Buffer((slabs, 64, rows), problem.bias_gradient_dtype.itemsize)
+        buffers["bias"] = Buffer((2, rows, params.keys), problem.bias_dtype.itemsize, 64)
+        # Queries before keys, as the bias is, where it is stored; sums in memory are transposed outside.
+        shape = (slabs, rows, 64) if problem.bias_whole else (slabs, 64, rows)
+        buffers["dbias"] = Buffer(shape, problem.bias_gradient_dtype.itemsize)
     if fused:
         buffers["dscores"] = Buffer((2, slabs, 64, rows), columns=used)
         buffers["dquery"] = Buffer((params.warpgroups, 64, part), 4)
+    if problem.bias is not None and shared_bytes(buffers) > SHARED_MEMORY:
+        buffers["bias"] = buffers["bias"]._replace(shape=(1, rows, params.keys))
     return buffers
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .backward_key_blocks import Block, KeyBlockKernel, Step
-from .backward_tiles import Tile, pick, walk, zeros
+from .backward_tiles import Tile, kept, mask_words, pick, walk, weigh, zeros
 from .machine import plgpu
 
 
@@ -40,8 +40,8 @@ class KeysKernel(KeyBlockKernel):
         start = (zeros((64, problem.head_dim)), zeros((64, problem.value_dim)), jnp.int32(0))
         dkey, dvalue, _ = self.over_heads(block, of_head, start)
         self.finish(block)
-        self.store(block, dkey * problem.rules.scale, 0, wg)
-        self.store(block, dvalue, 1, wg)
+        self.store(block, dkey * problem.gradient_scale, 0, wg)
+        self.store(block, dvalue * problem.value_scale, 1, wg)
         plgpu.wait_smem_to_gmem(0)
 
     def _step(self, block: Block, step: Step, gradients: Any, masked: bool) -> tuple[jax.Array, jax.Array]:
@@ -49,6 +49,7 @@ class KeysKernel(KeyBlockKernel):
         slot, dout_slot = self.slots(step)
         tile = self.tile(block, step, wg)
         query, dout = scratch.query.at[slot], scratch.dout.at[dout_slot]
+        mask = mask_words(block.arrays, tile)
         plgpu.barrier_wait(scratch.query_full.at[slot])
         plgpu.barrier_wait(scratch.dout_full.at[dout_slot])
 
@@ -57,13 +58,15 @@ class KeysKernel(KeyBlockKernel):
             multiply(scores, scratch.key.at[wg], query.transpose((1, 0)))
             multiply(dweights, scratch.value.at[wg], dout.transpose((1, 0)))
             raw = self.machine.read(scores, pending=1)
-            weights, slope = self.weights(block, step, tile, raw, masked)
+            beside = self.beside(block, step, tile, mask, wg)
+            weights, slope = weigh(self.problem, block.arrays, tile, raw, beside, masked)
+            keep = kept(self.problem, block.arrays, tile)
             dscores = self.machine.read(dweights, pending=0)
-            multiply(dvalue, weights.astype(self.problem.dtype), dout)
-            dscores = weights * dscores
-            if self.problem.bias is not None:
-                self._send_dbias(block, tile, dscores)
-            dscores = (dscores if slope is None else dscores * slope).astype(self.problem.dtype)
+            used = weights if keep is None else jnp.where(keep, weights, 0.0)
+            multiply(dvalue, used.astype(self.problem.dtype), dout)
+            if keep is not None:
+                dscores = jnp.where(keep, dscores, self.row(tile, scratch.delta.at[dout_slot]))
+            dscores = self._through_scores(block, tile, weights * dscores, slope)
             if self.fused:
                 self._share(block, step, dscores)
             multiply(dkey, dscores, query)
@@ -78,6 +81,13 @@ class KeysKernel(KeyBlockKernel):
         plgpu.barrier_arrive(scratch.dout_free.at[dout_slot])
         return dkey, dvalue
 
+    def _through_scores(self, block: Block, tile: Tile, dscores: jax.Array, slope: jax.Array | None) -> jax.Array:
+        """Return the gradient of the products of query and key, and send that of the bias on its way."""
+        bias, capped = self.problem.bias is not None, dscores if slope is None else dscores * slope
+        if bias:
+            self._send_dbias(block, tile, capped if self.problem.rules.cap_after_bias else dscores)
+        return capped.astype(self.problem.dtype)
+
     def _share(self, block: Block, step: Step, dscores: jax.Array) -> None:
         # Two slots: whoever fills one again has waited for all others to be past their use of it.
         block.scratch.dscores.at[lax.rem(step.number, 2), lax.axis_index("wg")][...] = dscores
@@ -88,11 +98,16 @@ class KeysKernel(KeyBlockKernel):
         """Start to store a tile of the gradient of the bias, or to add it to what other examples and heads have."""
         place, target = block.scratch.dbias.at[lax.axis_index("wg")], block.sums.dbias
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        place[...] = dscores.astype(self.problem.bias_gradient_dtype)
-        plgpu.commit_smem()
-        at = (*pick(target, tile), pl.ds(tile.key, 64), pl.ds(tile.query, tile.shape[1]))
-        send = self.machine.store_to_memory if self.problem.bias_whole else self.machine.add_to_memory
-        send(place, target.at[at])
+        dbias = (dscores * self.problem.value_scale).astype(self.problem.bias_gradient_dtype)
+        keys, queries = pl.ds(tile.key, 64), pl.ds(tile.query, tile.shape[1])
+        if self.problem.bias_whole:
+            place.transpose((1, 0))[...] = dbias
+            plgpu.commit_smem()
+            self.machine.store_to_memory(place, target.at[(*pick(target, tile), queries, keys)])
+        else:
+            place[...] = dbias
+            plgpu.commit_smem()
+            self.machine.add_to_memory(place, target.at[(*pick(target, tile), keys, queries)])
 
     def _add_dquery(self, block: Block, step: Step) -> None:
         """Form this warpgroup's part of the tile's dQ, some of the rows or of the columns, and add it to memory."""

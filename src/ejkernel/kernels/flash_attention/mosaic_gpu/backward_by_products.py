@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .backward_key_blocks import Block, KeyBlockKernel, Step
-from .backward_tiles import WGMMA, walk, zeros
+from .backward_tiles import WGMMA, kept, mask_words, walk, weigh, zeros
 from .machine import plgpu
 
 
@@ -65,13 +65,14 @@ class ProductsKernel(KeyBlockKernel):
         else:
             self._drain_weights(block, number)
         self.finish(block)
-        self.store(block, dvalue, 1, 0)
+        self.store(block, dvalue * self.problem.value_scale, 1, 0)
         plgpu.wait_smem_to_gmem(0)
 
     def _values_step(self, block: Block, step: Step, before: Step, dvalue: jax.Array, masked: bool) -> jax.Array:
         scratch, multiply = block.scratch, self.machine.multiply
         slot, dout_slot = self.slots(step)
         tile = self.tile(block, step, 0)
+        mask = mask_words(block.arrays, tile)
         plgpu.barrier_wait(scratch.query_full.at[slot])
 
         def products(sums: Any) -> None:
@@ -85,10 +86,14 @@ class ProductsKernel(KeyBlockKernel):
 
                 self._dquery(block, before, sums[2], 0)
             raw = self.machine.read(scores, pending=1 if self.fused else 0)
-            weights, slope = self.weights(block, step, tile, raw, masked)
-            self._pass(block, step, weights if slope is None else weights * slope)
+            beside = self.beside(block, step, tile, mask, 0)
+            weights, slope = weigh(self.problem, block.arrays, tile, raw, beside, masked)
+            keep, passed = kept(self.problem, block.arrays, tile), weights if slope is None else weights * slope
+            # The sign says what a dropout drops, so that the other need not find it out again.
+            self._pass(block, step, passed if keep is None else jnp.where(keep, passed, -passed))
             plgpu.barrier_wait(scratch.dout_full.at[dout_slot])
-            multiply(dvalue, weights.astype(self.problem.dtype), scratch.dout.at[dout_slot])
+            used = weights if keep is None else jnp.where(keep, weights, 0.0)
+            multiply(dvalue, used.astype(self.problem.dtype), scratch.dout.at[dout_slot])
             if self.fused:
                 part = self.machine.read(sums[2], pending=1)
 
@@ -136,7 +141,7 @@ class ProductsKernel(KeyBlockKernel):
 
         dkey, _ = self.over_heads(block, of_head, (zeros((64, self.problem.head_dim)), jnp.int32(0)))
         self.finish(block)
-        self.store(block, dkey * self.problem.rules.scale, 0, 0)
+        self.store(block, dkey * self.problem.gradient_scale, 0, 0)
         plgpu.wait_smem_to_gmem(0)
 
     def _keys_step(self, block: Block, step: Step, dkey: jax.Array) -> jax.Array:
@@ -151,8 +156,11 @@ class ProductsKernel(KeyBlockKernel):
             multiply(dweights, scratch.value.at[0], scratch.dout.at[dout_slot].transpose((1, 0)))
             dscores = self.machine.read(dweights, pending=0)
             plgpu.barrier_wait(scratch.weights_full.at[passed])
-            weights = plgpu.load(scratch.weights.at[passed], layout=WGMMA)
-            dscores = (weights.astype(jnp.float32) * dscores).astype(dtype)
+            weights = plgpu.load(scratch.weights.at[passed], layout=WGMMA).astype(jnp.float32)
+            if block.arrays.dropout is not None:
+                dscores = jnp.where(weights < 0, self.row(tile, scratch.delta.at[dout_slot]), dscores)
+                weights = jnp.abs(weights)
+            dscores = (weights * dscores).astype(dtype)
             if self.fused:
                 scratch.dscores.at[passed, 0][...] = dscores
                 plgpu.commit_smem()

@@ -13,7 +13,22 @@ from jax.experimental import pallas as pl
 from .backward_buffers import query_block_buffers
 from .backward_params import BackwardParams
 from .backward_problem import Inputs, Problem
-from .backward_tiles import Range, Tile, drain, take_registers, tiled, walk, weigh, zeros
+from .backward_tiles import (
+    WGMMA,
+    Beside,
+    Range,
+    Tile,
+    drain,
+    kept,
+    limit_of,
+    mask_words,
+    pick,
+    take_registers,
+    tiled,
+    walk,
+    weigh,
+    zeros,
+)
 from .machine import Machine, plgpu
 
 
@@ -41,6 +56,7 @@ class Block(NamedTuple):
     head: jax.Array
     query: jax.Array
     tiles: Range
+    limit: Any
 
 
 class QueriesKernel:
@@ -99,7 +115,8 @@ class QueriesKernel:
         # Under a causal mask the last queries see most: they come first, and the short ones fill the gaps.
         number, head = self.query_blocks - 1 - lax.div(rest, heads), lax.rem(rest, heads)
         tiles = Range.load(arrays.ranges, example, number)
-        block = Block(arrays, output, scratch, example, head, number * self.rows, tiles)
+        limit = limit_of(self.problem, arrays, example)
+        block = Block(arrays, output, scratch, example, head, number * self.rows, tiles, limit)
 
         @pl.when(wg == warpgroups)
         def _() -> None:
@@ -142,7 +159,8 @@ class QueriesKernel:
         wg, scratch = lax.axis_index("wg"), block.scratch
         first = block.query + 64 * wg
         rows = (block.example, block.head, pl.ds(first, 64))
-        tile = Tile((64, self.params.kv_block), 0, block.example, block.head, first, jnp.int32(0))
+        shape = (64, self.params.kv_block)
+        tile = Tile(shape, 0, block.example, block.head, first, jnp.int32(0), block.limit)
         shift, delta = (tile.vector(x.at[rows], 0, optimized=False) for x in (block.arrays.shift, block.arrays.delta))
         plgpu.barrier_wait(scratch.loaded)
 
@@ -152,7 +170,7 @@ class QueriesKernel:
 
         masks = self.problem.needed_masks(self.params.kv_block, walks_queries=False)
         dquery, _ = walk(block.tiles, of_tile, (zeros((64, self.problem.head_dim)), jnp.int32(0)), masks)
-        scratch.query.at[wg][...] = (dquery * self.problem.rules.scale).astype(self.problem.dtype)
+        scratch.query.at[wg][...] = (dquery * self.problem.gradient_scale).astype(self.problem.dtype)
         plgpu.commit_smem()
         at = (block.example, pl.ds(first, 64), block.head)
         plgpu.copy_smem_to_gmem(scratch.query.at[wg], block.output.at[at])
@@ -164,6 +182,7 @@ class QueriesKernel:
         slot = lax.rem(number, self.params.kv_stages)
         shift, delta = (tile.spread(x, 0) for x in rows)
         in_scores = self.problem.shift_in_scores
+        mask = mask_words(block.arrays, tile)
         plgpu.barrier_wait(scratch.key_full.at[slot])
 
         def products(sums: Any) -> None:
@@ -172,11 +191,13 @@ class QueriesKernel:
             plgpu.barrier_wait(scratch.value_full.at[slot])
             multiply(dweights, scratch.dout.at[wg], scratch.value.at[slot].transpose((1, 0)))
             raw = self.machine.read(scores, pending=1)
-            shifted = None if in_scores else shift
-            weights, slope = weigh(self.problem, block.arrays, tile, raw, shifted, masked)
+            beside = Beside(None if in_scores else shift, self._bias(block.arrays, tile), mask)
+            weights, slope = weigh(self.problem, block.arrays, tile, raw, beside, masked)
             # Rounded, they take half of the registers, which the sums of a wide head leave no more of.
             weights = (weights if slope is None else weights * slope).astype(self.problem.dtype)
-            dscores = weights.astype(jnp.float32) * self.machine.read(dweights, pending=0)
+            pull = self.machine.read(dweights, pending=0)
+            keep = kept(self.problem, block.arrays, tile)
+            dscores = weights.astype(jnp.float32) * (pull if keep is None else jnp.where(keep, pull, delta))
             plgpu.barrier_arrive(scratch.value_free.at[slot])
             dscores = dscores.astype(self.problem.dtype)
             multiply(dquery, dscores, scratch.key.at[slot])
@@ -185,3 +206,11 @@ class QueriesKernel:
         dquery = self.machine.accumulate(products, *start)[2]
         plgpu.barrier_arrive(scratch.key_free.at[slot])
         return dquery
+
+    def _bias(self, arrays: Inputs, tile: Tile) -> jax.Array | None:
+        if arrays.bias is None:
+            return None
+        bias: Any = arrays.bias
+        at = (*pick(bias, tile), pl.ds(tile.query, tile.shape[0]), pl.ds(tile.key, tile.shape[1]))
+        loaded: jax.Array = plgpu.load(bias.at[at], layout=WGMMA, optimized=False)
+        return loaded.astype(jnp.float32)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What backward kernels whose blocks own keys have in common: the launch, the loads and the gradients' way out.
 
-A block walks over the visible query tiles of all heads of its group, so that dK and dV need no second sum.
+A block walks over the visible query tiles of all heads of its group, so that dK and dV need no second sum; or of some
+of the heads, with `head_parts`, and then dK and dV of the parts are added up outside.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 from .backward_buffers import dquery_columns, key_block_buffers
 from .backward_params import BackwardParams
 from .backward_problem import Inputs, Problem
-from .backward_tiles import Range, Tile, drain, take_registers, tiled, weigh, zeros
+from .backward_tiles import WGMMA, Beside, Range, Tile, drain, limit_of, pick, take_registers, tiled, zeros
 from .machine import Machine, plgpu
 
 
@@ -32,6 +33,7 @@ class Scratch(NamedTuple):
     weights: Any
     dscores: Any
     dquery: Any
+    bias: Any
     dbias: Any
     loaded: Any
     query_full: Any
@@ -41,6 +43,8 @@ class Scratch(NamedTuple):
     weights_full: Any
     weights_free: Any
     dscores_full: Any
+    bias_full: Any
+    bias_free: Any
     done: Any
 
 
@@ -49,7 +53,8 @@ class Sums(NamedTuple):
 
     Attributes:
         dquery: `[batch, queries, heads, head_dim]`, unscaled; `None` if another kernel computes it.
-        dbias: `[batch or 1, heads or 1, keys, queries]`; `None` if there is no bias.
+        dbias: `[batch or 1, heads or 1, keys, queries]`, or with queries before keys if it is stored rather than added
+            to; `None` if there is no bias.
     """
 
     dquery: Any = None
@@ -57,16 +62,17 @@ class Sums(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block of the grid works on; `arrays` are references to `Inputs`."""
+    """What a block of the grid works on; `arrays` are references to `Inputs`, `part` counts those of all groups."""
 
     arrays: Any
     sums: Sums
     outputs: tuple[Any, ...]
     scratch: Scratch
     example: jax.Array
-    group: jax.Array
+    part: jax.Array
     key: jax.Array
     tiles: Range
+    limit: Any
 
 
 class Step(NamedTuple):
@@ -92,9 +98,11 @@ class KeyBlockKernel:
         self.key_blocks = -(-problem.keys // params.keys)
         self.masks = problem.needed_masks(params.keys, walks_queries=True)
         self.columns = dquery_columns(problem, params)
+        self.parts = problem.groups * params.head_parts
+        self.heads_per_part = problem.heads // self.parts
 
     def run(self, inputs: Inputs, sums: Sums) -> tuple[jax.Array, jax.Array]:
-        """Return the gradients of key and value, scaled; add the others to `sums`."""
+        """Return the gradients of key and value of all parts, scaled; add the others to `sums`."""
         problem, params = self.problem, self.params
         present = [x is not None for x in (*inputs, *sums)]
 
@@ -111,8 +119,8 @@ class KeyBlockKernel:
 
         dkey, dvalue = plgpu.kernel(
             body,
-            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.key, inputs.value)],
-            grid=(problem.batch * problem.groups * self.key_blocks,),
+            out_type=self.out_types(inputs),
+            grid=(problem.batch * self.parts * self.key_blocks,),
             grid_names=("block",),
             num_threads=params.warpgroups + 1,
             thread_name="wg",
@@ -121,6 +129,11 @@ class KeyBlockKernel:
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(*(x for x in (*inputs, *sums) if x is not None))
         return dkey, dvalue
+
+    def out_types(self, inputs: Inputs) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of what `run` returns."""
+        shapes = ((*x.shape[:2], self.parts, x.shape[3]) for x in (inputs.key, inputs.value))
+        return [jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in shapes]
 
     def compute(self, block: Block) -> None:
         """Do what a warpgroup that computes does."""
@@ -131,9 +144,11 @@ class KeyBlockKernel:
         buffers: dict[str, Any] = {}
         for name, buffer in key_block_buffers(self.problem, params).items():
             dtype = jnp.float32 if buffer.itemsize == 4 else self.problem.dtype
+            dtype = self.problem.bias_dtype if name == "bias" else dtype
             flat = name in ("shift", "delta")
             buffers[name] = plgpu.SMEM(buffer.shape, dtype) if flat else tiled(buffer.shape, dtype, buffer.columns)
         everyone, passed = params.warpgroups, params.division == "products"
+        biases = 0 if self.problem.bias is None else buffers["bias"].shape[0]
         barriers = {
             "loaded": plgpu.Barrier(num_arrivals=2 * (params.keys // 64)),
             "query_full": plgpu.Barrier(num_arrivals=2, num_barriers=params.q_stages),
@@ -143,17 +158,18 @@ class KeyBlockKernel:
             "weights_full": plgpu.Barrier(num_barriers=2) if passed else None,
             "weights_free": plgpu.Barrier(num_barriers=2) if passed else None,
             "dscores_full": plgpu.Barrier(num_arrivals=1 if passed else everyone) if self.fused else None,
+            "bias_full": plgpu.Barrier(num_barriers=biases) if biases else None,
+            "bias_free": plgpu.Barrier(num_arrivals=everyone, num_barriers=biases) if biases else None,
             "done": plgpu.Barrier(num_arrivals=everyone),
         }
         return Scratch(**{name: (buffers | barriers).get(name) for name in Scratch._fields})
 
     def _block(self, arrays: Inputs, sums: Sums, outputs: tuple[Any, ...], scratch: Scratch) -> None:
-        warpgroups, groups = self.params.warpgroups, self.problem.groups
+        warpgroups = self.params.warpgroups
         wg, index = lax.axis_index("wg"), lax.axis_index("block")
-        example, rest = lax.div(index, self.key_blocks * groups), lax.rem(index, self.key_blocks * groups)
-        number, group = lax.div(rest, groups), lax.rem(rest, groups)
-        tiles = Range.load(arrays.ranges, example, number)
-        block = Block(arrays, sums, outputs, scratch, example, group, number * self.params.keys, tiles)
+        number, example, part = self._place(index)
+        tiles, limit = Range.load(arrays.ranges, example, number), limit_of(self.problem, arrays, example)
+        block = Block(arrays, sums, outputs, scratch, example, part, number * self.params.keys, tiles, limit)
 
         @pl.when(wg == warpgroups)
         def _() -> None:
@@ -165,10 +181,22 @@ class KeyBlockKernel:
             take_registers(warpgroups, computes=True)
             self.compute(block)
 
+    def _place(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the number of a block of keys, its example, and its part of all groups.
+
+        Under a causal mask the first keys are seen by most queries. Where blocks are so few that groups have parts,
+        those of all examples come first, and the short ones fill the gaps; else one example's share what they read.
+        """
+        rest, part = lax.div(index, self.parts), lax.rem(index, self.parts)
+        if self.params.head_parts > 1:
+            return lax.div(rest, self.problem.batch), lax.rem(rest, self.problem.batch), part
+        return lax.rem(rest, self.key_blocks), lax.div(rest, self.key_blocks), part
+
     def _load(self, block: Block) -> None:
         params, scratch = self.params, block.scratch
+        group = lax.div(block.part, params.head_parts)
         for slab in range(params.keys // 64):
-            at = (block.example, pl.ds(block.key + 64 * slab, 64), block.group)
+            at = (block.example, pl.ds(block.key + 64 * slab, 64), group)
             plgpu.copy_gmem_to_smem(block.arrays.key.at[at], scratch.key.at[slab], scratch.loaded)
             plgpu.copy_gmem_to_smem(block.arrays.value.at[at], scratch.value.at[slab], scratch.loaded)
 
@@ -182,9 +210,11 @@ class KeyBlockKernel:
             total: jax.Array = lax.fori_loop(block.tiles.first, block.tiles.last, of_tile, number)
             return total
 
-        steps = lax.fori_loop(0, self.problem.heads_per_group, of_head, jnp.int32(0))
+        steps = lax.fori_loop(0, self.heads_per_part, of_head, jnp.int32(0))
         drain(scratch.query_free, params.q_stages, steps)
         drain(scratch.dout_free, params.dout_stages, steps)
+        if scratch.bias is not None:
+            drain(scratch.bias_free, scratch.bias.shape[0], steps)
 
     def _load_tile(self, block: Block, step: Step) -> None:
         arrays, scratch = block.arrays, block.scratch
@@ -208,10 +238,24 @@ class KeyBlockKernel:
 
             plgpu.copy_gmem_to_smem(tile, tiles.at[slot], full.at[slot])
             plgpu.copy_gmem_to_smem(vector.at[row], vectors.at[slot], full.at[slot])
+        if scratch.bias is not None:
+            self._load_bias(block, step)
+
+    def _load_bias(self, block: Block, step: Step) -> None:
+        scratch, bias = block.scratch, block.arrays.bias
+        slot = lax.rem(step.number, scratch.bias.shape[0])
+
+        @pl.when(step.number >= scratch.bias.shape[0])
+        def _() -> None:
+            plgpu.barrier_wait(scratch.bias_free.at[slot])
+
+        tile = self.tile(block, step, 0)
+        at = (*pick(bias, tile), pl.ds(tile.query, self.params.q_block), pl.ds(block.key, self.params.keys))
+        plgpu.copy_gmem_to_smem(bias.at[at], scratch.bias.at[slot], scratch.bias_full.at[slot])
 
     def head(self, block: Block, g: jax.Array) -> jax.Array:
-        """Return a head of the block's group."""
-        return block.group * self.problem.heads_per_group + g
+        """Return a head of the block's part of a group."""
+        return block.part * self.heads_per_part + g
 
     def slots(self, step: Step) -> tuple[jax.Array, jax.Array]:
         """Return where a step's queries and its cotangents are."""
@@ -220,7 +264,7 @@ class KeyBlockKernel:
     def tile(self, block: Block, step: Step, slab: Any) -> Tile:
         """Return the tile of scores of 64 of the block's keys in one step."""
         rows = self.params.q_block
-        return Tile((64, rows), 1, block.example, step.head, step.tile * rows, block.key + 64 * slab)
+        return Tile((64, rows), 1, block.example, step.head, step.tile * rows, block.key + 64 * slab, block.limit)
 
     def row(self, tile: Tile, vector: Any) -> jax.Array:
         """Load a number for each query, and spread it over a tile."""
@@ -235,14 +279,27 @@ class KeyBlockKernel:
             return zeros(tile.shape)
         return self.row(tile, block.scratch.shift.at[self.slots(step)[0]])
 
-    def weights(
-        self, block: Block, step: Step, tile: Tile, products: jax.Array, is_masked: bool
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Return a tile's probabilities, and the derivative of the soft cap if there is one."""
-        shift = None
+    def beside(self, block: Block, step: Step, tile: Tile, mask: tuple[jax.Array, ...], wg: Any) -> Beside:
+        """Return what a tile's probabilities are computed from; called when its products are there.
+
+        Args:
+            block: The block.
+            step: The step.
+            tile: The tile.
+            mask: The words of the mask, which were loaded before.
+            wg: The warpgroup, by which the bias is divided.
+        """
+        shift = bias = None
         if not self.problem.shift_in_scores:
             shift = self.row(tile, block.scratch.shift.at[self.slots(step)[0]])
-        return weigh(self.problem, block.arrays, tile, products, shift, is_masked)
+        if block.scratch.bias is not None:
+            slot = lax.rem(step.number, block.scratch.bias.shape[0])
+            plgpu.barrier_wait(block.scratch.bias_full.at[slot])
+            part = block.scratch.bias.at[slot, :, pl.ds(64 * wg, 64)].transpose((1, 0))
+            bias = plgpu.load(part, layout=WGMMA, optimized=False).astype(jnp.float32)
+            plgpu.commit_smem()  # orders the read before the copy that comes next
+            plgpu.barrier_arrive(block.scratch.bias_free.at[slot])
+        return Beside(shift, bias, mask)
 
     def send_dquery(self, block: Block, part: jax.Array, step: Step, wg: Any, at: tuple[Any, Any]) -> None:
         """Start adding a warpgroup's part of dQ to memory, in pieces of the size of its buffer.
@@ -274,9 +331,9 @@ class KeyBlockKernel:
         place = (block.scratch.key, block.scratch.value)[which].at[slab]
         place[...] = gradient.astype(self.problem.dtype)
         plgpu.commit_smem()
-        at = (block.example, pl.ds(block.key + 64 * slab, 64), block.group)
+        at = (block.example, pl.ds(block.key + 64 * slab, 64), block.part)
         plgpu.copy_smem_to_gmem(place, block.outputs[which].at[at])
 
     def over_heads(self, block: Block, body: Any, carry: Any) -> Any:
-        """Run `body(head, carry)` for every head of the block's group."""
-        return lax.fori_loop(0, self.problem.heads_per_group, lambda g, c: body(self.head(block, g), c), carry)
+        """Run `body(head, carry)` for every head of the block's part of a group."""
+        return lax.fori_loop(0, self.heads_per_part, lambda g, c: body(self.head(block, g), c), carry)

@@ -20,7 +20,7 @@ from .backward_params import BackwardParams
 from .backward_problem import Inputs, Problem, pad_axis, problem_of, row_inputs
 from .backward_visibility import Blocks, Visibility, ranges_of_keys, ranges_of_queries
 from .machine import Hopper, Interpreter, Machine
-from .visibility import lengths_as_segments
+from .visibility import packed
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 _BY_KEY_BLOCKS = {"keys": KeysKernel, "products": ProductsKernel}
@@ -34,34 +34,36 @@ def gradients(
     params: BackwardParams,
     interpret: Any,
 ) -> Gradients:
-    """See `backward`; every array is there as it is, no axis is mapped over it."""
-    operands = lengths_as_segments(operands)
+    """See `backward`; no axis is mapped over an array, and the dropout's key has become `dropout_words`."""
     problem = problem_of(describe(operands, rules))
     machine = Hopper() if interpret is None else Interpreter(interpret)
     inputs = _inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
-    found, dbias = _run(inputs, _visibility(operands, problem), problem, params, machine)
+    found, dbias = _run(inputs, operands, problem, params, machine)
     dquery, dkey, dvalue = (
         x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)
     )
+    if dbias is not None and not problem.bias_whole:
+        dbias = dbias.swapaxes(2, 3)
     return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
 
 
 def _run(
-    inputs: Inputs, visibility: Visibility, problem: Problem, params: BackwardParams, machine: Machine
+    inputs: Inputs, operands: Operands, problem: Problem, params: BackwardParams, machine: Machine
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
     """Return the gradients of query, key and value, and the bias's sum, all of padded sizes."""
     lengths = zip((problem.queries, problem.keys), _padded_lengths(params), strict=True)
     queries, keys = (-(-length // size) * size for length, size in lengths)
-    shape = (problem.batch, queries, problem.heads, problem.head_dim)
+    shape, sizes = (problem.batch, queries, problem.heads, problem.head_dim), (queries, keys)
     fused = params.form == "fused"
     empty = Sums(
         dquery=jnp.zeros(shape, jnp.float32) if fused else None,
-        dbias=None if problem.bias is None else _empty_bias(problem, visibility, keys, queries),
+        dbias=None if problem.bias is None else _empty_bias(problem, operands, sizes),
     )
     kernel = _BY_KEY_BLOCKS[params.division](problem, params, machine)
+    mask = packed(operands.attention_mask, sizes, 2)
+    visibility = _visibility(operands, problem, mask)
     ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
-    transposed = None if inputs.bias is None else inputs.bias.swapaxes(2, 3)
-    by_keys = inputs._replace(ranges=jnp.asarray(ranges), bias=transposed)
+    by_keys = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
 
     def add_up(state: Any) -> None:
         places, gradients = state
@@ -69,23 +71,37 @@ def _run(
             place[...] = gradient
 
     # References that end here: under `custom_jvp` JAX lowers no program that makes some for itself.
-    initial = (empty, (jnp.zeros_like(inputs.key), jnp.zeros_like(inputs.value)))
+    initial = (empty, [jnp.zeros(like.shape, like.dtype) for like in kernel.out_types(inputs)])
     sums, (dkey, dvalue) = pl.run_state(add_up)(initial)
+    dkey, dvalue = (_sum_of_parts(x, params.head_parts) for x in (dkey, dvalue))
     if fused:
-        dquery = (sums.dquery * problem.rules.scale).astype(problem.dtype)
+        dquery = (sums.dquery * problem.gradient_scale).astype(problem.dtype)
     else:
         ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
-        dquery = QueriesKernel(problem, params, machine).run(inputs._replace(ranges=jnp.asarray(ranges)))
+        mask = packed(operands.attention_mask, sizes, 3)
+        by_queries = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
+        dquery = QueriesKernel(problem, params, machine).run(by_queries)
     return (dquery, dkey, dvalue), sums.dbias
 
 
-def _empty_bias(problem: Problem, visibility: Visibility, keys: int, queries: int) -> jax.Array:
+def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
+    """Return `[batch, keys, groups * parts, dim]` with the parts of each group added up."""
+    if parts == 1:
+        return x
+    split = x.reshape(*x.shape[:2], -1, parts, x.shape[3])
+    return split.astype(jnp.float32).sum(axis=3).astype(x.dtype)
+
+
+def _empty_bias(problem: Problem, operands: Operands, sizes: tuple[int, int]) -> jax.Array:
     """Return what the gradient of the bias is added to, or stored over: zeros, unless every tile is stored over."""
     assert problem.bias is not None  # who asks has one
-    shape, rules = (*problem.bias, keys, queries), problem.rules
-    skips = problem.segments or visibility.mask is not None or (rules.left, rules.right) != (None, None)
-    make = jnp.zeros if skips or not problem.bias_whole else jax.lax.empty
-    return make(shape, problem.bias_gradient_dtype)
+    if not problem.bias_whole:
+        return jnp.zeros((*problem.bias, *sizes[::-1]), problem.bias_gradient_dtype)
+    # Tiles that are skipped are not stored over.
+    rules, hides = problem.rules, (operands.attention_mask, operands.query_segments, operands.query_lengths)
+    skips = any(x is not None for x in (*hides, operands.key_lengths, rules.left, rules.right))
+    make = jnp.zeros if skips else jax.lax.empty
+    return make((*problem.bias, *sizes), problem.bias_gradient_dtype)
 
 
 def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
@@ -100,48 +116,44 @@ def _inputs(
     problem: Problem,
     padded: tuple[int, int],
 ) -> Inputs:
-    """Return the inputs of both kernels, but for the ranges; the bias has queries before keys."""
+    """Return the inputs of both kernels, but for the ranges and the mask."""
     arrays = (operands.query, operands.key, operands.value, dout)
     dims = (problem.head_dim, problem.head_dim, problem.value_dim, problem.value_dim)
     segments = zip((operands.query_segments, operands.key_segments), padded, strict=True)
-    added = _added(operands)
+    bias, lengths, dropout = operands.bias, operands.key_lengths, operands.dropout_key
+    if bias is not None:
+        bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
     fields = [
         *(pad_axis(pad_axis(x, 1, 8), 3, dim) for x, dim in zip(arrays, dims, strict=True)),
         *row_inputs(residuals, dout, problem, padded[0]),
         jnp.zeros((1, 1, 4), jnp.int32),
         *(None if x is None else pad_axis(x.astype(jnp.int32), 1, size) for x, size in segments),
-        None if added is None else pad_axis(pad_axis(added, 2, padded[0]), 3, padded[1]),
+        None if lengths is None else lengths.astype(jnp.int32),
+        None if bias is None else pad_axis(pad_axis(bias, 2, padded[0]), 3, padded[1]),
+        None,
+        None if dropout is None else pad_axis(dropout, 2, padded[0]),
     ]
     return Inputs._make(fields)
 
 
-def _added(operands: Operands) -> jax.Array | None:
-    """Return what is added to the scores for bias and mask, of full size along queries and keys."""
-    bias, mask, query = operands.bias, operands.attention_mask, operands.query
-    if bias is None and mask is None:
-        return None
-    added = jnp.zeros((), query.dtype) if bias is None else bias
-    if mask is not None:
-        added = jnp.where(mask, added, -jnp.inf).astype(added.dtype)
-    return jnp.broadcast_to(added, (*added.shape[:2], query.shape[1], operands.key.shape[1]))
-
-
 def _bias_gradient(total: jax.Array | None, operands: Operands) -> jax.Array | None:
-    """Return the sum, of padded size and with keys before queries, as the gradient of a bias of any broadcast shape."""
+    """Return the sum, of padded size, as the gradient of a bias of any broadcast shape."""
     if total is None or operands.bias is None:
         return None
     bias = operands.bias
-    total = total.swapaxes(2, 3)[:, :, : operands.query.shape[1], : operands.key.shape[1]]
+    total = total[:, :, : operands.query.shape[1], : operands.key.shape[1]]
     axes = tuple(axis for axis in (2, 3) if bias.shape[axis] == 1 < total.shape[axis])
     return total.sum(axis=axes, keepdims=True).astype(bias.dtype)
 
 
-def _visibility(operands: Operands, problem: Problem) -> Visibility:
+def _visibility(operands: Operands, problem: Problem, mask: jax.Array | None) -> Visibility:
     return Visibility(
         queries=problem.queries,
         keys=problem.keys,
         rules=problem.rules,
         query_segments=operands.query_segments,
         key_segments=operands.key_segments,
-        mask=operands.attention_mask,
+        query_lengths=operands.query_lengths,
+        key_lengths=operands.key_lengths,
+        mask=mask,
     )

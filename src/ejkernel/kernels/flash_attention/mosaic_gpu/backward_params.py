@@ -31,6 +31,9 @@ class BackwardParams:
         kv_block: Keys in a step of the second kernel; 0 in the fused form, as are the two fields below.
         kv_stages: Tiles of keys, and of values, that are in shared memory at once.
         q_warpgroups: Warpgroups of the second kernel, each with 64 queries.
+        head_parts: Into how many parts the heads that read one key head are divided. Each part has blocks of its own in
+            the first kernel, so that few key heads fill the chip; the parts' gradients of keys and values are added up
+            after it.
     """
 
     form: str = "fused"
@@ -42,6 +45,7 @@ class BackwardParams:
     kv_block: int = 0
     kv_stages: int = 0
     q_warpgroups: int = 0
+    head_parts: int = 1
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)
@@ -54,6 +58,8 @@ class BackwardParams:
         _require_one_of("kv_block", self.kv_block, (32, 64, 96, 128) if split else (0,))
         _require_one_of("kv_stages", self.kv_stages, (1, 2, 3, 4) if split else (0,))
         _require_one_of("q_warpgroups", self.q_warpgroups, (1, 2, 3) if split else (0,))
+        if type(self.head_parts) is not int or self.head_parts < 1:
+            raise ConfigError(f"head_parts must be an int of at least 1, got {self.head_parts!r}.")
 
     @property
     def keys(self) -> int:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..common import EMPTY_ROW_LSE, AttentionCall, Rules
+from .availability import DTYPES
 
 LOG2_E = math.log2(math.e)
 _NATIVE_DIMS = (32, 64, 128, 192, 256)
@@ -26,11 +26,14 @@ class Inputs(NamedTuple):
     Attributes:
         query, key, value, dout: As in `Operands`.
         shift: `[batch, heads, queries]`, what a row's scores are shifted by: see `row_shift`.
-        delta: The row's sum of `out * dout`, negated.
+        delta: The row's sum of `out * dout`, negated; with a dropout, times the part of weights that it keeps.
         ranges: Of a kernel's tiles, as `backward_visibility` has them.
         query_segments, key_segments: `[batch, length]`.
-        bias: What is added to the scores, -inf where a mask hides a key: `[batch or 1, heads or 1, keys, queries]`, or
-            queries before keys for a kernel whose blocks own queries.
+        key_lengths: `[batch]`.
+        bias: What is added to the scores, `[batch or 1, heads or 1, queries, keys]`.
+        mask: A bit for each pair, set where the key is visible, 32 to a word: `[batch or 1, heads or 1, queries / 32,
+            keys]`, or `keys / 32, queries` for a kernel whose blocks own queries.
+        dropout: `[batch, heads, queries]`, the words of the rows that a dropout's mask is drawn with.
     """
 
     query: jax.Array
@@ -42,7 +45,10 @@ class Inputs(NamedTuple):
     ranges: jax.Array
     query_segments: jax.Array | None = None
     key_segments: jax.Array | None = None
+    key_lengths: jax.Array | None = None
     bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    dropout: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +62,10 @@ class Problem:
         dtype: Of query, key, value and the output's cotangent.
         rules: Of the call.
         segments: Whether there are segment ids.
-        added: The first two sizes of what is added to the scores for a bias, a mask or both; `None`: nothing is.
+        key_lengths: Whether only some keys of each example count.
+        mask: Whether there is a boolean mask.
         bias: The first two sizes of the bias, whose gradient is wanted; `None` if there is none.
+        bias_dtype: In which it is loaded.
         bias_whole: Whether the bias has an element of its own for every score, in `dtype`: then no element of its
             gradient is a sum.
     """
@@ -72,8 +80,10 @@ class Problem:
     dtype: Any
     rules: Rules
     segments: bool = False
-    added: tuple[int, int] | None = None
+    key_lengths: bool = False
+    mask: bool = False
     bias: tuple[int, int] | None = None
+    bias_dtype: Any = None
     bias_whole: bool = False
 
     @property
@@ -89,7 +99,17 @@ class Problem:
     @property
     def shift_in_scores(self) -> bool:
         """Whether a row's shift can be where its sum of products starts from: nothing happens to the score between."""
-        return self.rules.soft_cap is None and self.added is None
+        return self.rules.soft_cap is None and self.bias is None
+
+    @property
+    def gradient_scale(self) -> float:
+        """What sums for query and key are multiplied with: by the scale, and for the weights that a dropout left."""
+        return self.rules.scale * self.value_scale
+
+    @property
+    def value_scale(self) -> float:
+        """What sums for value and bias are multiplied with."""
+        return 1 / (1 - self.rules.dropout_rate)
 
     @property
     def bias_gradient_dtype(self) -> Any:
@@ -103,7 +123,7 @@ class Problem:
             keys_per_block: Keys in a tile, or in a block that all its tiles share.
             walks_queries: Whether the tiles are those of a block of keys, in the order of the queries.
         """
-        tail, rules = self.keys % keys_per_block != 0, self.rules
+        tail, rules = self.key_lengths or self.keys % keys_per_block != 0, self.rules
         by_end, by_start = self.segments or rules.right is not None, self.segments or rules.left is not None
         # Blocks of keys that have no tile without a mask have all of them before, blocks of queries all of them after.
         if walks_queries:
@@ -129,15 +149,6 @@ def pad_axis(x: jax.Array, axis: int, multiple: int, fill: float = 0) -> jax.Arr
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=fill)
 
 
-def leading_sizes(*shapes: tuple[int, ...] | None) -> tuple[int, int] | None:
-    """Return the first two sizes of shapes, broadcast; `None` if none is given."""
-    given = [shape[:2] for shape in shapes if shape is not None]
-    if not given:
-        return None
-    batch, heads = np.broadcast_shapes(*given)
-    return batch, heads
-
-
 def problem_of(call: AttentionCall) -> Problem:
     """Return what is static about a backward, from its description."""
     scores = (call.query[0], call.query[2])
@@ -151,9 +162,11 @@ def problem_of(call: AttentionCall) -> Problem:
         value_dim=padded_dim(call.value[3]),
         dtype=jnp.dtype(call.dtype),
         rules=call.rules,
-        segments=call.segments or call.query_lengths or call.key_lengths,
-        added=leading_sizes(call.bias, call.attention_mask),
-        bias=leading_sizes(call.bias),
+        segments=call.segments,
+        key_lengths=call.key_lengths,
+        mask=call.attention_mask is not None,
+        bias=None if call.bias is None else (call.bias[0], call.bias[1]),
+        bias_dtype=jnp.dtype(call.bias_dtype if call.bias_dtype in DTYPES else jnp.float32),
         bias_whole=call.bias == (*scores, call.query[1], call.key[1]) and call.bias_dtype == call.dtype,
     )
 
@@ -166,4 +179,4 @@ def row_inputs(
     # Not an einsum: a program without a matrix product can be compiled where the device is not.
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=3).transpose(0, 2, 1)
     shift = row_shift(pad_axis(lse, 2, q_block, EMPTY_ROW_LSE), problem)
-    return shift, pad_axis(-delta, 2, q_block)
+    return shift, pad_axis(-delta * (1 - problem.rules.dropout_rate), 2, q_block)

@@ -14,7 +14,8 @@ from .backward_problem import Problem, padded_dim, problem_of
 
 _LARGEST_DIM = 256
 _LARGEST_DIM_WITH_BIAS = 128
-_LEAST_KEYS = 132 * 128  # of all groups together: a block of threads for each multiprocessor
+_LEAST_KEYS = 132 * 128  # of all heads together: a block of threads for each multiprocessor
+_LEAST_BLOCKS = 250  # nearly two for each, of which one may be long and the other short
 # Of a thread that computes, by how many warpgroups do, less what addresses and a tile's numbers take at least.
 _SUM_REGISTERS = {1: 208, 2: 208, 3: 128}
 
@@ -31,7 +32,12 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
     others empty them, and what one computing warpgroup waits for the other has computed a step before.
     """
     problem = problem_of(call)
-    return _division_fault(problem, params) or _shared_fault(problem, params) or _register_fault(problem, params)
+    return (
+        _parts_fault(problem, params)
+        or _division_fault(problem, params)
+        or _shared_fault(problem, params)
+        or _register_fault(problem, params)
+    )
 
 
 def is_deterministic(call: AttentionCall, params: BackwardParams) -> bool:
@@ -44,11 +50,11 @@ def heuristic(call: AttentionCall) -> BackwardParams:
     head_dim, value_dim = padded_dim(call.query[3]), padded_dim(call.value[3])
     wide = max(head_dim, value_dim)
     if wide <= 64:
-        choices = [BackwardParams(q_block=128), BackwardParams(q_block=64)]
+        choices = [BackwardParams(q_block=64)]
+        if not call.rules.dropout_rate:  # which takes registers
+            choices.insert(0, BackwardParams(q_block=128))
     elif wide <= 128:
         choices = [BackwardParams(), BackwardParams(dout_stages=1)]
-        if call.attention_mask is not None:
-            choices.insert(0, BackwardParams(q_stages=3, dout_stages=3))
     elif head_dim + value_dim <= 320:
         choices = [dataclasses.replace(_split(2, 2), kv_stages=2), BackwardParams(division="products"), _split(2, 1)]
     else:
@@ -59,7 +65,10 @@ def heuristic(call: AttentionCall) -> BackwardParams:
             dataclasses.replace(params, division="keys", kv_stages=2) for params in choices[:2] if wide <= 128
         ]
     fitting = [params for params in choices if params_fault(call, params) is None]
-    return fitting[0] if fitting else space(call)[0]
+    params = fitting[0] if fitting else space(call)[0]
+    problem = problem_of(call)
+    enough = (parts for parts in _parts(problem) if parts * _key_blocks(problem, params) >= _LEAST_BLOCKS)
+    return dataclasses.replace(params, head_parts=next(enough, problem.heads_per_group))
 
 
 def is_preferred(call: AttentionCall) -> bool:
@@ -67,8 +76,8 @@ def is_preferred(call: AttentionCall) -> bool:
     problem, dim = problem_of(call), min(call.query[3], call.value[3])
     if problem.bias is not None:
         return problem.bias_whole
-    # A block of threads owns keys of one group: where those are few, most of the chip is idle.
-    if call.query[1] < 512 or problem.batch * problem.groups * problem.keys < _LEAST_KEYS:
+    # A block of threads owns keys of one head at least: where those are few, most of the chip is idle.
+    if call.query[1] < 512 or problem.batch * problem.heads * problem.keys < _LEAST_KEYS:
         return False
     masks = call.attention_mask is not None or call.query_lengths or call.key_lengths
     hides = masks or call.rules.right is not None
@@ -90,7 +99,25 @@ def space(call: AttentionCall) -> tuple[BackwardParams, ...]:
             for params in fused[:2]
             for keys, stages in ((64, 2), (128, 2), (64, 1))
         ]
+    found = [dataclasses.replace(params, head_parts=parts) for params in found for parts in _tried_parts(call, params)]
     return tuple(params for params in found if params_fault(call, params) is None)
+
+
+def _tried_parts(call: AttentionCall, params: BackwardParams) -> tuple[int, ...]:
+    """Return numbers of parts that are worth measuring: one alone where blocks are enough without."""
+    problem = problem_of(call)
+    blocks = _key_blocks(problem, params)
+    return tuple(parts for parts in _parts(problem) if parts == 1 or (parts - 1) * blocks < 2 * _LEAST_BLOCKS)
+
+
+def _parts(problem: Problem) -> tuple[int, ...]:
+    """Return into how many parts the heads of a group may be divided."""
+    heads = problem.heads_per_group
+    return tuple(parts for parts in range(1, heads + 1) if heads % parts == 0)
+
+
+def _key_blocks(problem: Problem, params: BackwardParams) -> int:
+    return problem.batch * problem.groups * -(-problem.keys // params.keys)
 
 
 def _arguments_reason(call: AttentionCall) -> str | None:
@@ -120,6 +147,12 @@ def _arguments_reason(call: AttentionCall) -> str | None:
 def _shares_bias(call: AttentionCall) -> bool:
     """Return whether examples or heads share a bias, so that its gradient is a sum over them."""
     return call.bias is not None and call.bias[:2] != (call.query[0], call.query[2])
+
+
+def _parts_fault(problem: Problem, params: BackwardParams) -> str | None:
+    if problem.heads_per_group % params.head_parts:
+        return f"head_parts must divide the {problem.heads_per_group} heads of a group, got {params.head_parts}."
+    return None
 
 
 def _division_fault(problem: Problem, params: BackwardParams) -> str | None:

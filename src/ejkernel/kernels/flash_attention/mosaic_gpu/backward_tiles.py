@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ..common import Rules
+from ..dropout import keeps
 from .backward_problem import LOG2_E, Inputs, Problem
-from .machine import plgpu
+from .machine import plgpu, shown
 
 WGMMA = plgpu.Layout.WGMMA
 # A thread's registers, by how many warpgroups compute: of 65,536 for all, in steps of 8. One alone has 255 at once.
@@ -46,6 +48,7 @@ class Tile(NamedTuple):
         example: Index in the batch.
         head: Of the queries.
         query, key: Its first query and key.
+        limit: One past the last key of the example that counts.
     """
 
     shape: tuple[int, int]
@@ -54,6 +57,7 @@ class Tile(NamedTuple):
     head: jax.Array
     query: jax.Array
     key: jax.Array
+    limit: Any
 
     def spread(self, row: jax.Array, axis: int) -> jax.Array:
         """Repeat a vector that lies along `axis` over the whole tile."""
@@ -95,13 +99,22 @@ def walk(where: Range, step: Callable[..., Carry], carry: Carry, masks: tuple[bo
     return over(where.end, where.last, carry, True) if masks[1] else carry
 
 
+class Beside(NamedTuple):
+    """What the probabilities of a tile are computed from, beside the products of query and key.
+
+    Attributes:
+        shift: The rows' shift, spread over the tile; `None` if the products start from it.
+        bias: The tile's, in float32; `None` if there is none.
+        mask: Vectors of words along the first axis, one for each 32 along the second; empty if there is no mask.
+    """
+
+    shift: jax.Array | None
+    bias: jax.Array | None
+    mask: tuple[jax.Array, ...]
+
+
 def weigh(
-    problem: Problem,
-    arrays: Inputs,
-    tile: Tile,
-    products: jax.Array,
-    shift: jax.Array | None,
-    is_masked: bool,
+    problem: Problem, arrays: Inputs, tile: Tile, products: jax.Array, beside: Beside, is_masked: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return a tile's probabilities, zero where a query sees no key, and the soft cap's derivative if there is one.
 
@@ -110,32 +123,60 @@ def weigh(
         arrays: References to the inputs.
         tile: Where the tile stands.
         products: Of query and key; with `shift_in_scores`, shifted by the row's.
-        shift: The rows' shift, spread over the tile, if it is not in `products`.
-        is_masked: Whether some pairs may be hidden by position or by segment.
+        beside: All else, but for positions and segments.
+        is_masked: Whether some pairs may be hidden by position, by segment or by length.
     """
     rules, slope = problem.rules, None
-    if shift is None:
+    if beside.shift is None:
         weights = jnp.exp2(products * (rules.scale * LOG2_E))
     else:
-        scores = products * rules.scale
-        if rules.soft_cap is not None:
-            squashed = jnp.tanh(products * (rules.scale / rules.soft_cap))
-            scores, slope = squashed * rules.soft_cap, 1 - squashed * squashed
-        if problem.added is not None:
-            scores = scores + _bias(arrays, tile)
-        weights = jnp.exp2(scores * LOG2_E + shift)
+        scores, slope = _scores(rules, products, beside.bias)
+        weights = jnp.exp2(scores * LOG2_E + beside.shift)
+        if beside.bias is not None and rules.cap_after_bias:  # what a bias of minus infinity hides, the cap shows
+            weights = jnp.where(beside.bias == -jnp.inf, 0.0, weights)
+    if beside.mask:
+        weights = jnp.where(shown(beside.mask, tile.shape), weights, 0.0)
     if is_masked:
         for condition in _conditions(problem, arrays, tile):
             weights = jnp.where(condition, weights, 0.0)
     return weights, slope
 
 
-def _bias(arrays: Inputs, tile: Tile) -> jax.Array:
-    axis, bias = tile.query_axis, cast(Any, arrays.bias)
-    queries, keys = pl.ds(tile.query, tile.shape[axis]), pl.ds(tile.key, tile.shape[1 - axis])
-    part = bias.at[(*pick(bias, tile), *((queries, keys) if axis == 0 else (keys, queries)))]
-    loaded: jax.Array = plgpu.load(part, layout=WGMMA, optimized=False)
-    return loaded.astype(jnp.float32)
+def _scores(rules: Rules, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scores, and the derivative of the soft cap if there is one."""
+    scores, slope = products * rules.scale, None
+    if bias is not None and rules.cap_after_bias:
+        scores = scores + bias
+    if rules.soft_cap is not None:
+        squashed = jnp.tanh(scores * (1 / rules.soft_cap))
+        scores, slope = squashed * rules.soft_cap, 1 - squashed * squashed
+    if bias is not None and not rules.cap_after_bias:
+        scores = scores + bias
+    return scores, slope
+
+
+def mask_words(arrays: Inputs, tile: Tile) -> tuple[jax.Array, ...]:
+    """Load the words of a mask that a tile needs; before its products, so that nobody waits for them."""
+    if arrays.mask is None:
+        return ()
+    starts = (tile.query, tile.key) if tile.query_axis == 0 else (tile.key, tile.query)
+    mask, rows = cast(Any, arrays.mask), pl.ds(starts[0], tile.shape[0])
+    words = lax.div(starts[1], 32)
+    return tuple(
+        tile.vector(mask.at[(*pick(mask, tile), words + i, rows)], 0, optimized=False)
+        for i in range(tile.shape[1] // 32)
+    )
+
+
+def kept(problem: Problem, arrays: Inputs, tile: Tile) -> jax.Array | None:
+    """Return which weights of a tile a dropout keeps; `None`: there is none."""
+    if arrays.dropout is None:
+        return None
+    axis, dropout = tile.query_axis, cast(Any, arrays.dropout)
+    rows = dropout.at[tile.example, tile.head, pl.ds(tile.query, tile.shape[axis])]
+    words = tile.spread(tile.vector(rows, axis, optimized=False), axis)
+    key = plgpu.broadcasted_iota(jnp.int32, tile.shape, 1 - axis, layout=WGMMA) + tile.key
+    return keeps(words, key.astype(words.dtype), problem.rules)
 
 
 def pick(ref: Any, tile: Tile) -> tuple[Any, Any]:
@@ -152,8 +193,8 @@ def _conditions(problem: Problem, arrays: Inputs, tile: Tile) -> list[jax.Array]
         conditions.append(key <= query + rules.right)
     if rules.left is not None:
         conditions.append(key >= query - rules.left)
-    if problem.keys % tile.shape[1 - axis]:
-        conditions.append(key < problem.keys)
+    if problem.key_lengths or problem.keys % tile.shape[1 - axis]:
+        conditions.append(key < tile.limit)
     if problem.segments:
         conditions.append(_same_segment(tile, arrays.query_segments, arrays.key_segments))
     return conditions
@@ -166,6 +207,13 @@ def _same_segment(tile: Tile, query_segments: Any, key_segments: Any) -> jax.Arr
     rows = tile.vector(queries, axis, optimized=False)
     columns = tile.vector(keys, 1 - axis, optimized=False)
     return tile.spread(rows, axis) == tile.spread(columns, 1 - axis)
+
+
+def limit_of(problem: Problem, arrays: Inputs, example: jax.Array) -> Any:
+    """Return one past the last key of an example that counts."""
+    if arrays.key_lengths is None:
+        return problem.keys
+    return jnp.clip(arrays.key_lengths[example], 0, problem.keys)
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:

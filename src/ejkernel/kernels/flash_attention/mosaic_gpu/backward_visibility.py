@@ -34,7 +34,9 @@ class Visibility:
         queries, keys: Lengths.
         rules: The last query is aligned with the last key.
         query_segments, key_segments: `[batch, length]`, in any order; `None` if there are none.
-        mask: True where a key may be visible, `[batch or 1, heads or 1, queries or 1, keys or 1]`.
+        query_lengths, key_lengths: `[batch]`; those from there on hide, and are hidden.
+        mask: Not zero where one of 32 neighbouring queries may see a key: `[batch or 1, heads or 1, queries / 32,
+            keys]`, padded to whole blocks.
     """
 
     queries: int
@@ -42,6 +44,8 @@ class Visibility:
     rules: Rules
     query_segments: Array | None = None
     key_segments: Array | None = None
+    query_lengths: Array | None = None
+    key_lengths: Array | None = None
     mask: Array | None = None
 
 
@@ -49,7 +53,8 @@ def ranges_of_queries(visibility: Visibility, blocks: Blocks) -> Array:
     """Return for each block of keys the query blocks that it meets, int32 `[batch or 1, key blocks, 4]`.
 
     The four numbers `first <= begin <= end <= last`: only blocks in `[first, last)` have visible pairs, and in those
-    in `[begin, end)` every pair is visible, boolean masks aside. Queries beyond the last count as visible.
+    in `[begin, end)` every pair is visible, boolean masks aside. Queries beyond the last, or beyond a length, count as
+    visible: their log-sum-exp makes their weights zero.
     """
     some, every = _tiles(visibility, blocks)
     return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), masked_after=False)
@@ -69,8 +74,16 @@ def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
         rows, columns = (lowest[:, :, None], highest[:, :, None]), (key_lowest[:, None], key_highest[:, None])
         some = some & (rows[0] <= columns[1]) & (columns[0] <= rows[1])
         every = every & (rows[0] == rows[1]) & (columns[0] == columns[1]) & (rows[0] == columns[0])
+    if visibility.query_lengths is not None:
+        first = np.arange(some.shape[1], dtype=np.int32)[None] * blocks.queries
+        some = some & (first < visibility.query_lengths[:, None])[:, :, None]
+    if visibility.key_lengths is not None:
+        first = np.arange(some.shape[2], dtype=np.int32)[None] * blocks.keys
+        some = some & (first < visibility.key_lengths[:, None])[:, None]
+        every = every & (first + blocks.keys <= visibility.key_lengths[:, None])[:, None]
     if visibility.mask is not None:
-        some = some & _some_in_blocks(visibility.mask, some.shape[1:], blocks)
+        seen = _some_in_blocks(visibility.mask, blocks)
+        some = some & seen[:, : some.shape[1], : some.shape[2]]
     return some, every
 
 
@@ -104,15 +117,12 @@ def _extent(segments: Array, size: int) -> tuple[Array, Array]:
     return blocks.min(axis=-1), blocks.max(axis=-1)
 
 
-def _some_in_blocks(mask: Array, counts: tuple[int, ...], blocks: Blocks) -> Array:
-    """Return whether a boolean mask shows some pair of each tile to some head, `[batch or 1, q blocks, k blocks]`."""
-    module, some = _module(mask), mask.any(axis=1)
-    for axis, size in ((1, blocks.queries), (2, blocks.keys)):
-        if some.shape[axis] > 1:
-            some = module.pad(some, [(0, -some.shape[axis] % size if a == axis else 0) for a in range(3)])
-            some = some.reshape(*some.shape[:axis], -1, size, *some.shape[axis + 1 :]).any(axis=axis + 1)
-    spread: Array = module.broadcast_to(some, (some.shape[0], *counts))
-    return spread
+def _some_in_blocks(words: Array, blocks: Blocks) -> Array:
+    """Return whether a mask shows some pair of each tile to some head, `[batch or 1, query blocks, key blocks]`."""
+    rows, keys = blocks.queries // 32, blocks.keys
+    split = words.reshape(*words.shape[:2], words.shape[2] // rows, rows, words.shape[3] // keys, keys)
+    some: Array = (split != 0).any(axis=(1, 3, 5))
+    return some
 
 
 def _ranges(some: Array, every: Array, *, masked_after: bool) -> Array:

@@ -13,7 +13,7 @@ from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rul
 
 from ._forward_plan import ForwardPlan, padded_dim, plan_of, swizzle
 from .params import ForwardParams
-from .visibility import block_table, lengths_as_segments
+from .visibility import block_table, dropout_words, lengths_as_segments, packed
 
 
 def forward(
@@ -30,7 +30,7 @@ def forward(
     from ._forward_kernel import launch  # needs what not every environment has
     from ._forward_types import Inputs, Outputs
 
-    operands, by_row = _without_row_terms(lengths_as_segments(unify_varying(operands)))
+    operands, by_row = _without_row_terms(lengths_as_segments(unify_varying(operands)), rules)
     plan = plan_of(describe(operands, rules), params)
     query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, padded_dim(1)) for x in operands[:3])
     types = Outputs(
@@ -46,14 +46,17 @@ _TILE_ROWS = 8  # of the tiles of shared memory, whole ones of which a copy move
 _RowTerms = tuple[jax.Array | None, jax.Array | None]
 
 
-def _without_row_terms(operands: Operands) -> tuple[Operands, _RowTerms]:
+def _without_row_terms(operands: Operands, rules: Rules) -> tuple[Operands, _RowTerms]:
     """Return the operands without a bias and a mask that are the same for all keys, and these.
 
-    Such a bias shifts the log-sum-exp and nothing else, and such a mask empties rows: neither needs the kernel.
+    Such a bias shifts the log-sum-exp and nothing else, and such a mask empties rows: neither needs the kernel. A bias
+    that the soft cap is applied to does more, and is one of all keys.
     """
-    bias, mask = operands.bias, operands.attention_mask
-    if operands.key.shape[1] == 1:
+    bias, mask, keys = operands.bias, operands.attention_mask, operands.key.shape[1]
+    if keys == 1:
         return operands, (None, None)
+    if bias is not None and rules.soft_cap is not None and rules.cap_after_bias:
+        bias = jnp.broadcast_to(bias, (*bias.shape[:3], keys))
     row_bias = bias if bias is not None and bias.shape[3] == 1 else None
     row_mask = mask if mask is not None and mask.shape[3] == 1 else None
     operands = operands._replace(
@@ -79,17 +82,23 @@ def _with_row_terms(
 def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     """Return all inputs but query, key and value, by name."""
     block = plan.params.kv_block
-    bias, mask = operands.bias, operands.attention_mask
+    bias, mask, lengths = operands.bias, operands.attention_mask, operands.key_lengths
     extras: dict[str, Any] = {}
+    if lengths is not None:
+        extras["key_lengths"] = jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
+    if plan.mask:
+        sizes = (plan.row_tiles * plan.tile_rows, -(-plan.keys // block) * block)
+        extras["mask"] = packed(mask, sizes, 3)
     if plan.table:
-        extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block)
+        extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block, extras.get("mask"))
     if operands.query_segments is not None and operands.key_segments is not None:
         extras["query_segments"] = _padded(operands.query_segments.astype(jnp.int32), 1, plan.tile_rows)[:, None]
         extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), 1, block)[:, None]
     if bias is not None and plan.bias:
         extras["bias"] = _in_tiles(bias.astype(_copied(bias.dtype)), block)
-    if mask is not None and plan.mask:
-        extras["mask"] = _in_tiles(mask.astype(jnp.int8), block)
+    words = dropout_words(operands)
+    if words is not None:
+        extras["dropout"] = _padded(words, 2, plan.tile_rows)
     if plan.key_bias or plan.key_mask:
         terms = [] if bias is None or not plan.key_bias else [bias.astype(jnp.float32)]
         if mask is not None and plan.key_mask:

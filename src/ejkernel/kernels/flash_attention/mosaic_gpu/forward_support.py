@@ -16,7 +16,7 @@ from .availability import SHARED_MEMORY, unavailable
 from .params import ForwardParams
 
 _REGISTERS_LEFT = 32  # of a thread, for all but logits, weights, output and bias: with fewer, products wait in line
-_KV_BLOCKS = (64, 96, 128, 160)
+_KV_BLOCKS = (64, 80, 96, 128, 160)
 _EVEN = {False: 1.02, True: 1.05}  # imbalance up to which a launch was the faster one, by whether heads come first
 
 
@@ -101,7 +101,8 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     rules, short, narrow = call.rules, call.query[1] < 2048, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     if max(call.query[3], call.value[3]) > 192:
-        return ForwardParams(kv_block=64, share_buffer=True, ping_pong=False, pack_heads=short and grouped)
+        few = 64 if rules.soft_cap is None else 80
+        return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=short and grouped)
     if call.query[3] > 128:
         return ForwardParams(share_buffer=True, ping_pong=False)
     if call.segments:

@@ -22,7 +22,7 @@ class MosaicGpu(AttentionImplementation):
     name = "mosaic_gpu"
     params = ForwardParams
     bwd_params = BackwardParams
-    features = frozenset(("query_lengths", "key_lengths", "deterministic"))
+    features = frozenset(("query_lengths", "key_lengths", "deterministic", "soft_cap_after_bias", "dropout_rate"))
 
     def unsupported(self, call: AttentionCall) -> str | None:
         """Return why the kernels of this direction do not run the call."""

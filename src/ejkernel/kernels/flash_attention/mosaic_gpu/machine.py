@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
@@ -78,6 +79,24 @@ class Interpreter:
     def store_to_memory(self, source: Any, target: Any) -> None:
         """See `Hopper.store_to_memory`."""
         target[...] = source[...]
+
+
+def shown(words: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
+    """Return where the bits of a mask are set, in a tile of that shape.
+
+    Args:
+        words: One vector along the tile's rows for each 32 columns, in int32.
+        shape: Of the tile, whose layout is that of accumulators.
+    """
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    word, *others = (lax.broadcast_in_dim(x, shape, [0]) for x in words)
+    for i, other in enumerate(others, 1):
+        word = jnp.where(column >= 32 * i, other, word)
+    # Of a column's number, two bits depend on the thread: a word is shifted by these once, all others are constants.
+    shifted = lax.shift_right_logical(word, column & 6)
+    bit = lax.shift_left(jnp.full(shape, 1, jnp.int32), column & 25)
+    found: jax.Array = (shifted & bit) != 0
+    return found
 
 
 class _Cell:

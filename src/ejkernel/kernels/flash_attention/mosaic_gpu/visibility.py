@@ -9,6 +9,7 @@ it keeps may do so too, and are right all the same, for they are masked.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +18,19 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels.flash_attention.common import Operands, Rules
+from ejkernel.kernels.flash_attention.dropout import query_words
 
 _NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # ids of segments that are no user's, and of each other's sight
 
 
 def lengths_as_segments(operands: Operands) -> Operands:
-    """Return operands whose queries and keys behind the lengths are of segments of their own: nobody sees those."""
-    if operands.query_lengths is None and operands.key_lengths is None:
-        return operands
+    """Return operands whose queries and keys behind the lengths are of segments of their own: nobody sees those.
+
+    Lengths of keys alone stay: to hide a block's end is cheaper than to compare ids.
+    """
     queries, keys = operands.query_segments, operands.key_segments
+    if operands.query_lengths is None and (operands.key_lengths is None or queries is None):
+        return operands
     if queries is None or keys is None:
         queries, keys = (jnp.zeros(x.shape[:2], jnp.int32) for x in operands[:2])
     return operands._replace(
@@ -42,6 +47,38 @@ def _hidden_from(segments: jax.Array, lengths: jax.Array | None, segment: int) -
         return segments
     hidden = jnp.arange(segments.shape[1], dtype=jnp.int32)[None] >= lengths[:, None]
     return jnp.where(hidden, jnp.int32(segment), segments)
+
+
+def packed(mask: Any, sizes: tuple[int, int], axis: int) -> jax.Array | None:
+    """Return a mask of pairs with 32 neighbours along an axis as the bits of an int32, that axis before the other.
+
+    Args:
+        mask: `[batch or 1, heads or 1, queries or 1, keys or 1]`; `None` stays.
+        sizes: How many queries and keys there are to be, multiples of 32; those that the mask lacks are hidden.
+        axis: 2 for queries, 3 for keys.
+    """
+    if mask is None:
+        return None
+    missing = [(0, size - own) if own > 1 else (0, 0) for size, own in zip(sizes, mask.shape[2:], strict=True)]
+    mask = jnp.pad(mask, [(0, 0), (0, 0), *missing])
+    mask = jnp.broadcast_to(mask, (*mask.shape[:2], *sizes))
+    split = mask.reshape(*mask.shape[:axis], sizes[axis - 2] // 32, 32, *mask.shape[axis + 1 :])
+    # XLA transposes the mask before a sum over queries, and before each of 32 slices of keys.
+    if axis == 2:
+        bits = (lax.index_in_dim(split, i, axis + 1, keepdims=False).astype(jnp.int32) << i for i in range(32))
+        return functools.reduce(jnp.bitwise_or, bits)
+    places = lax.broadcasted_iota(jnp.int32, split.shape, axis + 1)
+    words = lax.shift_left(split.astype(jnp.int32), places).sum(axis=axis + 1, dtype=jnp.int32)
+    return words.swapaxes(2, 3)
+
+
+def dropout_words(operands: Operands) -> jax.Array | None:
+    """Return the words of the queries that a dropout's mask is drawn with, `[batch, heads, queries]`."""
+    if operands.dropout_key is None:
+        return None
+    batch, queries, heads = operands.query.shape[:3]
+    rows = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads)
+    return query_words(operands.dropout_key, rows, jnp.arange(queries, dtype=jnp.int32))
 
 
 class BlockRange(NamedTuple):
@@ -84,23 +121,31 @@ def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any) -
     return BlockRange(first, free_from, free_until, end)
 
 
-def block_table(operands: Operands, rules: Rules, tile_rows: int, kv_block: int) -> jax.Array:
+def block_table(
+    operands: Operands, rules: Rules, tile_rows: int, kv_block: int, words: jax.Array | None = None
+) -> jax.Array:
     """Return the `BlockRange` of every tile, `[batch or 1, heads or 1, tiles, 4]` in int32.
 
     Args:
-        operands: With segment ids or a mask.
+        operands: With segment ids, lengths of keys or a mask.
         rules: The window.
         tile_rows: Rows of queries in a tile.
         kv_block: Keys in a block.
+        words: The mask as `packed` along the keys, to whole tiles and blocks, if it has been.
     """
     met, free = _window_pairs(operands, rules, tile_rows, kv_block)
     if operands.query_segments is not None and operands.key_segments is not None:
         queries, keys = _tiled(operands.query_segments, tile_rows), _tiled(operands.key_segments, kv_block)
         met_segments, free_segments = _segment_pairs(queries, keys)
         met, free = met & met_segments[:, None], free & free_segments[:, None]
-    if operands.attention_mask is not None:
-        met_mask, free_mask = _mask_pairs(operands.attention_mask, tile_rows, kv_block)
-        met, free = met & met_mask, free & free_mask
+    if operands.key_lengths is not None:
+        end = jnp.arange(1, met.shape[-1] + 1, dtype=jnp.int32)[None, None, None] * kv_block
+        lengths = operands.key_lengths[:, None, None, None]
+        met, free = met & (end - kv_block < lengths), free & (end <= lengths)
+    mask = operands.attention_mask
+    if mask is not None:
+        pairs = _mask_pairs(mask, tile_rows, kv_block) if words is None else _word_pairs(words, tile_rows, kv_block)
+        met, free = met & pairs[0], free & pairs[1]
     return jnp.stack(_ranges(met, free), axis=-1)
 
 
@@ -148,6 +193,15 @@ def _mask_pairs(mask: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Arr
     shape = (*mask.shape[:2], -(-mask.shape[2] // rows), rows, -(-mask.shape[3] // keys), keys)
     some = jnp.pad(mask, padding).reshape(shape).any(axis=(3, 5))
     every = jnp.pad(mask, padding, constant_values=True).reshape(shape).all(axis=(3, 5))
+    return some, every
+
+
+def _word_pairs(words: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
+    """Return the same of a mask that is `packed`; what was filled up counts as hidden."""
+    blocks, tiles = words.shape[2] * 32 // kv_block, words.shape[3] // tile_rows
+    split = words.reshape(*words.shape[:2], blocks, kv_block // 32, tiles, tile_rows)
+    pairs = ((split != 0).any(axis=(3, 5)), (split == -1).all(axis=(3, 5)))
+    some, every = (x.swapaxes(2, 3) for x in pairs)
     return some, every
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
+from ejkernel.kernels.grouped_matmul.epilogue import PREACTIVATIONS
 from ejkernel.ops.implementation import Implementation
 
 from . import launch, support
 from .params import ProductParams, WgradParams
 
 
-class MosaicGpu(Implementation[GroupedMatmulCall]):
-    """The product on Hopper GPUs."""
+class _Product(Implementation[GroupedMatmulCall]):
+    """The product, and what is made of products."""
 
     name = "mosaic_gpu"
     params = ProductParams
@@ -36,10 +37,31 @@ class MosaicGpu(Implementation[GroupedMatmulCall]):
         """Return what is worth a try."""
         return support.product_space(call)
 
+
+class MosaicGpu(_Product):
+    """The product on Hopper GPUs."""
+
+    features = frozenset({"row_scale", "first_group"})
+
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
         """Return the product; nothing is left for a backward."""
-        lhs, rhs, group_sizes = args
-        return launch.product(call, (lhs, rhs, group_sizes), params), ()
+        return launch.product(call, args, params), ()
+
+
+class MosaicGpuActivation(_Product):
+    """Products and what is made of them on Hopper GPUs, in one kernel."""
+
+    residuals = PREACTIVATIONS
+    features = frozenset({"activation", "gate", "row_scale", "first_group"})
+
+    def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
+        """Return the output and the products."""
+        out, *products = launch.product_keeping(call, _given(args), params)
+        return out, tuple(products)
+
+    def output(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> jax.Array:
+        """Return the output; no product is written."""
+        return launch.product(call, _given(args), params)
 
 
 class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):
@@ -47,6 +69,7 @@ class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):
 
     name = "mosaic_gpu"
     params = WgradParams
+    features = frozenset({"first_group"})
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
         """Return why the kernel does not run the call."""
@@ -66,5 +89,9 @@ class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: WgradParams) -> tuple[jax.Array, Any]:
         """Return the sums; nothing is left for a backward."""
-        lhs, rhs, group_sizes = args
-        return launch.weights_gradient(call, (lhs, rhs, group_sizes), params), ()
+        lhs, rhs, groups = args
+        return launch.weights_gradient(call, (lhs, rhs, groups), params), ()
+
+
+def _given(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(arg for arg in args if arg is not None)

@@ -10,36 +10,51 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, clipped_sizes, row_ends
+from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, clipped_sizes, row_spans, taken_apart
 
 from .params import ProductParams, WgradParams
-from .plan import ALIGNED, padded, product_plan, wgrad_plan
+from .plan import ALIGNED, ProductPlan, padded, product_plan, wgrad_plan
 
 _one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
 
 
 def product(
-    call: GroupedMatmulCall, arrays: tuple[Any, Any, Any], params: ProductParams, *, interpret: Any = None
+    call: GroupedMatmulCall, arrays: tuple[Any, ...], params: ProductParams, *, interpret: Any = None
 ) -> jax.Array:
-    """Return the product.
+    """Return the product, or what is made of products.
 
     Args:
         call: The description.
-        arrays: Left and right operand, and sizes.
+        arrays: Left and right operand, and groups; then the gate's matrices and factors of rows, if there are any.
         params: What `params_fault` has nothing against.
         interpret: How to simulate the kernel on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
     """
+    return _multiplied(call, arrays, params, keep=False, interpret=interpret)[0]
 
-    def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+
+def product_keeping(
+    call: GroupedMatmulCall, arrays: tuple[Any, ...], params: ProductParams, *, interpret: Any = None
+) -> list[jax.Array]:
+    """Return what is made of products, and these; see `product`."""
+    return _multiplied(call, arrays, params, keep=True, interpret=interpret)
+
+
+def _multiplied(
+    call: GroupedMatmulCall, arrays: tuple[Any, ...], params: ProductParams, *, keep: bool, interpret: Any
+) -> list[jax.Array]:
+    def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups, *others: jax.Array) -> list[jax.Array]:
         from .product import multiply  # what it imports is not there in every environment
 
-        plan = product_plan(call, params)
-        sizes = clipped_sizes(group_sizes, call.rows)
+        plan = product_plan(call, params, keep=keep)
+        sizes = _sizes(call, groups)
+        scales = [_with_room(row_scale, plan) for row_scale in others[plan.products - 1 :]]
         with jax.enable_x64(False):  # the kernels count in int32
-            lhs, rhs = _pad(lhs, (plan.rows, ALIGNED)), _pad(rhs, (1, ALIGNED, ALIGNED))
-            return multiply(plan, lhs, rhs, sizes, interpret=interpret)[: call.rows, : call.columns]
+            lhs = _pad(lhs, (plan.rows, ALIGNED))
+            matrices = [_pad(x, (1, ALIGNED, ALIGNED)) for x in (rhs, *others[: plan.products - 1])]
+            found = multiply(plan, lhs, *matrices, sizes, *scales, interpret=interpret)
+            return [x[: call.rows, : call.columns] for x in found]
 
-    found: jax.Array = _one_by_one(compute)(*unify_varying(arrays))
+    found: list[jax.Array] = _one_by_one(compute)(*unify_varying(arrays))
     return found
 
 
@@ -48,11 +63,11 @@ def weights_gradient(
 ) -> jax.Array:
     """Return the sums for each group; see `product`."""
 
-    def compute(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> jax.Array:
         from .wgrad import sum_products
 
         plan = wgrad_plan(call, params)
-        table = _table(group_sizes, call.rows, largest_first=params.largest_first)
+        table = _table(*row_spans(groups, call.rows, call.groups), largest_first=params.largest_first)
         with jax.enable_x64(False):
             lhs, rhs = (_pad(x, (plan.rows, ALIGNED)) for x in (lhs, rhs))
             return sum_products(plan, lhs, rhs, table, interpret=interpret)[:, : call.inner, : call.columns]
@@ -61,13 +76,25 @@ def weights_gradient(
     return found
 
 
-def _table(group_sizes: jax.Array, rows: int, *, largest_first: bool) -> jax.Array:
+def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
+    """Return the sizes of all groups, and behind them the number of the first that there are matrices of, if given."""
+    group_sizes, first = taken_apart(groups)
+    sizes = clipped_sizes(group_sizes, call.rows)
+    if first is None or call.all_groups is None:
+        return sizes
+    return jnp.append(sizes, jnp.clip(first, 0, call.all_groups - call.groups))
+
+
+def _table(starts: jax.Array, ends: jax.Array, *, largest_first: bool) -> jax.Array:
     """Return number, first row and rows of each group, in the order that they are gone through."""
-    ends = row_ends(group_sizes, rows)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     numbers = jnp.arange(ends.shape[0], dtype=jnp.int32)
     table = jnp.stack([numbers, starts, ends - starts], axis=1)
     return table[jnp.argsort(starts - ends)] if largest_first else table
+
+
+def _with_room(row_scale: jax.Array, plan: ProductPlan) -> jax.Array:
+    """Return factors in float32 that the last tile may read beyond."""
+    return jnp.pad(row_scale.astype(jnp.float32), (0, plan.rows + plan.tile_rows - row_scale.shape[0]))
 
 
 def _pad(x: jax.Array, multiples: tuple[int, ...]) -> jax.Array:

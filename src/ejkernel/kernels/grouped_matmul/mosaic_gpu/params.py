@@ -20,7 +20,7 @@ class ProductParams:
 
     Attributes:
         block_m: Rows of a tile, 128 or 256.
-        block_n: Columns of a tile: 64, 128, 192 or 256.
+        block_n: Columns of a tile: 64, 128, 192 or 256; with a gate, which has sums of its own, 64 or 128.
         stages: How many steps' operands, 64 of `k` each, are held at once.
         panel: Tiles are taken in panels of so many rows of tiles, inside which rows come before columns.
         out_slots: How many pieces of a result are on their way to memory at once.

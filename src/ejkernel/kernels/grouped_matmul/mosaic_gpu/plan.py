@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -51,6 +52,11 @@ class Plan:
     out_slots: int
 
     @property
+    def products(self) -> int:
+        """How many products of one left operand a tile is made of."""
+        return 1
+
+    @property
     def part_rows(self) -> int:
         """Rows of a tile that one warpgroup has."""
         return self.tile_rows // WARPGROUPS
@@ -77,13 +83,13 @@ class Plan:
 
     def shared_bytes(self) -> int:
         """Return the bytes of shared memory that a block of threads takes."""
-        operands = self.stages * STEP * (self.tile_rows + self.tile_columns) * 2
+        operands = self.stages * STEP * (self.tile_rows + self.products * self.tile_columns) * 2
         out = WARPGROUPS * self.out_slots * self.part_rows * ROW_BYTES
         return operands + out + _OVERHEAD
 
     def sums_per_thread(self) -> int:
         """Return how many sums each thread keeps in registers."""
-        return self.part_rows * self.tile_columns // 128
+        return self.products * self.part_rows * self.tile_columns // 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,14 +98,47 @@ class ProductPlan(Plan):
 
     Attributes:
         transpose_rhs: Whether the matrices are transposed.
+        activation, gated, scaled: As in the description of the call.
+        keep: Whether the products are results, too.
+        all_groups: How many sizes there are, if more than groups: behind them stands which is the first group's.
     """
 
     transpose_rhs: bool
+    activation: str | None = None
+    gated: bool = False
+    scaled: bool = False
+    keep: bool = False
+    all_groups: int | None = None
+
+    @property
+    def products(self) -> int:
+        """See `Plan`."""
+        return 2 if self.gated else 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the product is all that is asked for."""
+        return self.activation is None and not self.gated and not self.scaled
+
+    @property
+    def results(self) -> int:
+        """How many arrays the kernel writes."""
+        return 1 + self.products if self.keep else 1
 
     @property
     def steps(self) -> int:
         """Steps of a tile."""
         return -(-self.inner // STEP)
+
+    @property
+    def last(self) -> int:
+        """Number of the last of what counts as groups: the rows past them, or those before them, which come last."""
+        return self.groups + self.is_part
+
+    @property
+    def is_part(self) -> bool:
+        """Whether some groups have their matrices elsewhere."""
+        return self.all_groups is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,40 +162,44 @@ class WgradPlan(Plan):
         return self.groups * self.row_tiles * self.column_tiles
 
 
-def product_plan(call: GroupedMatmulCall, params: ProductParams) -> ProductPlan:
-    """Return the launch of a product."""
+def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool = False) -> ProductPlan:
+    """Return the launch of a product, whose own numbers are kept beside what is made of them or not."""
     return ProductPlan(
+        **_common(call, params),
         rows=max(call.rows, ROWS),
-        groups=call.groups,
-        inner=padded(call.inner, ALIGNED),
-        columns=padded(call.columns, ALIGNED),
-        dtype=call.dtype,
-        out_dtype=call.out_dtype,
         tile_rows=params.block_m,
-        tile_columns=params.block_n,
-        stages=params.stages,
-        panel=params.panel,
-        out_slots=params.out_slots,
         transpose_rhs=call.transpose_rhs,
+        activation=call.activation,
+        gated=call.gated,
+        scaled=call.scaled,
+        keep=keep,
+        all_groups=call.all_groups,
     )
 
 
 def wgrad_plan(call: GroupedMatmulCall, params: WgradParams) -> WgradPlan:
     """Return the launch of a weights' gradient."""
     return WgradPlan(
+        **_common(call, params),
         rows=max(padded(call.rows, 8), STEP),  # copies move whole tiles of eight rows
-        groups=call.groups,
-        inner=padded(call.inner, ALIGNED),
-        columns=padded(call.columns, ALIGNED),
-        dtype=call.dtype,
-        out_dtype=call.out_dtype,
         tile_rows=params.block_k,
-        tile_columns=params.block_n,
-        stages=params.stages,
-        panel=params.panel,
-        out_slots=params.out_slots,
         snake=params.snake,
     )
+
+
+def _common(call: GroupedMatmulCall, params: ProductParams | WgradParams) -> dict[str, Any]:
+    """Return the fields that both launches have from the same places."""
+    return {
+        "groups": call.groups,
+        "inner": padded(call.inner, ALIGNED),
+        "columns": padded(call.columns, ALIGNED),
+        "dtype": call.dtype,
+        "out_dtype": call.out_dtype,
+        "tile_columns": params.block_n,
+        "stages": params.stages,
+        "panel": params.panel,
+        "out_slots": params.out_slots,
+    }
 
 
 def padded(size: int, multiple: int) -> int:

@@ -76,20 +76,24 @@ def wgrad_heuristic(call: GroupedMatmulCall) -> WgradParams:
     return WgradParams(block_n=block_n, stages=stages, out_slots=out_slots, largest_first=many, snake=many)
 
 
-_STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns: as many as there is room for
+_STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of all products: as many as there is room for
 _MANY_TILES = 16384
 
 
 def _room(call: GroupedMatmulCall, block_n: int) -> tuple[int, int]:
     """Return how many stages and pieces of a result tiles of so many columns leave room for."""
     pieces = product_plan(call, ProductParams(block_n=block_n)).pieces
-    return _STAGES[block_n], next(slots for slots in (2, 3, 1) if pieces % slots == 0)
+    return _STAGES[block_n * call.products], next(slots for slots in (2, 3, 1) if pieces % slots == 0)
 
 
 def _block_n(call: GroupedMatmulCall) -> int:
-    """Return the widest tile of which the last one is not mostly empty."""
-    waste = {size: -(-call.columns // size) * size for size in (256, 192, 128, 64)}
-    return next(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
+    """Return the widest tile of which the last one is not mostly empty; two products share the registers."""
+    waste = {size: -(-call.columns // size) * size for size in _widths(call)}
+    return max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
+
+
+def _widths(call: GroupedMatmulCall) -> tuple[int, ...]:
+    return (64, 128) if call.gated else (64, 128, 192, 256)
 
 
 def product_space(call: GroupedMatmulCall) -> ConfigSpace[ProductParams]:
@@ -123,7 +127,7 @@ def wgrad_space(call: GroupedMatmulCall) -> ConfigSpace[WgradParams]:
 
 def _common_axes(call: GroupedMatmulCall) -> dict[str, tuple[int, ...]]:
     return {
-        "block_n": tuple(size for size in (64, 128, 192, 256) if size < call.columns + 64),
+        "block_n": tuple(size for size in _widths(call) if size < call.columns + 64),
         "stages": (3, 4, 5, 6, 8),
         "panel": (2, 4, 8, 16, 32),
         "out_slots": (1, 2, 3, 4),

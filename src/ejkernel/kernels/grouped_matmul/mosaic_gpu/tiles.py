@@ -55,7 +55,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def ring(plan: Plan) -> tuple[Any, Any]:
     """Return the types of the barriers of the stages: full, and free."""
-    full = plgpu.Barrier(num_arrivals=WARPGROUPS + 1, num_barriers=plan.stages)
+    full = plgpu.Barrier(num_arrivals=WARPGROUPS + plan.products, num_barriers=plan.stages)
     return full, plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=plan.stages)
 
 
@@ -119,14 +119,15 @@ def _drain(scratch: Scratch, steps: Any, plan: Plan) -> None:
         plgpu.barrier_wait(scratch.free.at[lax.rem(step, plan.stages)])
 
 
-def accumulate(plan: Plan, body: Callable[[Any], None]) -> jax.Array:
-    """Return the sums that `body` leaves in the accumulator that it is given, which begins at zero."""
+def accumulate(plan: Plan, body: Callable[..., None]) -> list[jax.Array]:
+    """Return the sums that `body` leaves in the accumulators that it is given, one a product, which begin at zero."""
 
-    def scoped(sums: Any) -> Any:
-        body(sums)
-        return sums[...]
+    def scoped(*sums: Any) -> list[Any]:
+        body(*sums)
+        return [of_product[...] for of_product in sums]
 
-    found: jax.Array = pl.run_scoped(scoped, plgpu.ACC((plan.part_rows, plan.tile_columns), jnp.float32))
+    shape = (plan.part_rows, plan.tile_columns)
+    found: list[jax.Array] = pl.run_scoped(scoped, *[plgpu.ACC(shape, jnp.float32) for _ in range(plan.products)])
     return found
 
 
@@ -138,8 +139,9 @@ def launch(
     *,
     name: str,
     interpret: Any,
-) -> jax.Array:
-    """Run a kernel with one warpgroup that copies and two that compute; its last reference is the result's.
+    results: int = 1,
+) -> list[jax.Array]:
+    """Run a kernel with one warpgroup that copies and two that compute; its last references are those of its results.
 
     The semantics are those of lanes: those of warpgroups take no rows that are known only as the program runs.
     """
@@ -150,7 +152,7 @@ def launch(
     kernel_body.__name__ = name
     kernel = plgpu.kernel(
         kernel_body,
-        out_type=jax.ShapeDtypeStruct(out_shape, jnp.dtype(plan.out_dtype)),
+        out_type=[jax.ShapeDtypeStruct(out_shape, jnp.dtype(plan.out_dtype))] * results,
         grid=(plan.programs,),
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
@@ -160,7 +162,7 @@ def launch(
         ),
         interpret=interpret,
     )
-    found: jax.Array = kernel(*arrays)
+    found: list[jax.Array] = kernel(*arrays)
     return found
 
 

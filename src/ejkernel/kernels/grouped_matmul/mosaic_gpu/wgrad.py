@@ -55,7 +55,7 @@ def sum_products(plan: WgradPlan, lhs: Any, rhs: Any, table: Any, *, interpret: 
 
     shape = (plan.groups, plan.inner, plan.columns)
     name = "grouped_matmul_wgrad"
-    return launch(plan, grouped_matmul_wgrad, (lhs, rhs, table), shape, name=name, interpret=interpret)
+    return launch(plan, grouped_matmul_wgrad, (lhs, rhs, table), shape, name=name, interpret=interpret)[0]
 
 
 class _Program:
@@ -135,7 +135,8 @@ class _Program:
         def products(sums: Any) -> None:
             pl.when(tile.steps > 0)(lambda: self._products(sums, tile, step, warpgroup))
 
-        self._store(accumulate(plan, products), tile, warpgroup)
+        [sums] = accumulate(plan, products)
+        self._store(sums, tile, warpgroup)
         return step + tile.steps
 
     def _products(self, sums: Any, tile: _Tile, step: Any, warpgroup: Any) -> None:

@@ -22,12 +22,15 @@ from ejkernel.ops.utils.values.signature import HasType
 logger = logging.getLogger(__name__)
 
 
-def confirm(oracle: Oracle, candidate: Candidate, *, rule_is_faulty: bool = False) -> tuple[str, ...]:
+def confirm(
+    oracle: Oracle, candidate: Candidate, *, gradients: bool = True, rule_is_faulty: bool = False
+) -> tuple[str, ...]:
     """Check a winner on fresh inputs: its results and, if the call is a forward that has one, its gradient.
 
     Args:
         oracle: The call.
         candidate: The winner.
+        gradients: Whether anybody wants to know of its gradient.
         rule_is_faulty: Whether the heuristic's gradient is known to be wrong: then the winner's has to be the same.
 
     Returns:
@@ -42,10 +45,14 @@ def confirm(oracle: Oracle, candidate: Candidate, *, rule_is_faulty: bool = Fals
     # memory.
     oracle.renew()
     oracle.begin("confirming", candidate.config)
-    results = check_again(oracle, candidate)
+    types = check_again(oracle, candidate)
+    if not gradients:
+        return ("outputs",)
     # A configuration that is right forward may break the rule.
-    agrees = _has_right_gradient(oracle, candidate, results, rule_is_faulty)
-    return ("outputs", "gradients") if agrees and not rule_is_faulty else ("outputs",)
+    agrees = [
+        _has_right_gradient(one, candidate, own, rule_is_faulty) for one, own in zip(oracle.all, types, strict=True)
+    ]
+    return ("outputs", "gradients") if all(agrees) and not rule_is_faulty else ("outputs",)
 
 
 @looking_only()

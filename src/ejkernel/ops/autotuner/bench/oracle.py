@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call's inputs, and what is right on them."""
+"""The inputs of a call, or of several calls that share a search, and what is right on them."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -13,23 +13,58 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.measure.cases import Case
 from ejkernel.ops.autotuner.measure.correctness import check_results, is_nowhere_finite
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.autotuner.trials.programs import Program
-from ejkernel.ops.core.examples import GivenInputs, example_arrays, why_not_finite
+from ejkernel.ops.core.examples import GivenInputs, example_sets, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Node
-from ejkernel.ops.errors import TuningError, TuningWarning
+from ejkernel.ops.errors import CandidateError, TuningError, TuningWarning
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import arguments
 
 REFERENCE: Final = "running the reference"  # what no candidate is to blame for
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workload:
+    """One set of inputs that every candidate runs on.
+
+    Attributes:
+        oracle: Of its call.
+        number: Of that call, among those that share a search.
+        draw: Name of the set.
+        case: What it is called; `None` if there is no other.
+    """
+
+    oracle: Oracle
+    number: int
+    draw: str
+    case: Case | None = None
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The inputs."""
+        return self.oracle.sets[self.draw]
+
+    def judge(self, results: Sequence[object]) -> None:
+        """Raise a `CandidateError`, which says where, unless the results are right."""
+        try:
+            self.oracle.judge(results, self.draw)
+        except CandidateError as error:
+            raise CandidateError(self.named(str(error))) from None
+
+    def named(self, text: str) -> str:
+        """Return a text with where it is so, if there is more than one place."""
+        return text if self.case is None else f"on {self.case.name}: {text}"
+
+
 @dataclasses.dataclass(kw_only=True)
 class Oracle:
-    """Knows a call's inputs, and what is right on them.
+    """Knows a call's inputs, and what is right on them; and those of other calls that share its search.
 
     Attributes:
         inv: The call.
@@ -40,6 +75,8 @@ class Oracle:
         inputs: What the user wants to measure with; made from the signature otherwise.
         watch: Who must know what is under way.
         limits: How long the parts of the search may take.
+        weight: How much the call counts beside others.
+        others: Of the other calls.
     """
 
     inv: Invocation[Any, Any]
@@ -50,12 +87,19 @@ class Oracle:
     inputs: GivenInputs | None = None
     watch: Watch = dataclasses.field(default_factory=Unwatched)
     limits: Limits = dataclasses.field(default_factory=Limits)
+    weight: float = 1.0
+    others: Sequence[Oracle] = ()
 
     def __post_init__(self) -> None:
         self._references: dict[Node, Callable[..., Any]] = {}
-        self._arrays: list[Any] | None = None
-        self._truth: Sequence[Any] | None = None
+        self._sets: dict[str, list[Any]] | None = None
+        self._truths: dict[str, Sequence[Any]] = {}
         self._is_doubted = False
+
+    @property
+    def all(self) -> tuple[Oracle, ...]:
+        """This one and the others, each of one call."""
+        return (self, *self.others)
 
     @property
     def choice(self) -> Choice:
@@ -63,11 +107,32 @@ class Oracle:
         return Choice(config=self.baseline, platform=self.inv.platform)
 
     @property
+    def sets(self) -> dict[str, list[Any]]:
+        """The sets of inputs, by name; made when first asked for."""
+        if self._sets is None:
+            self._sets = self._inputs()
+        return self._sets
+
+    @property
     def arrays(self) -> list[Any]:
-        """The inputs; made when first asked for."""
-        if self._arrays is None:
-            self._arrays = self._inputs()
-        return self._arrays
+        """The first set of inputs."""
+        return next(iter(self.sets.values()))
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """What every candidate runs on: all sets of inputs of all calls."""
+        total, several = sum(oracle.weight for oracle in self.all), len(self.all) > 1
+        if not several and len(self.sets) == 1:
+            return [Workload(self, 0, draw) for draw in self.sets]
+        return [
+            Workload(oracle, number, draw, oracle._case(draw, oracle.weight / total, several))
+            for number, oracle in enumerate(self.all)
+            for draw in oracle.sets
+        ]
+
+    def _case(self, draw: str, weight: float, several: bool) -> Case:
+        called = arguments(self.inv.description) if several else ""
+        return Case(call=self.inv.call_key, arguments=called, draw=draw, weight=weight / len(self.sets))
 
     def find_truth(self) -> None:
         """Make the inputs and the reference's results, if that was not done before.
@@ -75,14 +140,19 @@ class Oracle:
         Raises:
             TuningError: there are no inputs, or no truth about them.
         """
-        if self._arrays is not None:
+        for oracle in self.all:
+            oracle._find_own_truth()
+
+    def _find_own_truth(self) -> None:
+        if self._sets is not None:
             return
         has_reference = overrides(self.inv.node.spec.kernel, "reference")
         what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
         self.begin(REFERENCE)
         try:
-            self._arrays = self._inputs()
-            self._truth = self.truth_about(self.inv.node, self._arrays) if self.validate else None
+            self._sets = self._inputs()
+            if self.validate:
+                self._truths = {draw: self.truth_about(self.inv.node, own) for draw, own in self._sets.items()}
         except TuningError:
             raise
         except BaseException as error:  # whatever it is, without inputs and truth no candidate can be judged
@@ -91,7 +161,7 @@ class Oracle:
 
     def _doubt_truth(self) -> None:
         """Warn, once, of results that tell nothing."""
-        empty = [index for index, result in enumerate(self._truth or ()) if is_nowhere_finite(result)]
+        empty = [index for index, result in self._results() if is_nowhere_finite(result)]
         if empty and not self._is_doubted:
             self._is_doubted = True
             kernel, names = self.inv.node.spec.kernel, result_names(self.inv.node)
@@ -101,16 +171,21 @@ class Oracle:
             )
             warnings.warn(f"{text} ones; {why_not_finite(kernel, self.inputs)}.", TuningWarning, stacklevel=2)
 
+    def _results(self) -> Iterator[tuple[int, Any]]:
+        for truth in self._truths.values():
+            yield from enumerate(truth)
+
     def renew(self) -> None:
         """Put new inputs in place of those that the candidates were checked and measured on so far."""
-        self._arrays, self._truth = None, None
-        self.seed += 1
+        for oracle in self.all:
+            oracle._sets, oracle._truths = None, {}
+            oracle.seed += 1
         self.find_truth()
 
-    def _inputs(self) -> list[Any]:
+    def _inputs(self) -> dict[str, list[Any]]:
         # They come from the signature; residuals of a backward are computed from them, so that they belong together.
-        arrays = example_arrays(self.inv, np.random.default_rng(self.seed), self.choice, self.inputs)
-        return list(jax.block_until_ready(arrays))
+        found = example_sets(self.inv, np.random.default_rng(self.seed), self.choice, self.inputs)
+        return {draw: list(jax.block_until_ready(arrays)) for draw, arrays in found.items()}
 
     def truth_about(self, node: Node, arrays: Sequence[jax.Array]) -> Sequence[Any]:
         """Return what the reference makes of `arrays`; where the kernel has none, the baseline."""
@@ -128,13 +203,13 @@ class Oracle:
         compiled: Callable[..., Any] = compat.compiled_for_one_run(lowered, self.inv.platform)
         return compiled
 
-    def judge(self, results: Sequence[object]) -> None:
-        """Raise a `CandidateError` unless results of the call, on its inputs, are as near to the truth as they can be.
+    def judge(self, results: Sequence[object], draw: str) -> None:
+        """Raise a `CandidateError` unless results of the call, on a set of inputs, are as near to the truth as can be.
 
         Nothing is said where nobody wants to know.
         """
-        if self._truth is not None:
-            self.compare(results, self._truth, result_names(self.inv.node))
+        if draw in self._truths:
+            self.compare(results, self._truths[draw], result_names(self.inv.node))
 
     def compare(self, results: Sequence[object], truth: Sequence[object], names: Sequence[str]) -> None:
         """Raise a `CandidateError` unless the results are as near to the truth as their dtypes allow."""

@@ -49,7 +49,8 @@ class Preparation:
 
     Attributes:
         oracle: The call, and what is right.
-        programs: Programs that were compiled before, by what tells their configurations from others.
+        programs: Programs that were compiled before, by the number of their call, and what tells their configurations
+            from others.
         compile_elsewhere: Compiles a call in another process; returns `None` if it must be compiled here.
         width: How many candidates are compiled at a time; one a core by default.
         left: The seconds that are left for the search.
@@ -58,7 +59,7 @@ class Preparation:
     """
 
     oracle: Oracle
-    programs: Mapping[Any, Program] = dataclasses.field(default_factory=dict)
+    programs: Mapping[tuple[int, Any], Program] = dataclasses.field(default_factory=dict)
     compile_elsewhere: Callable[[Invocation[Any, Any], Choice], Program | None] | None = None
     width: int | None = None
     left: Callable[[], float] = lambda: math.inf
@@ -86,7 +87,10 @@ class Preparation:
             DeviceLostError: the device no longer works in this process.
         """
         inv, watch = self.oracle.inv, self.oracle.watch
-        check_room(sum(map(num_bytes, example_types(inv))), f"{inv.op_id}: its inputs")
+        check_room(
+            sum(num_bytes(like) for oracle in self.oracle.all for like in example_types(oracle.inv)),
+            f"{inv.op_id}: its inputs{' of all calls together' * (len(self.oracle.all) > 1)}",
+        )
         jobs = [in_callers_context(functools.partial(self._compile, candidate)) for candidate in candidates]
 
         def changed(running: Sequence[int]) -> None:
@@ -134,15 +138,15 @@ class Preparation:
         if spilled is not None and not _spills_much(spilled):
             self._some_spill_little = True
 
-    def _prune_or_check(self, candidate: Candidate, program: Program) -> None:
+    def _prune_or_check(self, candidate: Candidate, programs: Sequence[Any]) -> None:
         candidate.deferred = None
         if self._some_spill_little and candidate.config is not self.oracle.baseline:
-            reason = f"it spills {program.spilled} bytes of registers a thread, much more than others"
+            reason = f"it spills {candidate.spilled} bytes of registers a thread, much more than others"
             candidate.fail(Status.PRUNED, CandidateError(reason))
             return
         self.oracle.watch.begin("loading", [candidate.config], self.oracle.limits.run.seconds)
         try:
-            compiled = program.load()
+            compiled = _ready(programs)
         except BaseException as error:  # noqa: BLE001 - as any failure of a candidate
             candidate.fail(Status.FAILED, error)
         else:
@@ -152,44 +156,47 @@ class Preparation:
         self.oracle.watch.begin("compiling", [], self.oracle.limits.compile.seconds + _GRACE)
 
     def _compile(self, candidate: Candidate) -> Any:
-        inv = self.oracle.inv
         candidate.damage = self.oracle.watch.damage()
-        choice = dataclasses.replace(self.oracle.choice, config=candidate.config)
-        program = self.programs.get(config_id(candidate.config)) or self._from_elsewhere(candidate, choice)
-        if program is None:
-            lowered = jax.jit(inv.node.flat(choice)).lower(*example_types(inv))
-            self._claim(program_digest(lowered.as_text()), candidate)
-            return lowered.compile()
-        candidate.spilled = program.spilled
+        found = [self._program(number, oracle.inv, candidate) for number, oracle in enumerate(self.oracle.all)]
+        digests, programs = zip(*found, strict=True)
+        if all(digests):
+            self._claim("+".join(digests), candidate)
+        known = [program.spilled for program in programs if not isinstance(program, jax.stages.Lowered)]
+        candidate.spilled = max((spilled for spilled in known if spilled is not None), default=None)
         # One that spills much waits until the others are checked, and is run only if none of them is right. What was
         # measured before is run at once, and the baseline in any case.
-        if _spills_much(program.spilled) and candidate.measurement is None:
-            candidate.deferred = program
+        if _spills_much(candidate.spilled) and candidate.measurement is None:
+            candidate.deferred = programs
             return None
-        return program.load()
+        return _ready(programs)
 
-    def _from_elsewhere(self, candidate: Candidate, choice: Choice) -> Program | None:
-        program = None if self.compile_elsewhere is None else self.compile_elsewhere(self.oracle.inv, choice)
+    def _program(self, number: int, inv: Invocation[Any, Any], candidate: Candidate) -> tuple[str | None, Any]:
+        """Return what tells a candidate's program of a call from others, and the program, if only lowered as yet."""
+        choice = dataclasses.replace(self.oracle.choice, config=candidate.config)
+        program = self.programs.get((number, config_id(candidate.config)))
         if program is not None:
-            self._claim(program.digest, candidate)
-        return program
+            return None, program
+        program = None if self.compile_elsewhere is None else self.compile_elsewhere(inv, choice)
+        if program is not None:
+            return program.digest, program
+        lowered = jax.jit(inv.node.flat(choice)).lower(*example_types(inv))
+        return program_digest(lowered.as_text()), lowered
 
-    def _check(self, candidate: Candidate, compiled: object) -> None:
+    def _check(self, candidate: Candidate, compiled: Any) -> None:
         check(self.oracle, candidate, compiled)
         if candidate.status == Status.READY:
             self.note_spills(candidate.spilled)
 
-    def _claim(self, program: str | None, candidate: Candidate) -> None:
+    def _claim(self, program: str, candidate: Candidate) -> None:
         """Make a candidate the owner of its program.
 
         Raises:
             _SameProgram: it has an owner.
         """
-        if program:
-            with self._lock:
-                owner = self._owners.setdefault(program, candidate)
-            if owner is not candidate:
-                raise _SameProgram(owner)
+        with self._lock:
+            owner = self._owners.setdefault(program, candidate)
+        if owner is not candidate:
+            raise _SameProgram(owner)
 
     def settle(self, candidates: Sequence[Candidate]) -> None:
         """Give a shared program to the first of those that share it: which one was compiled is a matter of luck."""
@@ -215,3 +222,8 @@ class Preparation:
                 twin.twin, twin.reason = first, str(_SameProgram(first))
             if first.deferred is None:
                 self.finished(first)
+
+
+def _ready(programs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return programs that can be run."""
+    return tuple(p.compile() if isinstance(p, jax.stages.Lowered) else p.load() for p in programs)

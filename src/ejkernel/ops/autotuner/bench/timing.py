@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.autotuner.bench.checking import check_device
-from ejkernel.ops.autotuner.bench.oracle import Oracle
-from ejkernel.ops.autotuner.measure.measurement import Runner, interleaved, sets_for_cold
+from ejkernel.ops.autotuner.bench.oracle import Oracle, Workload
+from ejkernel.ops.autotuner.measure.measurement import OnEach, Runner, interleaved, sets_for_cold
 from ejkernel.ops.autotuner.measure.memory import device_bytes, num_bytes
 from ejkernel.ops.autotuner.measure.race import Race
 from ejkernel.ops.autotuner.process.watch import Watch
@@ -46,9 +46,10 @@ class Timing:
         """
         oracle = self.oracle
         oracle.watch.begin("measuring", [runner.config for runner in runners], oracle.limits.idle)
-        sets = self.argument_sets()
+        workloads, sets = oracle.workloads, self.argument_sets()
         functions = [
-            Runner(_Run(runner, runner.compiled, index, oracle.watch), sets) for index, runner in enumerate(runners)
+            _measured([self._runner(runner, index, *one) for one in zip(workloads, sets, strict=True)])
+            for index, runner in enumerate(runners)
         ]
         failed: list[int] = []
 
@@ -66,17 +67,41 @@ class Timing:
                 runners[index].status = Status.MEASURED
         return [runners[index] for index in race.ranking()]
 
-    def argument_sets(self) -> list[list[Any]]:
-        """Return the inputs and, for cold caches, as many copies as the caches cannot hold, if the device has room."""
-        arrays = self.oracle.arrays
-        size = sum(map(num_bytes, arrays))
-        count = sets_for_cold(size) if self.cold_cache else 1
+    def _runner(self, runner: Candidate, index: int, workload: Workload, sets: Sequence[Sequence[Any]]) -> Runner:
+        assert runner.compiled is not None  # who has no program is in no race
+        run = _Run(runner, runner.compiled[workload.number], index, self.oracle.watch)
+        return Runner(run, sets, case=workload.case)
+
+    def argument_sets(self) -> list[list[list[Any]]]:
+        """Return, of each workload, its inputs and, for cold caches, as many copies as the caches cannot hold.
+
+        There are none where the device has no room for them. Arrays that workloads share have copies that these share.
+        """
+        workloads = self.oracle.workloads
+        sizes = [sum(map(num_bytes, workload.arrays)) for workload in workloads]
+        counts = [sets_for_cold(size) if self.cold_cache else 1 for size in sizes]
         room = device_bytes()
+        needed = sum(count * size for count, size in zip(counts, sizes, strict=True))
         # Candidates need room for their results, beside the copies.
-        if count > _MOST_SETS or (room is not None and count * size > room / 2):
-            count = 1
-        copies = [[jnp.copy(array) for array in arrays] for _ in range(count - 1)]
-        return [arrays, *jax.block_until_ready(copies)]
+        if max(counts) > _MOST_SETS or (room is not None and needed > room / 2):
+            counts = [1] * len(counts)
+        made: dict[tuple[int, int], Any] = {}
+
+        def copy(array: Any, number: int) -> Any:
+            if (id(array), number) not in made:
+                made[id(array), number] = jnp.copy(array)
+            return made[id(array), number]
+
+        sets = [
+            [w.arrays, *([copy(array, number) for array in w.arrays] for number in range(1, count))]
+            for w, count in zip(workloads, counts, strict=True)
+        ]
+        jax.block_until_ready(sets)
+        return sets
+
+
+def _measured(runners: Sequence[Runner]) -> Runner | OnEach:
+    return runners[0] if len(runners) == 1 else OnEach(tuple(runners))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

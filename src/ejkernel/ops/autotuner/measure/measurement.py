@@ -6,14 +6,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from ejkernel.ops.autotuner.measure.cases import Case, in_each, mean_sample
 from ejkernel.ops.autotuner.measure.memory import num_bytes, output_bytes, peak_bytes
-from ejkernel.ops.autotuner.measure.race import PROCESSOR, Race, RacePlan
+from ejkernel.ops.autotuner.measure.race import PROCESSOR, Race, RacePlan, Sample
 from ejkernel.ops.autotuner.measure.timers import (
     WALL,
     Timer,
@@ -24,7 +25,8 @@ from ejkernel.ops.autotuner.measure.timers import (
     work_between,
 )
 from ejkernel.ops.autotuner.process.threads import on_measuring_thread
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import CandidateError, ConfigError
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.validation import check_argument, is_count
 from ejkernel.ops.utils.values.signature import is_array
 
@@ -42,7 +44,8 @@ class Measurement:
     """How long one call takes, and what it takes up.
 
     Attributes:
-        samples: Seconds a call, one figure a round; each is the mean of calls that run back to back.
+        samples: Seconds a call, one figure a round; each is the mean of calls that run back to back. Of several cases
+            it is their weighted geometric mean.
         method: How the time was taken: `cupti`, the GPU's own time of its kernels; `profiler`, the device's own time
             of its programs; `wall`; or `processor`, the processor time of the host's busiest thread, where the work is
             the host's and other processes disturbed the clock.
@@ -51,6 +54,7 @@ class Measurement:
         compile_seconds: How long lowering and compiling took.
         peak_bytes: Temporaries, arguments and results together, as the compiler says.
         output_bytes: The results, as the compiler says.
+        cases: What it was measured on, with the times of each, if that is more than one thing.
     """
 
     samples: tuple[float, ...]
@@ -59,6 +63,7 @@ class Measurement:
     compile_seconds: float | None = None
     peak_bytes: int | None = None
     output_bytes: int | None = None
+    cases: tuple[Case, ...] = ()
 
     @property
     def median(self) -> float:
@@ -85,6 +90,7 @@ class Runner:
         argument_sets: Positional arguments of one call after another, of equal shapes; one set at least.
         compile_seconds: How long compiling `function` took.
         cache_bytes: Size of the device's last-level cache; a guess on the safe side, if left out.
+        case: What these arguments are, if they are one case of several.
 
     Raises:
         ConfigError: there is no set of arguments.
@@ -97,12 +103,14 @@ class Runner:
         *,
         compile_seconds: float | None = None,
         cache_bytes: int | None = None,
+        case: Case | None = None,
     ) -> None:
         if not argument_sets:
             raise ConfigError("argument_sets must hold the arguments of one call at least, got none.")
         self.function = function
         self.argument_sets = tuple(tuple(arguments) for arguments in argument_sets)
         self.compile_seconds = compile_seconds
+        self.case = case
         self._cache_bytes = cache_bytes
         self._next = 0
 
@@ -131,6 +139,36 @@ class Runner:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnEach:
+    """A candidate that is measured on several cases: in each round on all of them, and their mean is its sample.
+
+    Attributes:
+        runners: One for each case.
+    """
+
+    runners: tuple[Runner, ...]
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The cases."""
+        return tuple(runner.case for runner in self.runners if runner.case is not None)
+
+    def measurement(self, noted: Sequence[Sample], samples: Sequence[float], method: str) -> Measurement:
+        """Return what was noted, and the means that it comes to, with what else is known of the runners."""
+        each = [runner.measurement((), method) for runner in self.runners]
+        times = in_each(noted, by_work=method == PROCESSOR) or [()] * len(each)
+        peaks, outputs = ([getattr(one, name) for one in each] for name in ("peak_bytes", "output_bytes"))
+        return Measurement(
+            samples=tuple(samples),
+            method=method,
+            cache=COLD if all(one.cache == COLD for one in each) else WARM,
+            peak_bytes=None if None in peaks else max(peaks),
+            output_bytes=None if None in outputs else max(outputs),
+            cases=tuple(dataclasses.replace(c, samples=own) for c, own in zip(self.cases, times, strict=True)),
+        )
+
+
 def sets_for_cold(bytes_of_one: int, *, cache_bytes: int | None = None) -> int:
     """Return how many sets of arguments must take turns, so that none is left in the last-level cache.
 
@@ -149,8 +187,11 @@ def _bytes_of(arguments: Sequence[object]) -> int:
     return sum(num_bytes(leaf) for leaf in jax.tree.leaves(arguments) if is_array(leaf))
 
 
+Measured = Callable[[], Any] | OnEach
+
+
 def interleaved(
-    functions: Sequence[Callable[[], Any]],
+    functions: Sequence[Measured],
     *,
     rounds: int | None = None,
     race: Race | None = None,
@@ -165,7 +206,8 @@ def interleaved(
     other processes disturb the clock, the samples are of processor time.
 
     Args:
-        functions: What to measure; a `Runner`'s measurement says more.
+        functions: What to measure; a `Runner`'s measurement says more. All or none of them are `OnEach`, of the same
+            cases.
         rounds: Samples of each; or
         race: who is sampled how often, and at the end who is the best.
         warmup: Calls of each before its first sample.
@@ -182,10 +224,10 @@ def interleaved(
         race = Race(len(functions), plan=RacePlan.fixed(rounds or 0), incumbents=())
     if race.count != len(functions):
         raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
-    sampler = _Sampler(functions, race, stop, on_error)
+    sampler = _Sampler([_parts(function) for function in functions], race, stop, on_error)
     calls = sampler.warmed_up(warmup)
     # One way for all: times that were taken in two ways cannot be compared.
-    timer = choose_timer([functions[index] for index in race.running])
+    timer = choose_timer([part for index in race.running for part in _parts(functions[index])])
     try:
         try:
             sampler.run(timer, calls)
@@ -198,57 +240,94 @@ def interleaved(
         sampler.run(timer, calls)
     witness, samples = race.judged
     method = PROCESSOR if witness == PROCESSOR else timer.method
-    return [_measurement(function, values, method) for function, values in zip(functions, samples, strict=True)]
+    found = zip(functions, race.noted, samples, strict=True)
+    return [_measurement(function, noted, values, method) for function, noted, values in found]
+
+
+def _parts(function: Measured) -> tuple[Callable[[], Any], ...]:
+    return function.runners if isinstance(function, OnEach) else (function,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sampler:
-    """Functions under a race's rules."""
+    """Functions under a race's rules; of each, what it does in every case."""
 
-    functions: Sequence[Callable[[], Any]]
+    functions: Sequence[tuple[Callable[[], Any], ...]]
     race: Race
     stop: Callable[[], bool]
     on_error: Callable[[int, BaseException], None] | None
 
-    def warmed_up(self, warmup: int) -> dict[int, int]:
+    def warmed_up(self, warmup: int) -> dict[int, list[int]]:
         """Return how many calls make a sample of each function; after `stop`, others than the first leave the race."""
-        calls: dict[int, int] = {}
+        calls: dict[int, list[int]] = {}
         # As many calls a sample as a candidate's work says: the clock would say too few on a busy machine.
         count_calls = functools.partial(calls_per_sample, threads=choose_timer([]).threads)
         for index in list(self.race.running):
             if calls and self.stop():
                 self.race.drop(index)
-            elif (count := self.tried(index, count_calls, warmup)) is not None:
-                calls[index] = count
+                continue
+            counts = [self.tried(index, case, count_calls, warmup) for case in self._cases(index)]
+            if index in self.race.running:
+                calls[index] = [count for count in counts if count is not None]
         return calls
 
-    def run(self, timer: Timer, calls: Mapping[int, int]) -> None:
-        """Sample whom the race asks for, until it is decided or `stop` ends it."""
+    def run(self, timer: Timer, calls: Mapping[int, Sequence[int]]) -> None:
+        """Sample whom the race asks for, case after case, until it is decided or `stop` ends it."""
         while indices := self.race.next_round():
-            for index in indices:
-                # Somebody has a sample by then, so that an interrupted search has an answer.
-                if any(self.race.samples) and self.stop():
-                    return
-                before = timer.threads()
-                seconds = self.tried(index, timer.sample, calls[index])
-                if seconds is not None:
-                    self.race.note(index, seconds, work_between(before, timer.threads(), calls[index]))
+            taken: dict[int, list[Sample]] = {index: [] for index in indices}
+            for case in range(max(len(self.functions[index]) for index in indices)):
+                for index in self.race.next_round():  # without those that have failed in this round
+                    # Somebody has a sample by then, so that an interrupted search has an answer.
+                    if any(self.race.samples) and self.stop():
+                        return
+                    self._sample(index, case, timer, calls[index], taken[index])
 
-    def tried(self, index: int, time: Callable[[Callable[[], Any], int], N], count: int) -> N | None:
+    def _sample(self, index: int, case: int, timer: Timer, calls: Sequence[int], taken: list[Sample]) -> None:
+        """Sample one case of a function, and note the round's sample if it is the last."""
+        before = timer.threads()
+        seconds = self.tried(index, case, timer.sample, calls[case])
+        if seconds is None:
+            return
+        taken.append(Sample(seconds, work_between(before, timer.threads(), calls[case])))
+        parts = self.functions[index]
+        if len(taken) == len(parts):
+            mean = mean_sample(taken, [_weight(part) for part in parts])
+            self.race.note(index, mean.seconds, mean.work, mean.cases)
+
+    def _cases(self, index: int) -> Iterator[int]:
+        """Yield the cases of a function, as long as it has not failed."""
+        for case in range(len(self.functions[index])):
+            if index in self.race.running:
+                yield case
+
+    def tried(self, index: int, case: int, time: Callable[[Callable[[], Any], int], N], count: int) -> N | None:
         """Time a function; `None` if it raised, and has left the race."""
+        function = self.functions[index][case]
         try:
-            return time(self.functions[index], count)
+            return time(function, count)
         except TimerError:
             raise
         except BaseException as error:  # on a measuring thread no Ctrl-C comes: what is raised is the function's own
             if self.on_error is None:
                 raise
             self.race.fail(index)
-            self.on_error(index, error)
+            self.on_error(index, _on_its_case(function, error))
             return None
 
 
-def _measurement(function: Callable[[], Any], samples: Sequence[float], method: str) -> Measurement:
+def _weight(function: Callable[[], Any]) -> float:
+    return function.case.weight if isinstance(function, Runner) and function.case is not None else 1.0
+
+
+def _on_its_case(function: Callable[[], Any], error: BaseException) -> BaseException:
+    if not isinstance(function, Runner) or function.case is None:
+        return error
+    return CandidateError(f"on {function.case.name}: {error_text(error)}")
+
+
+def _measurement(function: Measured, noted: Sequence[Sample], samples: Sequence[float], method: str) -> Measurement:
+    if isinstance(function, OnEach):
+        return function.measurement(noted, samples, method)
     if isinstance(function, Runner):
         return function.measurement(samples, method)
     return Measurement(samples=tuple(samples), method=method)

@@ -37,10 +37,14 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """How long a call took, and its processor time where that is known and says something."""
+    """How long a call took, and its processor time where that is known and says something.
+
+    Of a candidate that is measured on several cases these are means, and `cases` has the sample of each.
+    """
 
     seconds: float
     work: Work | None = None
+    cases: tuple[Sample, ...] = ()
 
 
 def work_of(samples: Sequence[Sample]) -> list[float]:
@@ -219,8 +223,10 @@ class Race:
                 self._pending = self._runners()
         return sorted(self._pending)
 
-    def note(self, index: int, seconds: float, work: Work | None = None) -> None:
+    def note(self, index: int, seconds: float, work: Work | None = None, cases: tuple[Sample, ...] = ()) -> None:
         """Note a sample of a candidate that this round asked for, and its processor time where that is known.
+
+        Where the sample is a mean, `cases` are what it is the mean of.
 
         Raises:
             ConfigError: it did not ask, or `seconds` is not a positive finite number.
@@ -230,7 +236,7 @@ class Race:
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"seconds must be a finite number >= 0, got {seconds!r}.")
         self._pending.discard(index)
-        self._samples[index].append(Sample(seconds, work))
+        self._samples[index].append(Sample(seconds, work, cases))
 
     def fail(self, index: int) -> None:
         """Take a candidate out of the race for good, an incumbent too: it can no longer be measured."""

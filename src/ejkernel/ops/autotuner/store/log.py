@@ -2,7 +2,8 @@
 """A search as text: a line of JSON about the search, and then one short line for each outcome.
 
 The first line is an object (`_Header`); every further one an array, of the columns that the first names; the last has
-the digest of all that is before it. Fields and columns that have a default may be added: what lacks them is read.
+the digest of all that is before it. Fields and columns that have a default may be added: what lacks them is read. Those
+of cases are there only where a configuration was searched for several.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ejkernel.ops.autotuner.measure.cases import Case
 from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.search.model import Record
@@ -62,7 +64,7 @@ class StoredSearch(Findings):
     path: Path | None = None
 
     def record(self, label: str = "", cfg_type: object = None) -> Record:
-        """Return the times, for a search to start from.
+        """Return the times of the call, for a search to start from.
 
         What was never tried, and what is the program of another candidate, is left out, and so is, with a line in the
         log, what cannot be decoded.
@@ -81,7 +83,7 @@ class StoredSearch(Findings):
             except ConfigError as error:
                 refused.append(error)
             else:
-                times.append((config, outcome.seconds))
+                times.append((config, outcome.seconds_on(self.key.call)))
         if refused:
             text = "%d of %d configurations in the log of %s cannot be decoded, such as one: %s"
             logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
@@ -140,6 +142,16 @@ class _Standing:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """One of several things that candidates were measured on; see `Case`."""
+
+    call: str
+    arguments: str
+    draw: str
+    weight: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
     """The first line.
 
@@ -153,6 +165,7 @@ class _Header:
         columns: What they hold.
         twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
         why, standing, undecided, interrupted, rule_fault: As in `AutotuneData`.
+        cases: What candidates were measured on, if that is more than one thing.
     """
 
     schema: int
@@ -171,11 +184,12 @@ class _Header:
     undecided: bool = False
     interrupted: bool = False
     rule_fault: str = ""
+    cases: list[_Case] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A further line; times of a call in microseconds."""
+    """A further line; times of a call in microseconds, of cases their medians."""
 
     config: Any
     status: str
@@ -185,6 +199,7 @@ class _Row:
     peak_bytes: int | None
     reason: str
     spilled: int | None = None
+    cases_us: list | None = None  # type: ignore[type-arg]  # as the samples
 
 
 _COLUMNS: Final = [field.name for field in dataclasses.fields(_Row)]
@@ -203,6 +218,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
     if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
         fields = None
     types = {type_name(outcome.config) for outcome in data.outcomes}
+    columns = [name for name in _COLUMNS if data.cases or name != "cases_us"]
     header = _Header(
         schema=SCHEMA,
         key=data.key,
@@ -212,7 +228,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         winner=next(i for i, outcome in enumerate(data.outcomes) if outcome is data.winner),
         seconds=round(data.seconds, 3),
         outcomes=len(configs),
-        columns=_COLUMNS,
+        columns=columns,
         provenance=dict(provenance),
         twins=[(i, configs.index(to_data(o.twin))) for i, o in enumerate(data.outcomes) if o.twin is not None],
         why=shortened(data.why),
@@ -220,12 +236,14 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         undecided=data.undecided,
         interrupted=data.interrupted,
         rule_fault=shortened(data.rule_fault),
+        cases=[_Case(call=c.call, arguments=c.arguments, draw=c.draw, weight=c.weight) for c in data.cases] or None,
     )
     rows = (
         _row(config if fields is None else [config[name] for name in fields], outcome)
         for config, outcome in zip(configs, data.outcomes, strict=True)
     )
-    lines = [to_data(header), *([getattr(row, name) for name in _COLUMNS] for row in rows)]
+    first = {name: value for name, value in to_data(header).items() if name != "cases" or value is not None}
+    lines = [first, *([getattr(row, name) for name in columns] for row in rows)]
     text = "".join(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n" for line in lines)
     return sealed_lines(printable_json(text))
 
@@ -235,13 +253,18 @@ def _row(config: object, outcome: Outcome) -> _Row:
     return _Row(
         config=config,
         status=str(outcome.status),
-        samples_us=[] if measured is None else [float(f"{sample * 1e6:.5g}") for sample in measured.samples],
+        samples_us=[] if measured is None else [_short(sample) for sample in measured.samples],
         method=None if measured is None else measured.method,
         compile_s=None if compiled is None else round(compiled, 3),
         peak_bytes=outcome.peak_bytes,
         reason=shortened(outcome.reason),
         spilled=outcome.spilled,
+        cases_us=[_short(case.median) for case in outcome.cases if case.median is not None] or None,
     )
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds * 1e6:.5g}")
 
 
 def lines_of(raw: bytes) -> list[str]:
@@ -312,6 +335,8 @@ def _header(line: str) -> _Header:
         raise UnusableError(f"line 1: its key is none of a call: {describe(header.key)}")
     if not set(columns) <= set(_COLUMNS) or not set(_NEEDED) <= set(columns) or len(set(columns)) != len(columns):
         raise UnusableError(f"line 1: its columns are {describe(columns)}; these are known: {_COLUMNS}")
+    if not all(0 < case.weight <= 1 for case in header.cases or ()):
+        raise UnusableError(f"line 1: weights of cases must be between 0 and 1, got {describe(header.cases)}")
     if len(set(fields)) != len(fields):
         raise UnusableError(f"line 1: its configurations have a field twice: {describe(fields)}")
     return dataclasses.replace(header, key=key)
@@ -324,17 +349,35 @@ def _outcome(line: str, number: int, header: _Header) -> Outcome:
         config = row.config if fields is None else dict(zip(fields, from_plain(row.config, list[Any]), strict=True))
     except (ValueError, TypeError) as error:  # of JSON or types, of columns too many or too few, of no list at all
         raise UnusableError(f"line {number}: {error}") from error
-    least, most = _TIMES_US
-    if not all(type(sample) in (int, float) and least <= sample <= most for sample in row.samples_us):
-        text = f"samples must be between {least} and {most}, got {describe(row.samples_us)}"
-        raise UnusableError(f"line {number}: {text}")
+    _check_times(row.samples_us, number)
+    cases = _cases(row, number, header)
     samples = tuple(sample / 1e6 for sample in row.samples_us)
     return Outcome(
         config=config,
         status=row.status,
         reason=row.reason,
-        measurement=Measurement(samples=samples, method=row.method or "") if samples else None,
+        measurement=Measurement(samples=samples, method=row.method or "", cases=cases) if samples else None,
         compile_seconds=row.compile_s,
         peak_bytes=row.peak_bytes,
         spilled=row.spilled,
+    )
+
+
+def _check_times(times: Sequence[Any], number: int) -> None:
+    least, most = _TIMES_US
+    if not all(type(sample) in (int, float) and least <= sample <= most for sample in times):
+        raise UnusableError(f"line {number}: samples must be between {least} and {most}, got {describe(times)}")
+
+
+def _cases(row: _Row, number: int, header: _Header) -> tuple[Case, ...]:
+    """Return the cases of an outcome, each with its median as the only sample."""
+    times, cases = row.cases_us or [], header.cases or []
+    _check_times(times, number)
+    if times and len(times) != len(cases):
+        raise UnusableError(f"line {number}: it has times of {len(times)} cases, and there are {len(cases)}")
+    return tuple(
+        Case(
+            call=case.call, arguments=case.arguments, draw=case.draw, weight=case.weight, samples=(microseconds / 1e6,)
+        )
+        for case, microseconds in zip(cases, times, strict=False)
     )

@@ -60,7 +60,7 @@ def tune_isolated(task: TuningTask) -> AutotuneData:
                     raise TuningError(f"{task.inv.op_id}: {error}") from error
                 raise
             else:
-                return dataclasses.replace(data, inv=task.inv)
+                return dataclasses.replace(data, inv=task.inv, calls=task.calls if task.others else ())
 
 
 def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:

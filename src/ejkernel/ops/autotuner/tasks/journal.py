@@ -147,6 +147,7 @@ class Journal:
         others = [outcome for outcome in self._known.values() if outcome is not first]
         return AutotuneData(
             inv=inv,
+            calls=self._task.calls if self._task.others else (),
             config=first.config,
             outcomes=(first, *map(_skipped, others)),
             seconds=self._clock() - self._start,

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ejkernel.ops.autotuner.bench.confirmation import confirm
@@ -25,6 +25,7 @@ from ejkernel.ops.autotuner.measure.roofline import suspiciously_fast
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.search.strategies import default_strategy
+from ejkernel.ops.autotuner.tasks.configurations import Configurations
 from ejkernel.ops.autotuner.tasks.decisions import (
     Decision,
     are_measured,
@@ -35,20 +36,20 @@ from ejkernel.ops.autotuner.tasks.decisions import (
     finalists,
     why_it_stays,
 )
-from ejkernel.ops.autotuner.tasks.task import TuningTask
-from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_id, distinct, heuristic_of
+from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
+from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_id, distinct
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Standing
 from ejkernel.ops.autotuner.trials.status import REJECTED, Status
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import candidates_of, check_config
+from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import counted
-from ejkernel.ops.utils.validation import check_candidates, named
+from ejkernel.ops.utils.validation import named
 
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.processes import Compiler
@@ -105,9 +106,10 @@ class TuningRun:
         task, inv = self.task, self.task.inv
         start = self._clock() - task.spent
         self._deadline = None if task.policy.budget_s is None else start + task.policy.budget_s
-        first, others = self._configurations()
+        self._configurations = self._found_configurations()
+        first, others = self._configurations.first, self._configurations.others
         with self._naming_the_kernel():
-            baseline = _first(inv, first, others)
+            baseline = self._configurations.baseline
         with self._compiling_elsewhere() as compiler, self._naming_the_kernel():
             self._set_up(baseline, compiler)
             if isinstance(others, ConfigSpace) and not others.has_at_most(LISTED):
@@ -121,6 +123,7 @@ class TuningRun:
                 candidate.status = Status.SKIPPED
         return AutotuneData(
             inv=inv,
+            calls=task.calls if task.others else (),
             config=decision.winner.config,
             outcomes=tuple(candidate.outcome() for candidate in self._tried),
             seconds=self._clock() - start,
@@ -135,19 +138,18 @@ class TuningRun:
     def _set_up(self, baseline: object, compiler: Compiler | None) -> None:
         """Make the bench: what is right, what compiles and checks candidates, and what times them."""
         task = self.task
-        self._oracle = Oracle(
-            inv=task.inv,
-            baseline=baseline,
-            validate=task.policy.validate,
-            seed=task.seed,
-            reference=task.reference,
-            inputs=task.inputs,
-            watch=self._watch,
-            limits=task.limits,
+        self._oracle = self._oracle_of(
+            SharedCall(inv=task.inv, weight=task.weight, inputs=task.inputs, reference=task.reference), baseline
         )
+        self._oracle.others = [self._oracle_of(other, baseline) for other in task.others]
+        programs = (task.programs, *(other.programs for other in task.others))
         self._preparation = Preparation(
             oracle=self._oracle,
-            programs={config_id(config): program for config, program in task.programs},
+            programs={
+                (number, config_id(config)): program
+                for number, compiled in enumerate(programs)
+                for config, program in compiled
+            },
             compile_elsewhere=compiler,
             width=task.width or task.policy.compile_processes or None,
             left=self._left,
@@ -157,15 +159,23 @@ class TuningRun:
             oracle=self._oracle, warmup=task.warmup, cold_cache=task.policy.cold_cache, stop=self._must_end
         )
 
-    def _configurations(self) -> tuple[list[Any], Collection[Any]]:
-        """Return the heuristic's, if there is one, and the others."""
-        inv, kernel, given = self.task.inv, self.task.kernel, self.task.candidates
+    def _oracle_of(self, call: SharedCall, baseline: object) -> Oracle:
+        return Oracle(
+            inv=call.inv,
+            baseline=baseline,
+            validate=bool(self.task.policy.validate),
+            seed=self.task.seed,
+            reference=call.reference,
+            inputs=call.inputs,
+            watch=self._watch,
+            limits=self.task.limits,
+            weight=call.weight,
+        )
+
+    def _found_configurations(self) -> Configurations:
         with self._naming_the_kernel():
             try:
-                first = heuristic_of(inv, kernel)
-                if given is not None:
-                    return first, check_candidates(given, f"{inv.op_id}: candidates")
-                return first, candidates_of(kernel, inv)
+                return Configurations(self.task)
             except EjkernelError:
                 raise
             except BaseException as error:
@@ -265,11 +275,15 @@ class TuningRun:
         todo = []
         for candidate in candidates:
             rejected = self._rejected.get(config_id(candidate.config))
+            refused = "" if rejected is not None else self._configurations.why_refused(candidate.config)
             if rejected is not None:
                 candidate.take_over(rejected)
-                self._one_finished(candidate)
+            elif refused:
+                candidate.fail(Status.FAILED, CandidateError(refused))
             else:
                 todo.append(candidate)
+                continue
+            self._one_finished(candidate)
         if self._suspects:
             self._oracle.find_truth()  # so that each of them is alone indeed
         groups = self._to_compile_together(todo)
@@ -318,7 +332,7 @@ class TuningRun:
 
     def _checked_rule(self) -> str:
         """Return what is wrong with the heuristic's gradients, if there is time to look."""
-        if not self.task.policy.validate or self._must_end():
+        if self.task.policy.validate is not True or self._must_end():
             return ""
         first = self._tried[0]
         if first.status == Status.WRONG and self.task.inv.direction == "bwd":  # which is a gradient
@@ -385,7 +399,8 @@ class TuningRun:
         """Return what was checked of a winner; nothing if it failed."""
         self._note_suspicion(rival)
         try:
-            return confirm(self._oracle, rival, rule_is_faulty=bool(self._rule_fault))
+            gradients = self.task.policy.validate is True
+            return confirm(self._oracle, rival, gradients=gradients, rule_is_faulty=bool(self._rule_fault))
         except CandidateError as error:
             rival.fail(Status.WRONG, error)
             self._tell(CandidateFinished(self.task.inv.key, rival.outcome()))
@@ -426,12 +441,6 @@ class TuningRun:
         times = [c.measurement.median for c in self._ranking if c.measurement is not None]
         if 0 in suspiciously_fast(times):
             logger.info("%s: %r is suspiciously fast; looking again", self.task.inv.op_id_v, winner.config)
-
-
-def _first(inv: Invocation[Cfg, Out], first: Sequence[object], others: Collection[object]) -> Any:
-    for config in (*first, *itertools.islice(others, 1)):
-        return config
-    raise TuningError(f"{inv.op_id}: there is nothing to measure; config_space(inv) returned no configuration.")
 
 
 def _release_losers(tried: Sequence[Candidate]) -> None:

@@ -18,6 +18,25 @@ from ejkernel.ops.core.kernel import Kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedCall:
+    """A further call that a configuration is searched for.
+
+    Attributes:
+        inv: The call, of the task's kernel.
+        weight: How much it counts beside the others.
+        inputs: What to measure with, in place of what is made from the signature.
+        programs: Configurations that were compiled for it before, with their programs.
+        reference: The kernel's reference for this call, compiled before.
+    """
+
+    inv: Invocation[Any, Any]
+    weight: float = 1.0
+    inputs: GivenInputs | None = None
+    programs: tuple[tuple[Any, Program], ...] = ()
+    reference: Program | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningTask:
     """What to search for, and how; fit to be sent to a worker process.
 
@@ -32,6 +51,8 @@ class TuningTask:
         programs: Configurations that were compiled before, with their programs.
         reference: The kernel's reference for this call, compiled before.
         inputs: What to measure with, in place of what is made from the signature.
+        weight: How much the call counts beside others.
+        others: Calls that are to have the same configuration.
         suspects: Configurations of which one ended that process; they are compiled one at a time.
         rounds, warmup, seed, width, limits: See `Autotuner`.
     """
@@ -46,6 +67,8 @@ class TuningTask:
     programs: tuple[tuple[Any, Program], ...] = ()
     reference: Program | None = None
     inputs: GivenInputs | None = None
+    weight: float = 1.0
+    others: tuple[SharedCall, ...] = ()
     suspects: tuple[Any, ...] = ()
     rounds: int = 15
     warmup: int = 2
@@ -58,3 +81,8 @@ class TuningTask:
         """The call's kernel."""
         assert self.inv.kernel is not None  # who makes a task has put it there
         return self.inv.kernel
+
+    @property
+    def calls(self) -> tuple[Invocation[Any, Any], ...]:
+        """All calls that the configuration is for."""
+        return (self.inv, *(other.inv for other in self.others))

@@ -9,7 +9,6 @@ from typing import Any
 
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.trials.outcome import Outcome
-from ejkernel.ops.autotuner.trials.programs import Program
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.core.invocation import Invocation
@@ -26,7 +25,7 @@ class Candidate:
     """A candidate under way."""
 
     config: Any
-    compiled: Callable[..., Any] | None = None
+    compiled: Sequence[Callable[..., Any]] | None = None  # its program for each call that it is a candidate of
     status: Status = Status.SKIPPED
     reason: str = "the budget was spent before its turn"
     compile_seconds: float | None = None
@@ -34,7 +33,7 @@ class Candidate:
     spilled: int | None = None
     measurement: Measurement | None = None
     twin: Candidate | None = None  # whose program is the same
-    deferred: Program | None = None  # its program, which spills much, until the others have been checked
+    deferred: Sequence[Any] | None = None  # its programs, which spill much, until the others have been checked
     damage: int = 0  # what the watch knew of damage when it was begun
 
     @property

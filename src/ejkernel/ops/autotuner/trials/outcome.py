@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ejkernel.ops.autotuner.measure.cases import Case, seconds_on
 from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.race import PROCESSOR
@@ -56,8 +57,17 @@ class Outcome:
 
     @property
     def seconds(self) -> float | None:
-        """How long a call takes; `None` if it was not measured."""
+        """How long a call takes, or the mean of several cases; `None` if it was not measured."""
         return None if self.measurement is None else self.measurement.median
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """What it was measured on, if that is more than one thing, with its times."""
+        return () if self.measurement is None else self.measurement.cases
+
+    def seconds_on(self, call: str) -> float | None:
+        """Return how long the call of that key takes, of several that it was measured on."""
+        return None if self.measurement is None else seconds_on(call, self.measurement.median, self.measurement.cases)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,19 +145,26 @@ class Findings:
     undecided: bool = False
     rule_fault: str = ""
 
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """What every candidate was measured on, if that is more than one thing."""
+        return next((outcome.cases for outcome in self.outcomes if outcome.cases), ())
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutotuneData(Findings):
     """A search that found a configuration.
 
     Attributes:
-        inv: The call.
+        inv: The call; of several that share the configuration, the first.
+        calls: All of them, if there are several.
         config: The winner.
         checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
     """
 
     inv: Invocation[Any, Any]
     config: Any
+    calls: tuple[Invocation[Any, Any], ...] = ()
     checked: tuple[str, ...] = ()
 
     @property
@@ -174,10 +191,23 @@ class AutotuneData(Findings):
         return self.outcomes[0]
 
     @property
+    def before(self) -> float | None:
+        """Seconds that the call takes with the heuristic; `None` if it was not measured."""
+        return self.heuristic.seconds_on(self.inv.call_key if self.calls else "")
+
+    @property
+    def after(self) -> float | None:
+        """Seconds that the call takes with the winner."""
+        return self.winner.seconds_on(self.inv.call_key if self.calls else "")
+
+    @property
     def speedup(self) -> float | None:
         """How many times faster than the heuristic the winner is; `None` if the heuristic was not measured."""
-        before, after = self.heuristic.seconds, self.winner.seconds
-        return None if before is None or after is None else before / after
+        return None if self.before is None or self.after is None else self.before / self.after
+
+    def of_each_call(self) -> tuple[AutotuneData, ...]:
+        """Return the search as that of each call that shares the configuration: `inv`, `before` and `after` differ."""
+        return tuple(dataclasses.replace(self, inv=inv) for inv in self.calls) or (self,)
 
     @property
     def in_a_word(self) -> str:
@@ -199,8 +229,8 @@ class AutotuneData(Findings):
             if outcome.status in FAULTY
         ][:_FAILURES]
         return {
-            "winner": _times(self.winner),
-            "heuristic": _times(self.heuristic),
+            "winner": _times(self.winner, self.after),
+            "heuristic": _times(self.heuristic, self.before),
             "speedup": self.speedup,
             "candidates": len(self.outcomes),
             "seconds": round(self.seconds, 3),
@@ -212,7 +242,28 @@ class AutotuneData(Findings):
             "skipped": sum(outcome.status == Status.SKIPPED for outcome in self.outcomes),
             "failures": failures,
             "rule_fault": self.rule_fault,
+            **self._cases_data(),
         }
+
+    def _cases_data(self) -> dict[str, Any]:
+        """Return what the winner was chosen for, and how long each took; nothing if that is the call alone."""
+        before, after = self.heuristic, self.winner
+        if not after.cases:
+            return {}
+        known = {(case.call, case.draw): case.median for case in before.cases}
+        cases = [
+            {
+                "call": case.call,
+                "arguments": case.arguments,
+                "draw": case.draw,
+                "weight": round(case.weight, 6),
+                "winner_us": _microseconds(case.median),
+                "heuristic_us": _microseconds(known.get((case.call, case.draw))),
+            }
+            for case in after.cases
+        ]
+        mean = {"winner_us": _microseconds(after.seconds), "heuristic_us": _microseconds(before.seconds)}
+        return {"cases": cases, "geometric_mean": mean}
 
 
 def shortened(reason: str) -> str:
@@ -238,20 +289,39 @@ def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width
     else:
         found = f"{ratio(heuristic / winner.seconds)} the heuristic's speed"
     tried = f"{counted(len(outcomes), 'candidate')} in {search.seconds:.1f} s; {found}"
-    rows = [_cells(program, program[0] is outcomes[0], program[0] is winner, heuristic) for program in ranked(outcomes)]
-    header = ("", "configuration", "status", "median", "spread", "of heuristic", "reason")
+    found_programs = ranked(outcomes)
+    rows = [_cells(program, program[0] is outcomes[0], program[0] is winner, heuristic) for program in found_programs]
+    header = ["", "configuration", "status", "median", "spread", "of heuristic", "reason"]
+    if search.cases:
+        header[3:4] = ["mean", "of each"]
+        rows = [(*row[:4], in_cases(p[0]), *row[4:]) for row, p in zip(rows, found_programs, strict=True)]
     table = text_table(header, rows, width=width, optional=("of heuristic", "spread"))
     return "\n".join((*map(printable, (*title, tried)), *map(printable_lines, remarks(search)), table))
 
 
 def remarks(search: Findings) -> list[str]:
-    """Return what else is to be said of a search: the figures that decided, what cut it short, a rule's fault."""
-    lines = [] if search.standing is None else [search.standing.line()]
+    """Return what else is to be said of a search: its cases, the figures that decided, what cut it short, faults."""
+    lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
+    lines += [] if search.standing is None else [search.standing.line()]
     if search.undecided:
         lines.append("undecided: the evidence was too little to tell which is the fastest")
     if search.interrupted:
         lines.append("interrupted: this is the best so far")
     return [*lines, search.rule_fault] if search.rule_fault else lines
+
+
+def named_cases(cases: Sequence[Case]) -> str:
+    """Return what a configuration was chosen for, as words of a sentence, with the weights where they differ."""
+    calls = len({case.call for case in cases})
+    weighted = len({round(case.weight, 9) for case in cases}) > 1
+    names = [case.name + f" (weight {case.weight:.3g})" * weighted for case in cases]
+    what = f"{counted(len(cases), 'case')} of {calls} calls" if calls > 1 else f"{len(cases)} draws of inputs"
+    return f"{what}, by the geometric mean: {'; '.join(names)}"
+
+
+def in_cases(outcome: Outcome) -> str:
+    """Return the times of each case, in their order; `-` without any."""
+    return " | ".join(duration(case.median) for case in outcome.cases) or "-"
 
 
 def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
@@ -297,13 +367,17 @@ def _cells(
     return "*" if won else "h" if first else "", program_name(program), str(outcome.status), *times, reason
 
 
-def _times(outcome: Outcome) -> dict[str, Any] | None:
+def _times(outcome: Outcome, seconds: float | None) -> dict[str, Any] | None:
     measurement = outcome.measurement
     if measurement is None:
         return None
     return {
-        "median_us": round(measurement.median * 1e6, 3),
+        "median_us": _microseconds(seconds),
         "spread": round(measurement.spread, 4),
         "samples": len(measurement.samples),
         "method": measurement.method,
     }
+
+
+def _microseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e6, 3)

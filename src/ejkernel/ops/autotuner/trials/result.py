@@ -158,7 +158,7 @@ def _cells(entry: Entry, search: AutotuneData | None) -> tuple[str, ...]:
     cells = (entry.op_id_v, entry.call_key, compact(entry.cfg))
     if search is None:
         return *cells, "-", "-", "-", "-"
-    times = duration(search.heuristic.seconds), duration(search.winner.seconds)
+    times = duration(search.before), duration(search.after)
     return *cells, arguments(search.inv.description), *times, search.in_a_word
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from ejkernel import compat
 from ejkernel.ops.core.sharding.nodes import factors, has_rule, local, primals_of_gradients
+from ejkernel.ops.core.sharding.parts import with_own_arguments
 from ejkernel.ops.core.sharding.rule import Factors
 from ejkernel.ops.core.sharding.split import Shapes, Split, mesh_axes, part_of, split
 from ejkernel.ops.core.transformations.nodes import Node
@@ -122,7 +123,7 @@ def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
 
 
 def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: ExplicitSplit) -> Any:
-    run = functools.partial(_bound, call, Part.OF_EXPLICIT_AXES)
+    run = functools.partial(_bound, call, Part.OF_EXPLICIT_AXES, found.split)
     part = part_of(found.split, run, wide_sums=compat.has_auto_axes(found.mesh))
     over_axes = compat.over_explicit_axes(
         part,
@@ -135,8 +136,9 @@ def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: Exp
     return compat.lower_function(ctx, over_axes, *values)
 
 
-def _bound(call: SplitCall, part: Part, *arrays: Any) -> Sequence[Any]:
-    return call.bind(local(call.node, arrays), part, arrays)
+def _bound(call: SplitCall, part: Part, found: Split, *arrays: Any) -> Sequence[Any]:
+    node, own = with_own_arguments(local(call.node, arrays), arrays, found)
+    return call.bind(node, part, own)
 
 
 def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
@@ -152,7 +154,7 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
 
     def asked(mesh: Mapping[str, int], specs: list[PartitionSpec]) -> compat.AskedToSplit:
         chosen = split(found, dataclasses.replace(shapes, mesh=mesh), specs, move=True)
-        part = part_of(chosen, functools.partial(_bound, call, Part.LOCAL))
+        part = part_of(chosen, functools.partial(_bound, call, Part.LOCAL, chosen))
         return compat.AskedToSplit(chosen.operand_specs, chosen.result_specs, _alone(part))
 
     out = compat.lower_to_be_split(

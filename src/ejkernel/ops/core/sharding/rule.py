@@ -34,6 +34,8 @@ class ShardingRule:
             residuals that does not say them is split in its forward alone.
         follows: `{"g": "h"}`: axis `g` is shorter than `h`, each of its entries belongs to a run of `h`'s, as a key
             head belongs to a group of query heads. It is split as `h` is, or goes whole to devices that use a part.
+        cheapest: Where arrays ask to split different axes over the same devices, split the one for which the fewest
+            numbers go from device to device; by default the first array that asks decides.
 
     Raises:
         KernelError: the text is not of that form.
@@ -43,6 +45,7 @@ class ShardingRule:
     split: str | Collection[str]
     residuals: str | None = None
     follows: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cheapest: bool = False
 
     def __post_init__(self) -> None:
         if self.axes.count("->") != 1:
@@ -87,13 +90,14 @@ class Factors:
         operands: The name of each axis of each argument.
         results: The same of each result.
         splittable: Which may be split.
-        follows: See `ShardingRule`.
+        follows, cheapest: See `ShardingRule`.
     """
 
     operands: tuple[tuple[Factor, ...], ...]
     results: tuple[tuple[Factor, ...], ...]
     splittable: frozenset[str]
     follows: tuple[tuple[str, str], ...]
+    cheapest: bool = False
 
 
 def factors_of(rule: ShardingRule, op_id: str, arrays: Sequence[HasType], *, residuals: bool) -> Factors | None:
@@ -119,6 +123,7 @@ def factors_of(rule: ShardingRule, op_id: str, arrays: Sequence[HasType], *, res
         results=tuple(map(unfolded.names, outs)),
         splittable=frozenset(name for name in unfolded.names(rule.splittable) if name is not None),
         follows=tuple(sorted(rule.follows.items())),
+        cheapest=rule.cheapest,
     )
     _check_lengths(op_id, rule, found.operands, arrays)
     return found

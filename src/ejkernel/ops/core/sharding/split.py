@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -86,20 +88,38 @@ class Split:
             split_too = () if follower is None else self.axes.get(follower, ())
             yield from (axis for axis in axes if axis not in split_too)
 
+    def index(self, name: str) -> Any:
+        """Return which of the parts of an axis is this device's."""
+        index: Any = 0
+        for axis in self.axes.get(name, ()):
+            index = index * self.shapes.mesh[axis] + jax.lax.axis_index(axis)
+        return index
+
     def start(self, name: str) -> Any:
         """Return which entry of an axis that went whole to every device this one uses."""
         leader = dict(self.factors.follows)[name]
-        index: Any = 0
-        for axis in self.axes[leader]:
-            index = index * self.shapes.mesh[axis] + jax.lax.axis_index(axis)
-        lengths = self.shapes.lengths(self.factors)
-        return index * (lengths[leader] // self.shapes.size(self.axes[leader])) // (lengths[leader] // lengths[name])
+        lengths, parts = self.shapes.lengths(self.factors), self.shapes.size(self.axes[leader])
+        return self.index(leader) * (lengths[leader] // parts) // (lengths[leader] // lengths[name])
+
+    def moved(self, specs: Sequence[PartitionSpec]) -> int:
+        """Return how many numbers each device gets from others, for arrays that are sharded so; see `split`."""
+        numbers, given, of_results = 0, specs[: len(self.operand_specs)], specs[len(self.operand_specs) :]
+        for shape, spec, own in zip(self.shapes.operands, given, self.operand_specs, strict=True):
+            numbers += 0 if _is_within(spec, own) else self._local_size(shape, own)
+        for names, shape, own in zip(self.factors.results, self.shapes.results, self.result_specs, strict=True):
+            numbers += self._local_size(shape, own) if self.sums(names) else 0
+        for shape, spec, own in zip(self.shapes.results, of_results, self.result_specs, strict=False):
+            numbers += 0 if _is_within(own, spec) else self._local_size(shape, spec)
+        return numbers
+
+    def _local_size(self, shape: Shape, spec: PartitionSpec) -> int:
+        return math.prod(shape) // self.shapes.size([axis for entry in spec for axis in mesh_axes(entry)])
 
 
 def split(factors: Factors, shapes: Shapes, specs: Sequence[PartitionSpec], *, move: bool) -> Split:
     """Decide along which axes a call is split.
 
-    The first array that asks for an axis decides, and an axis that does not divide stays whole.
+    The first array that asks for an axis decides, or else what is cheapest; an axis that does not divide stays whole.
 
     Args:
         factors: The call's axes.
@@ -108,10 +128,32 @@ def split(factors: Factors, shapes: Shapes, specs: Sequence[PartitionSpec], *, m
         move: Whether devices that share what cannot be split, such as a sequence, divide something else among them
             instead of all computing the same.
     """
+    decided = functools.partial(_decided, factors, shapes, specs, move=move)
+    if not factors.cheapest:
+        return decided()
+    others = [decided(first=name) for name in _contending(factors, specs)]
+    return min(decided(), *others, key=lambda one: one.moved(specs)) if others else decided()
+
+
+def _contending(factors: Factors, specs: Sequence[PartitionSpec]) -> list[str]:
+    """Return the axes that arrays ask to split over the same devices as others."""
+    asking: dict[str, list[str]] = {}
+    for names, spec in zip((*factors.operands, *factors.results), specs, strict=False):
+        for name, entry in zip(names, spec, strict=False):
+            for axis in mesh_axes(entry) if name in factors.splittable else ():
+                asking.setdefault(axis, []).append(cast(str, name))
+    return list(dict.fromkeys(name for names in asking.values() if len(set(names)) > 1 for name in names))
+
+
+def _decided(
+    factors: Factors, shapes: Shapes, specs: Sequence[PartitionSpec], *, move: bool, first: str | None = None
+) -> Split:
+    """Return the split in which the axis `first` has what it asks for, and the others what is left."""
     most: dict[str, int] = {}  # parts that an axis which others follow may have: fewer, until all can follow
     while True:
         deciding = _Deciding(factors, shapes, most)
-        deciding.take(specs)
+        for names in ([first], factors.splittable):
+            deciding.take(specs, names)
         if move:
             deciding.move(specs)
         ahead = deciding.follow()
@@ -130,11 +172,11 @@ class _Deciding:
         self.used: set[str] = set()
         self.whole: set[str] = set()
 
-    def take(self, specs: Sequence[PartitionSpec]) -> None:
-        """Split what the arrays ask for."""
+    def take(self, specs: Sequence[PartitionSpec], wanted: Collection[str | None]) -> None:
+        """Split what the arrays ask for, of the axes that are wanted."""
         for names, spec in zip((*self.factors.operands, *self.factors.results), specs, strict=False):
             for name, entry in zip(names, spec, strict=False):
-                if name in self.factors.splittable and name not in self.axes:
+                if name in wanted and name in self.factors.splittable and name not in self.axes:
                     axes = self._dividing(name, [axis for axis in mesh_axes(entry) if self._is_free(axis)])
                     self.axes |= {name: axes} if axes else {}
                     self.used.update(axes)
@@ -184,6 +226,12 @@ def mesh_axes(entry: Any) -> Axes:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def _is_within(spec: PartitionSpec, other: PartitionSpec) -> bool:
+    """Return whether what is sharded as `spec` becomes what is sharded as `other` without another device."""
+    entries = itertools.zip_longest(map(mesh_axes, spec), map(mesh_axes, other), fillvalue=())
+    return all(theirs[: len(own)] == own for own, theirs in entries)
 
 
 def part_of(

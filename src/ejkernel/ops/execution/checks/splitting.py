@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops.autotuner.measure.correctness import deviations
 from ejkernel.ops.core.sharding.nodes import factors, has_rule
-from ejkernel.ops.core.sharding.rule import Factors
-from ejkernel.ops.core.transformations.nodes import Forward
+from ejkernel.ops.core.sharding.rule import Factor, Factors
+from ejkernel.ops.core.transformations.nodes import Flat, Forward
 from ejkernel.ops.execution.checks.programs import Arrays, alone, cotangents_of, pulled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
@@ -22,6 +22,37 @@ from ejkernel.ops.utils.error_text import error_text
 
 logger = logging.getLogger(__name__)
 _AXIS = "devices"
+
+
+class _Placing(NamedTuple):
+    """How a call's arrays are sharded, so that one of its axes is split.
+
+    Attributes:
+        devices: Over how many devices.
+        operands: How its arguments are.
+        results: How its results are asked for, where no argument has the axis.
+    """
+
+    devices: int
+    operands: list[PartitionSpec]
+    results: list[PartitionSpec] | None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return Mesh(np.array(jax.devices()[: self.devices]), (_AXIS,))
+
+    def place(self, arrays: Arrays) -> Arrays:
+        """Return the arguments so."""
+        pairs = zip(arrays, self.operands, strict=True)
+        return [jax.device_put(array, NamedSharding(self.mesh, spec)) for array, spec in pairs]
+
+    def asking(self, run: Flat) -> Flat:
+        """Return the call with its results so."""
+        if self.results is None:
+            return run
+        wanted = tuple(NamedSharding(self.mesh, spec) for spec in self.results)
+        return lambda *arrays: jax.lax.with_sharding_constraint(run(*arrays), wanted)
 
 
 def split_rows(subject: Subject, config: object) -> Iterator[CheckRow]:
@@ -42,65 +73,64 @@ def split_rows(subject: Subject, config: object) -> Iterator[CheckRow]:
         yield _row("split", config, CheckStatus.SKIPPED, "the rule splits no such call")
         return
     for name in sorted(found.splittable):
-        yield _split_row(subject, config, name, arrays, _specs(found, own, arrays, name))
+        yield _split_row(subject, config, name, arrays, _placing(subject, config, found, own, name))
 
 
 def _row(check: str, config: object, status: CheckStatus, reason: str = "") -> CheckRow:
     return CheckRow(check=check, config=config, status=status, reason=reason)
 
 
-def _specs(
-    found: Factors, own: Sequence[Any], arrays: Sequence[Any], name: str
-) -> tuple[int, list[PartitionSpec]] | None:
-    """Return over how many devices an axis may be split, and how the call's arrays are sharded then."""
-    if [array.shape for array in own] != [array.shape for array in arrays]:
+def _placing(subject: Subject, config: object, found: Factors, own: Sequence[Any], name: str) -> _Placing | None:
+    """Return how a call is placed to be split along an axis; `None` if its arrays are not the kernel's."""
+    if [array.shape for array in own] != [like.shape for like in subject.types]:
         return None
-    lengths = [
-        array.shape[axis]
-        for names, array in zip(found.operands, own, strict=True)
-        for axis, other in enumerate(names)
+    specs = [
+        [PartitionSpec(*[_AXIS if other == name else None for other in names]) for names in arrays]
+        for arrays in (found.operands, found.results)
+    ]
+    lengths, results = _lengths(found.operands, own, name), None
+    if not lengths:
+        results = specs[1]
+        lengths = _lengths(found.results, jax.eval_shape(subject.executed(config), *own), name)
+    count = next((n for n in range(jax.device_count(), 1, -1) if lengths and lengths[0] % n == 0), 1)
+    return _Placing(count, specs[0], results)
+
+
+def _lengths(factors: Sequence[Sequence[Factor]], arrays: Sequence[Any], name: str) -> list[int]:
+    return [
+        length
+        for names, array in zip(factors, arrays, strict=True)
+        for length, other in zip(array.shape, names, strict=True)
         if other == name
     ]
-    count = next((n for n in range(jax.device_count(), 1, -1) if lengths and lengths[0] % n == 0), 1)
-    specs = [PartitionSpec(*[_AXIS if other == name else None for other in names]) for names in found.operands]
-    return count, specs
 
 
-def _split_row(
-    subject: Subject,
-    config: object,
-    name: str,
-    arrays: Arrays,
-    found: tuple[int, list[PartitionSpec]] | None,
-) -> CheckRow:
+def _split_row(subject: Subject, config: object, name: str, arrays: Arrays, placing: _Placing | None) -> CheckRow:
     check = f"split along {name}"
-    if found is None:
+    if placing is None:
         return _row(check, config, CheckStatus.SKIPPED, "prepare changes the arrays' shapes")
-    count, specs = found
-    if count == 1:
+    if placing.devices == 1:
         reason = f"none of 2 to {jax.device_count()} devices divides it" if jax.device_count() > 1 else "one device"
         return _row(check, config, CheckStatus.SKIPPED, reason)
-    mesh = Mesh(np.array(jax.devices()[:count]), (_AXIS,))
-    placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
     try:
-        reason = _difference(subject, config, arrays, placed)
+        reason = _difference(subject, config, arrays, placing)
     except Exception as error:  # noqa: BLE001 - the reason is the row's
         reason = f"{type(error).__name__}: {error}"
     return _row(check, config, CheckStatus.FAILED if reason else CheckStatus.OK, reason)
 
 
-def _difference(subject: Subject, config: object, arrays: Arrays, placed: Arrays) -> str:
+def _difference(subject: Subject, config: object, arrays: Arrays, placing: _Placing) -> str:
     """Return how results and gradients of the split call differ from those of the whole one."""
     run, wrt, inv = subject.executed(config), subject.differentiable(), subject.inv
     cotangents = cotangents_of(run, arrays, np.random.default_rng(subject.seed))
-    program = jax.jit(pulled(run, wrt) if any(wrt) and cotangents else alone(run))
+    computed = (lambda run: pulled(run, wrt)) if any(wrt) and cotangents else alone
     try:
-        whole = program(arrays, cotangents)
+        whole = jax.jit(computed(run))(arrays, cotangents)
     except Exception as error:  # noqa: BLE001 - a kernel need not have a gradient; another row says it
         logger.debug("%s: split without its gradient: %s", inv.op_id, error_text(error))
-        program = jax.jit(alone(run))
-        whole = program(arrays, cotangents)
-    split = program(placed, cotangents)
+        computed = alone
+        whole = jax.jit(computed(run))(arrays, cotangents)
+    split = jax.jit(computed(placing.asking(run)))(placing.place(arrays), cotangents)
     pairs = [("", split.outs, whole.outs), ("gradient: ", split.gradients or (), whole.gradients or ())]
     for what, got, want in pairs:
         apart = deviations(got, want, platform=inv.platform, precision=inv.precision)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of `ejkernel tune --shapes`: calls that are to share a configuration, a line of JSON for each.
+
+    {"kernel": "flash_attention", "args": ["bf16[8,1024,32,128]", "bf16[8,1024,8,128]", "bf16[8,1024,8,128]"],
+     "kwargs": {"causal": true}, "weight": 3}
+
+(in one line). A text of a dtype with sizes in brackets stands for an array; every other value is what JSON says. All
+calls of one kernel share a configuration, or those of them that name the same `set`. `kwargs`, `weight` and `set` may
+be left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.cli.files import Found
+from ejkernel.ops.autotuner.tasks.task import SharedCall
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, prepared
+from ejkernel.ops.errors import ArgumentError, EjkernelError
+from ejkernel.ops.execution.offline import checked_weight, merged_calls
+from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.storage.serialize import parse_json
+
+_LARGEST: Final = 1 << 24  # bytes of a file
+_ARRAY: Final = re.compile(r"([a-z][a-z0-9_]*)\[([0-9, ]*)\]")
+_SHORT: Final = re.compile(r"(bf|f|u|i)(?=\d)")
+_LONG: Final = {"bf": "bfloat", "f": "float", "u": "uint", "i": "int"}
+_FIELDS: Final = {"kernel", "args", "kwargs", "weight", "set"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Line:
+    """A call of the file, and the name of its set."""
+
+    call: SharedCall
+    named: str
+
+
+def calls_of_shapes(path: Path) -> Found:
+    """Return the calls of a file, in the sets that share a configuration.
+
+    Raises:
+        ArgumentError: the file cannot be read, or a line is no call; the message has its number.
+    """
+    sets: dict[tuple[str, str], list[SharedCall]] = {}
+    for number, text in _lines(path):
+        try:
+            line = _call(text)
+        except (EjkernelError, ValueError, TypeError) as error:
+            raise ArgumentError(f"{path}, line {number}: {error}") from error
+        sets.setdefault((line.call.inv.op_id_v, line.named), []).append(line.call)
+    if not sets:
+        raise ArgumentError(f"{path} holds no call; a line is a call, such as {_EXAMPLE}.")
+    merged = tuple(tuple(merged_calls(calls)) for calls in sets.values())
+    calls = {call.inv.key: call.inv for each in merged for call in each}
+    counts = f"{path}: {counted(len(calls), 'call')} in {counted(len(merged), 'set')}, each with one configuration"
+    return Found(name=str(path), calls=tuple(calls.values()), counts=counts, sets=merged)
+
+
+_EXAMPLE: Final = '{"kernel": "rms_norm", "args": ["bf16[4096,5120]", "bf16[5120]"], "weight": 2}'
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ArgumentError(f"{path} has more than the {_LARGEST} bytes that are read.")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, line
+
+
+def _call(text: str) -> _Line:
+    data: Any = parse_json(text)
+    if not isinstance(data, dict):
+        raise ArgumentError(f"a call is an object, such as {_EXAMPLE}; got {text.strip()[:80]}")
+    unknown, missing = sorted(data.keys() - _FIELDS), sorted({"kernel", "args"} - data.keys())
+    if unknown or missing:
+        what = f"{unknown[0]!r} is no field of it" if unknown else f"{missing[0]!r} is missing"
+        raise ArgumentError(f"{what}; a call has kernel and args, and it may have kwargs, weight and set.")
+    args, kwargs, named = data["args"], data.get("kwargs", {}), data.get("set", "")
+    for name, value, kind in (("args", args, list), ("kwargs", kwargs, dict), ("set", named, str)):
+        if not isinstance(value, kind):
+            raise ArgumentError(f"{name} must be {_KINDS[kind]}, got {value!r}.")
+    weight = checked_weight(data.get("weight", 1), "weight")
+    kernel = _kernel(data["kernel"])
+    given, options = prepared(kernel, tuple(map(_value, args)), {name: _value(v) for name, v in kwargs.items()})
+    return _Line(SharedCall(inv=Invocation(kernel=kernel, args=given, kwargs=options), weight=weight), named)
+
+
+_KINDS: Final = {list: "a list", dict: "an object", str: "a text"}
+
+
+def _kernel(name: object) -> Kernel[Any, Any]:
+    """Return the kernel of a name, with or without its version; one whose calls stand for themselves, if there is one.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    living = living_kernels()
+    found = [kernel for op, kernels in living.items() if name in (op, op.rpartition("@")[0]) for kernel in kernels]
+    if not found:
+        raise ArgumentError(
+            f"kernel must be one of {', '.join(sorted(living))}, got {name!r}; name the module that makes others "
+            "(--import MODULE)."
+        )
+    return next((kernel for kernel in found if not overrides(kernel, "bucket")), found[0])
+
+
+def _value(data: Any) -> Any:
+    """Return what a value of JSON stands for."""
+    if isinstance(data, list):
+        return [_value(item) for item in data]
+    if isinstance(data, dict):
+        return {name: _value(item) for name, item in data.items()}
+    found = _ARRAY.fullmatch(data) if isinstance(data, str) else None
+    if found is None:
+        return data
+    name = _SHORT.sub(lambda short: _LONG[short[1]], found[1], count=1)
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError as error:
+        raise ArgumentError(f"{data!r} names no dtype that there is; write such as bf16[8,128] or int32[8].") from error
+    sizes = [int(size) for size in found[2].split(",")] if found[2].strip() else []
+    return jax.ShapeDtypeStruct(tuple(sizes), dtype)

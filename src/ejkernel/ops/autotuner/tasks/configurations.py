@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which configurations a search is about: of one call, or those that several calls can share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+from ejkernel.ops.autotuner.tasks.task import TuningTask
+from ejkernel.ops.autotuner.trials.candidates import LISTED, config_id, heuristic_of
+from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import candidates_of, overrides
+from ejkernel.ops.errors import TuningError
+from ejkernel.ops.utils.formatting import arguments, counted
+from ejkernel.ops.utils.validation import asked, check_candidates
+
+_LOOKED_AT: Final = 256  # configurations of a space, for the first that all calls can share
+
+
+class Configurations:
+    """What a search measures.
+
+    Of several calls the spaces are taken together: lists are united, and of a space that is too large to be listed the
+    search asks. A configuration that one of the calls cannot run is refused, by what the kernel's `why_not` says of
+    it; a kernel without that is held to the space of each call.
+
+    Args:
+        task: What is searched for.
+
+    Attributes:
+        first: What comes first: the heuristics', if there are any, that one first which the others are compared with.
+        others: The others.
+
+    Raises:
+        TuningError: there are none, or none that all calls can share.
+    """
+
+    def __init__(self, task: TuningTask) -> None:
+        self._task = task
+        self._reasons: dict[Any, str] = {}
+        self._heuristics = [heuristic_of(inv, task.kernel) for inv in task.calls]
+        self._spaces: list[Collection[Any]] = []
+        if task.candidates is None:
+            self._spaces = [candidates_of(task.kernel, inv) for inv in task.calls]
+        self.others: Collection[Any] = _united(self._spaces)
+        if task.candidates is not None:
+            self.others = check_candidates(task.candidates, f"{task.inv.op_id}: candidates")
+        self.first: list[Any] = _distinct(itertools.chain.from_iterable(self._heuristics))
+        if task.others:
+            self._put_first(self.baseline)
+
+    @property
+    def baseline(self) -> Any:
+        """What the others are compared with: the first heuristic's, or the first of the others."""
+        some = itertools.islice(self.others, _LOOKED_AT if self._task.others else 1)
+        looked_at = _distinct([*self.first, *some]) if self._task.others else [*self.first, *some]
+        for config in looked_at:
+            if not self.why_refused(config):
+                return config
+        op_id, calls = self._task.inv.op_id, len(self._task.calls)
+        if not looked_at:
+            raise TuningError(f"{op_id}: there is nothing to measure; config_space(inv) returned no configuration.")
+        raise TuningError(
+            f"{op_id}: none of {counted(len(looked_at), 'configuration')} runs for all of {calls} calls; the first, "
+            f"{looked_at[0]!r}, {self.why_refused(looked_at[0]).rstrip('.')}; tune fewer calls together, or each alone."
+        )
+
+    def why_refused(self, config: object) -> str:
+        """Return why a configuration is none for all of several calls; empty if it may be."""
+        if not self._task.others:
+            return ""
+        token = config_id(config)
+        if token not in self._reasons:
+            reasons = (self._why_not(number, inv, config) for number, inv in enumerate(self._task.calls))
+            self._reasons[token] = next(filter(None, reasons), "")
+        return self._reasons[token]
+
+    def _why_not(self, number: int, inv: Invocation[Any, Any], config: Any) -> str:
+        kernel = self._task.kernel
+        reason = asked(f"{kernel.op_id}: why_not", kernel.why_not, inv, config)
+        if reason:
+            return f"does not run for {arguments(inv.description)}: {reason}"
+        if not self._spaces or overrides(kernel, "why_not"):
+            return ""
+        if _is_in(self._spaces[number], config) or _is_in(self._heuristics[number], config):
+            return ""
+        return f"is not in config_space of {arguments(inv.description)}"
+
+    def _put_first(self, baseline: object) -> None:
+        token = config_id(baseline)
+        self.first = [baseline, *(config for config in self.first if config_id(config) != token)]
+
+
+def _united(spaces: Sequence[Collection[Any]]) -> Collection[Any]:
+    if len(spaces) == 1:
+        return spaces[0]
+    for space in spaces:
+        if isinstance(space, ConfigSpace) and not space.has_at_most(LISTED):
+            return space
+    return _distinct(itertools.chain.from_iterable(spaces))
+
+
+def _distinct(configs: Iterable[Any]) -> list[Any]:
+    found: dict[Any, Any] = {}
+    for config in configs:
+        found.setdefault(config_id(config), config)
+    return list(found.values())
+
+
+def _is_in(space: Collection[Any], config: object) -> bool:
+    if isinstance(space, ConfigSpace):
+        return config in space
+    return config_id(config) in map(config_id, space)

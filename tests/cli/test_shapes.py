@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ejkernel tune --shapes`: the file that it takes, and what becomes of its calls."""
+
+import json
+import sys
+
+import pytest
+from tests.ops.autotuner.made_up_times import interleaved_with
+
+import ejkernel.modules  # noqa: F401 - makes the kernels that lines name
+from ejkernel.cli import main
+from ejkernel.cli.shapes import calls_of_shapes
+from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.errors import ArgumentError
+
+NORM = '{"kernel": "rms_norm", "args": ["f32[%s,64]", "f32[64]"]%s}'
+
+
+def found(tmp_path, *lines):
+    file = tmp_path / "shapes.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return calls_of_shapes(file)
+
+
+def test_calls_of_a_kernel_are_a_set_and_weights_are_one(tmp_path):
+    both = found(
+        tmp_path, NORM % (8, ""), "", NORM % (16, ', "weight": 2.5'), NORM.replace("f32", "bfloat16") % (8, "")
+    )
+    (norms,) = both.sets
+    assert [call.weight for call in norms] == [1.0, 2.5, 1.0]
+    assert [str(call.inv.args[0].dtype) for call in norms] == ["float32", "float32", "bfloat16"]
+    assert [inv.args[0].shape for inv in both.calls] == [(8, 64), (16, 64), (8, 64)]
+
+
+def test_sets_are_by_kernel_and_by_name(tmp_path):
+    attention = '{"kernel": "flash_attention@v0", "args": ["f16[1,8,2,16]", "f16[1,8,2,16]", "f16[1,8,2,16]"]}'
+    sets = found(tmp_path, NORM % (8, ""), attention, NORM % (16, ', "set": "wide"'), NORM % (32, "")).sets
+    assert [[call.inv.args[0].shape[0] for call in calls] for calls in sets] == [[8, 32], [1], [16]]
+
+
+def test_a_call_that_is_there_twice_counts_twice(tmp_path):
+    ((call,),) = found(tmp_path, NORM % (8, ""), NORM % (8, ', "weight": 3')).sets
+    assert call.weight == 4.0
+
+
+def test_keywords_are_what_json_says(tmp_path):
+    line = json.dumps({
+        "kernel": "flash_attention", "args": ["bf16[1,8,2,16]"] * 3, "kwargs": {"causal": True, "implementation": "xla"}
+    })  # fmt: skip
+    (inv,) = found(tmp_path, line).calls
+    assert inv.kwargs["causal"] is True
+    assert inv.kwargs["implementation"] == "xla"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: .*JSON"),
+        ("[1]", r"line 2: a call is an object, such as .*; got \[1\]"),
+        ('{"kernel": "rms_norm"}', "line 2: 'args' is missing; a call has kernel and args"),
+        (NORM % (8, ', "wieght": 2'), "line 2: 'wieght' is no field of it"),
+        (NORM % (8, ', "weight": 0'), "line 2: weight must be a positive number, got 0"),
+        (NORM % (8, ', "weight": "2"'), "line 2: weight must be a positive number, got '2'"),
+        (NORM % (8, ', "kwargs": []'), r"line 2: kwargs must be an object, got \[\]"),
+        (NORM % (8, ', "set": 1'), "line 2: set must be a text, got 1"),
+        ('{"kernel": "rms_norn", "args": []}', "line 2: kernel must be one of .*rms_norm@v0.*, got 'rms_norn'"),
+        (NORM % ("8]", ""), "line 2: "),
+        (NORM.replace("f32", "f33") % (8, ""), r"line 2: 'f33\[8,64\]' names no dtype that there is"),
+        ('{"kernel": "rms_norm", "args": ["f32[8,64]", "f32[32]"]}', "line 2: weight must"),
+        ('{"kernel": "rms_norm", "args": []}', "line 2: "),
+    ],
+)
+def test_a_line_that_is_no_call_is_an_error_with_its_number(tmp_path, line, message):
+    with pytest.raises(ArgumentError, match=message):
+        found(tmp_path, NORM % (8, ""), line)
+
+
+def test_a_file_without_calls_and_one_that_is_not_there_are_errors(tmp_path):
+    with pytest.raises(ArgumentError, match="holds no call; a line is a call, such as"):
+        found(tmp_path, "")
+    with pytest.raises(ArgumentError, match="cannot be read: "):
+        calls_of_shapes(tmp_path / "none")
+
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+from ejkernel.ops import tune
+
+
+@tune(space={"rows": [1, 2, 4]})
+def scaled_by_file(x, *, rows=1):
+    return (x.reshape(rows, -1) * 2).reshape(x.shape)
+"""
+SECONDS = {1: {16: 2.0, 48: 2.0}, 2: {16: 1.0, 48: 3.0}, 4: {16: 3.0, 48: 1.0}}
+
+
+LINE = '{"kernel": "scaled_by_file", "args": ["f32[%d]"], "weight": %d}'
+NAMED = ("--shapes", "shapes.jsonl", "--import", "kernels_of_shapes")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a module of a kernel and a file of two of its calls; times are made up."""
+
+    def time_of(config, case):
+        return SECONDS[config["rows"]][int(case.arguments.partition("[")[2].partition("]")[0])]
+
+    monkeypatch.setattr(timing, "interleaved", interleaved_with(time_of))
+    (tmp_path / "kernels_of_shapes.py").write_text(PROGRAM)
+    (tmp_path / "shapes.jsonl").write_text(f"{LINE % (16, 1)}\n{LINE % (48, 3)}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    yield tmp_path
+    sys.modules.pop("kernels_of_shapes", None)
+
+
+@pytest.mark.slow
+def test_the_command_saves_one_configuration_for_all_and_knows_it_again(folder, capsys):
+    command = ["tune", "--in-process", *NAMED, "--cache", "saved"]
+    assert main([*command, "--json"]) == 0
+    printed = capsys.readouterr()
+    entries = json.loads(printed.out)["entries"]
+    assert [entry["config"] for entry in entries] == [{"rows": 4}] * 2
+    assert [case["weight"] for case in entries[0]["measured"]["cases"]] == [0.25, 0.75]
+    assert "2 calls in 1 set, each with one configuration" in printed.err
+    assert "2 of 2 calls tuned" in printed.err
+    assert main(command) == 0
+    assert "2 of them were tuned before" in capsys.readouterr().err
+    (folder / "shapes.jsonl").write_text(f"{LINE % (16, 1)}\n{LINE % (48, 1)}\n")  # another set: other weights
+    assert main([*command, "--dry-run", "--json"]) == 0
+    assert [call["tuned"] for call in json.loads(capsys.readouterr().out)] == ["in part", "in part"]
+    assert main(["show", "--cache", "saved", "--log", "scaled_by_file"]) == 0
+    assert "one configuration for 2 cases of 2 calls, by the geometric mean" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_calls_share_may_be_compiled_elsewhere(folder, capsys):
+    assert main(["tune", "--compile-only", *NAMED, "--output", "bundle", "--compile-processes", "0"]) == 0
+    printed = capsys.readouterr()
+    assert "measure them where the device is: ejkernel tune --from bundle --shapes shapes.jsonl" in printed.err
+    assert main(["tune", "--in-process", "--from", "bundle", *NAMED, "--cache", "saved", "--json"]) == 0
+    assert [entry["config"] for entry in json.loads(capsys.readouterr().out)["entries"]] == [{"rows": 4}] * 2
+
+
+@pytest.mark.parametrize("others", [["program:step"], ["--missed"], ["--missed", "--from", "bundle"]])
+def test_calls_of_a_file_go_with_no_others(others, capsys):
+    assert main(["tune", "--shapes", "shapes.jsonl", *others]) == 2
+    assert "give one of MODULE:FUNCTION, FILE, --missed, --shapes and --from" in capsys.readouterr().err

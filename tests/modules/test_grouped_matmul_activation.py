@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`grouped_matmul` with an activation, a gate or factors of rows, as a user meets it."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.kernels.grouped_matmul import by_numpy
+
+from ejkernel.kernels.grouped_matmul.xla import XlaParams
+from ejkernel.modules import GroupedMatmul, GroupedMatmulActivation, GroupedMatmulActivationConfig, grouped_matmul
+from ejkernel.ops import ArgumentError, ConfigError, Invocation, check_kernel, find_labels_in_lowered
+
+ROWS, K, N, GROUPS = 20, 8, 6, 4
+SIZES = jnp.array([3, 0, 9, 4])
+GIVEN = {
+    name: by_numpy.normal(*shape, dtype="float32", seed=seed)
+    for seed, (name, shape) in enumerate(
+        {"lhs": (ROWS, K), "rhs": (GROUPS, K, N), "gate": (GROUPS, K, N), "row_scale": (ROWS,)}.items()
+    )
+}
+FUNCTIONS = {
+    None: lambda x: x,
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jax.nn.relu(x) ** 2,
+}
+
+
+def ours(given, activation=None, **options):
+    return grouped_matmul(group_sizes=SIZES, activation=activation, **given, **options)
+
+
+def plainly(given, activation=None):
+    """Return the same by a loop over groups, which JAX differentiates."""
+    out = jnp.zeros((ROWS, N))
+    for group, (start, end) in enumerate(by_numpy.spans(SIZES, ROWS)):
+        own = FUNCTIONS[activation](given["lhs"][start:end] @ given["rhs"][group])
+        if "gate" in given:
+            own *= given["lhs"][start:end] @ given["gate"][group]
+        if "row_scale" in given:
+            own *= given["row_scale"][start:end, None]
+        out = out.at[start:end].set(own)
+    return out
+
+
+def operands(*names):
+    return {name: GIVEN[name] for name in ("lhs", "rhs", *names)}
+
+
+def assert_equal(expected, actual):
+    for wanted, found in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        by_numpy.assert_near(np.asarray(wanted), found, error=1e-4)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activation": "swish"}, "activation must be one of silu, gelu, relu, relu2, or None; got 'swish'"),
+        ({"activation": jax.nn.silu}, "activation must be one of silu, .*; got <"),
+        ({"gate": GIVEN["gate"][:, :, 1:]}, r"gate must have rhs's shape and dtype, \(4, 8, 6\) and float32; got \(4"),
+        ({"gate": GIVEN["gate"].astype("bfloat16")}, "and float32; got .* and bfloat16"),
+        ({"gate": [1.0]}, "gate must be a floating-point array .*, got list"),
+        ({"row_scale": GIVEN["row_scale"][1:]}, r"a number for each row of lhs; got shapes \(19,\) and \(20, 8\)"),
+        ({"row_scale": jnp.ones(ROWS, int)}, r"row_scale must be a floating-point array \[m\], got dtype int32"),
+        ({"gate": GIVEN["gate"], "implementation": "jax_mgpu"}, "implementation must be one of mosaic_gpu, xla"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        ours(
+            operands() | {name: value for name, value in changes.items() if name != "activation"},
+            **{name: value for name, value in changes.items() if name == "activation"},
+        )
+
+
+def test_a_configuration_is_that_of_the_call():
+    cfg = GroupedMatmulActivationConfig(implementation="xla", fwd=XlaParams(block_rows=5))
+    assert_equal(plainly(operands("gate"), "silu"), ours(operands("gate"), "silu", cfg=cfg))
+    with pytest.raises(ConfigError, match="GroupedMatmulActivationConfig"):
+        ours(operands(), cfg=cfg)
+
+
+def test_the_operation_itself_wants_an_activation_or_a_gate():
+    with pytest.raises(ArgumentError, match="activation and gate are both None"):
+        GroupedMatmulActivation().prepare(GIVEN["lhs"], GIVEN["rhs"], SIZES)
+
+
+# Results.
+
+
+@pytest.mark.parametrize("sizes", by_numpy.HOSTILE.values(), ids=by_numpy.HOSTILE)
+def test_hostile_sizes_are_right_whatever_lies_behind_them(sizes):
+    rows = {"lhs": (by_numpy.ROWS, K), "row_scale": (by_numpy.ROWS,)}
+    given = operands("gate") | {name: by_numpy.normal(*shape, dtype="float32") for name, shape in rows.items()}
+    behind = given | {name: by_numpy.with_nan_behind(given[name], sizes) for name in rows}
+    found = grouped_matmul(group_sizes=jnp.asarray(sizes), activation="silu", **behind)
+    by_numpy.assert_near(by_numpy.product(sizes=sizes, activation="silu", **given), found, error=1e-5)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_nothing_of_one_group_or_past_the_last_reaches_another(activation):
+    given = operands(*["gate"] * (activation is not None), "row_scale")
+    poisoned = {name: x.at[3:12].set(jnp.nan).at[16:].set(jnp.nan) for name, x in given.items() if len(x) == ROWS}
+    poisoned = given | poisoned | {name: x.at[2].set(jnp.nan) for name, x in given.items() if len(x) == GROUPS}
+    out, pull = jax.vjp(lambda given: ours(given, activation), poisoned)
+    gradients = pull(jnp.ones_like(out).at[16:].set(jnp.nan))[0]
+    for found in (out, gradients["lhs"], gradients["row_scale"]):
+        assert np.isnan(found[3:12]).all()
+        assert np.isfinite(np.delete(found, range(3, 12), 0)).all()
+        assert not np.any(found[16:])
+    assert np.isfinite(gradients["rhs"][np.array([0, 1, 3])]).all()
+
+
+def test_what_is_made_of_sums_is_made_before_they_are_rounded():
+    given = {name: x.astype("bfloat16") for name, x in operands("gate", "row_scale").items()}
+    wide = ours(given, "gelu", preferred_element_type="float32")
+    assert wide.dtype == "float32"
+    by_numpy.assert_near(by_numpy.product(sizes=SIZES, activation="gelu", **given), wide, error=1e-5)
+    np.testing.assert_array_equal(ours(given, "gelu"), wide.astype("bfloat16"))
+
+
+def test_64_bits_are_kept():
+    with jax.enable_x64(True):
+        given = {name: x.astype("float64") + 1e-12 for name, x in operands("gate", "row_scale").items()}
+        np.testing.assert_allclose(ours(given, "silu"), plainly(given, "silu"), rtol=1e-12)
+
+
+def test_strict_promotion_of_types_is_kept():
+    given = operands("gate") | {"row_scale": GIVEN["row_scale"].astype("float16")}
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for activation in (None, "silu"):
+            own = given if activation else {name: given[name] for name in ("lhs", "rhs", "row_scale")}
+            gradients = jax.grad(lambda own, activation=activation: ours(own, activation).sum())(own)
+            assert gradients["row_scale"].dtype == "float16"
+
+
+# Derivatives.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [GroupedMatmul(), GroupedMatmulActivation()], ids=lambda x: x.name)
+def test_gradients_have_the_types_of_their_arguments(operation):
+    others, options = (GIVEN["row_scale"],), {}
+    if operation.name != "grouped_matmul":
+        others, options = (GIVEN["gate"], *others), {"activation": "silu"}
+    cfg = operation.config_type(fwd=XlaParams(block_rows=8))
+    without = ["platforms", "vmap", "pickle", "export", "tangents", "key", "split"]
+    args = (GIVEN["lhs"], GIVEN["rhs"], SIZES, *others)
+    assert check_kernel(operation, *args, configs=[cfg], without=without, **options).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [(), ("gate", "row_scale")], ids=["alone", "with a gate and factors of rows"])
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_gradients_are_those_of_a_loop_over_groups(activation, others):
+    found, expected = (gradients_by(jax.grad, function, activation, operands(*others)) for function in (ours, plainly))
+    assert_equal(expected, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [("row_scale",), ("gate", "row_scale")], ids=["factors of rows", "a gate, too"])
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.hessian, lambda loss: jax.grad(jax.checkpoint(loss))])
+def test_derivatives_of_every_kind_are_those_of_a_loop_over_groups(derivative, others):
+    given = {name: operands(*others)[name] for name in ("lhs", *others[-1:])}
+    activation, rest = "silu" if "gate" in others else None, operands(*others)
+    functions = [lambda given, *how, f=f: f(rest | given, *how) for f in (ours, plainly)]
+    found, expected = (gradients_by(derivative, function, activation, given) for function in functions)
+    assert_equal(expected, found)
+
+
+def gradients_by(derivative, function, activation, given):
+    def loss(given):
+        return jnp.sin(function(given, activation)).sum()
+
+    program = jax.jit(derivative(loss)).lower(given)
+    return program.compile(compiler_options={"xla_backend_optimization_level": 0})(given)
+
+
+@pytest.mark.slow
+def test_transposed_matrices_have_the_gradients_of_themselves():
+    given = operands("gate", "row_scale")
+    turned = given | {name: given[name].swapaxes(1, 2) for name in ("rhs", "gate")}
+    expected = jax.grad(lambda given: jnp.sin(plainly(given, "silu")).sum())(given)
+    found = jax.grad(lambda given: jnp.sin(ours(given, "silu", transpose_rhs=True)).sum())(turned)
+    assert_equal(expected, found | {name: found[name].swapaxes(1, 2) for name in ("rhs", "gate")})
+
+
+@pytest.mark.slow
+def test_a_batch_is_its_examples_one_by_one():
+    given = operands("gate", "row_scale")
+    rows = {name: jnp.stack([given[name], given[name][::-1]]) for name in ("lhs", "row_scale")}
+    gradient = jax.grad(lambda rows: jnp.sin(ours(given | rows, "relu2")).sum())
+    found = jax.vmap(gradient)(rows)
+    for index in range(2):
+        assert_equal(gradient({name: x[index] for name, x in rows.items()}), {n: x[index] for n, x in found.items()})
+
+
+def kept(given, activation):
+    """Return the shapes of what is kept for a backward, but for the arguments."""
+    pull = jax.vjp(lambda given: ours(given, activation), given)[1]
+    shapes = [x.shape for x in jax.tree.leaves(pull) if hasattr(x, "shape")]
+    for x in (*given.values(), SIZES):
+        if x.shape in shapes:
+            shapes.remove(x.shape)
+    return shapes
+
+
+def test_products_are_kept_where_they_are_needed_and_factors_of_rows_need_none():
+    assert kept(operands("row_scale"), None) == []
+    assert kept(operands("gate", "row_scale"), "silu").count((ROWS, N)) >= 2
+
+
+def forwards(policy):
+    """Return how many forwards a program has that computes a gradient under `jax.checkpoint`."""
+
+    def loss(given):
+        return jnp.sin(ours(given | {"lhs": jnp.sin(given["lhs"])}, "silu")).sum()
+
+    gradient = jax.jit(jax.value_and_grad(jax.checkpoint(loss, policy=policy)))
+    return gradient.lower(operands("gate")).as_text().count("#grouped_matmul_activation@v0")
+
+
+def test_a_forward_is_computed_again_unless_a_policy_saves_what_it_leaves():
+    save = jax.checkpoint_policies.save_only_these_names
+    names = [f"grouped_matmul_activation.{kind}" for kind in ("out", "residuals")]
+    assert [forwards(policy) for policy in (None, save(names[0]), save(*names))] == [2, 2, 1]
+
+
+# Keys.
+
+
+def test_each_product_of_a_gradient_is_a_call_with_a_key_of_its_own():
+    gradient = jax.jit(jax.grad(lambda given: jnp.sin(ours(given, "silu")).sum()))
+    labels = find_labels_in_lowered(gradient.lower(operands("gate", "row_scale")))
+    named = sorted(re.sub(r".*#|@.*", "", label) for label in labels)
+    assert named == [
+        "grouped_matmul",
+        "grouped_matmul_activation",
+        "grouped_matmul_activation.bwd",
+        "grouped_matmul_wgrad",
+    ]
+    plain = jax.jit(jax.grad(lambda given: jnp.sin(ours(given)).sum())).lower(operands())
+    assert {label for label in labels if "activation" not in label} < set(find_labels_in_lowered(plain))
+
+
+def test_a_call_without_them_has_the_key_that_it_had():
+    kernel = GroupedMatmul()
+
+    def key(*more, **options):
+        args, kwargs = kernel.prepare(GIVEN["lhs"], GIVEN["rhs"], SIZES, *more, **options)
+        return Invocation(kernel=kernel, args=args, kwargs=kwargs).call_key
+
+    assert key() == key(None) == "a71f47e1a2496dd7"
+    assert key(GIVEN["row_scale"]) != key()
