@@ -36,6 +36,12 @@ def test_every_entry_of_a_large_pack_is_found_and_nothing_else(tmp_path):
     assert len(list(found.walk())) == found.lines == len(kept)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 30])
+def test_entries_of_one_key_alone_are_all_found(tmp_path, count):
+    found = in_file(tmp_path, *(entry(1, rows) for rows in range(count))).find(token_of(entry(1).key))
+    assert sorted(read_line(line).config["rows"] for line in found) == list(range(count))
+
+
 def test_digests_that_are_not_spread_evenly_are_found_too(tmp_path, monkeypatch):
     monkeypatch.setattr(packs, "token_of", lambda key: "00" + key.call[-6:].rjust(30, "0"))
     kept = [entry(number, note="x" * 900) for number in range(0, 300, 3)]

@@ -354,6 +354,12 @@ def _bisected(descriptor: int, low: int, high: int, wanted: bytes) -> int:
 
 def _lines_of(descriptor: int, offset: int, wanted: bytes) -> list[bytes]:
     """Return the lines that begin so; the first of them begins at `offset` or later."""
+    chunk = _read(descriptor, offset, 4 * _WINDOW)
+    begin = chunk.find(b"\n" + wanted) + 1
+    end = chunk.find(b"\n", begin) + 1
+    is_last = end + len(wanted) <= len(chunk) and not chunk.startswith(wanted, end)
+    if begin and end and is_last and not chunk.startswith(wanted):
+        return [chunk[begin:end]]  # the usual case, without a look at the lines before it
     found = []
     for line in _lines(descriptor, offset, 4 * _WINDOW):
         if line.startswith(wanted):
