@@ -266,7 +266,7 @@ def test_candidates_are_few_distinct_and_supported(length, device):
     names = Counter(c.implementation for c in candidates)
     assert names.keys() - {"mosaic_gpu"} == ({"xla", "cudnn"} if device.startswith("gpu") else {"xla"})
     assert names.total() - names["mosaic_gpu"] <= 20
-    assert names["mosaic_gpu"] <= 200
+    assert names["mosaic_gpu"] <= 300
     assert names.total() == len(set(candidates))
     blocks = [c.fwd.kv_blocksize for c in candidates if c.implementation == "xla"]
     assert all(1 <= block <= length for block in blocks)
