@@ -218,7 +218,7 @@ def test_an_import_that_fails_shows_the_users_frames(folder):
 def test_one_of_program_and_missed_is_needed(folder, arguments):
     status, _, err = tune(folder, *arguments)
     assert status == 2
-    assert "give one of MODULE:FUNCTION, FILE, --missed and --from" in err
+    assert "give one of MODULE:FUNCTION, FILE, --missed, --shapes and --from" in err
 
 
 # --- missed calls ---

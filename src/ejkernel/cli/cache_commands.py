@@ -78,10 +78,10 @@ def show(prefix: str, cache: Path | None, as_json: bool) -> int:
 @read_cache
 @as_json
 def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
-    """Read every file, and say which cannot be used and why, and what was measured with other versions.
+    """Read every file, and say which cannot be used and why.
 
-    With --import, also of which entries the kernels of that module would be tuned among other configurations now. The
-    exit status is 1 if a file cannot be used.
+    It also says what was measured with other versions; with --import, of which entries the kernels of that module would
+    be tuned among other configurations now. The exit status is 1 if a file cannot be used.
     """
     from ejkernel.cli.folder import run_verify
 
@@ -159,7 +159,7 @@ def push(url: str, cache: Path | None, merge: bool, dry_run: bool, as_json: bool
 @dry_exchange
 @as_json
 def pull(url: str, cache: Path | None, dry_run: bool, as_json: bool) -> int:
-    """Take what others have shared at URL into the folder, where it is better.
+    """Take what is better of what others have shared at URL.
 
     Without URL, bring the copies of the URLs in EJKERNEL_CACHE_LAYERS up to date, as a first miss does.
     """
@@ -177,7 +177,7 @@ def pull(url: str, cache: Path | None, dry_run: bool, as_json: bool) -> int:
 @dry_exchange
 @as_json
 def merge(sources: tuple[str, ...], cache: Path | None, dry_run: bool, as_json: bool) -> int:
-    """Take what folders and URLs have into the folder, where it is better.
+    """Take what is better of what folders and URLs have.
 
     Of two entries that were measured with the same versions, the one with the greater speed-up over the heuristic
     stays; of others, the one that was measured with the versions here, or the newer. What was set by hand stays. Where

@@ -28,6 +28,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import Outcome
+from ejkernel.ops.config.spaces.digest import space_digest
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.offline import discover, tune_invocations
 from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation, recording
@@ -179,7 +180,8 @@ def test_what_is_found_is_remembered_and_written(chain, executor, kernel):
     ops.autotune_lowered(chain, lowered)
     key = Invocation(kernel=kernel, args=(X,)).key
     stored = chain.persistent.load(key)
-    assert (chain.cache.remembered(key).source, stored.config, stored.measured) == ("autotune", 7, {"candidates": 1})
+    assert (chain.cache.remembered(key).source, stored.config) == ("autotune", 7)
+    assert stored.measured == {"candidates": 1, "space": space_digest(kernel, Invocation(kernel=kernel, args=(X,)))}
 
 
 def test_what_is_found_is_not_written_if_it_is_not_to_persist(chain, executor, kernel):
