@@ -68,6 +68,8 @@ def assert_equal(expected, actual):
         ({"group_sizes": jnp.ones(4)}, r"group_sizes must be an array of integers \[groups\], got dtype float32"),
         ({"group_sizes": jnp.ones(3, int)}, r"group_sizes must be \[4\], one for each matrix of rhs; got shape \(3,\)"),
         ({"first_group": 1.5}, r"first_group must be an integer, or an array of one without axes; got 1\.5"),
+        ({"first_group": -1}, "first_group must be from 0 to 4, the number of groups; got -1"),
+        ({"first_group": 2**40}, "first_group must be from 0 to 4, the number of groups; got 1099511627776"),
         ({"first_group": 0, "group_sizes": SIZES[:3]}, r"of all groups, of which 4 have matrices here; .* \(3,\)"),
         ({"preferred_element_type": "int8"}, "preferred_element_type must be a floating-point dtype, got int8"),
         ({"preferred_element_type": "number"}, "preferred_element_type must be a dtype or None, got 'number'"),
@@ -204,6 +206,24 @@ def test_some_of_the_groups_are_right_whatever_rows_of_others_hold(tiles):
     sums = GroupedMatmulWgradConfig(implementation="xla", fwd=tiles)
     found = grouped_matmul_wgrad(lhs, dout, SIZES, first_group=first, groups=2, cfg=sums)
     np.testing.assert_allclose(found, by_numpy.weights_gradient(LHS, DOUT, SIZES)[own], atol=1e-5)
+
+
+@pytest.mark.parametrize("tiles", [XlaParams(), XlaParams(block_rows=5)], ids=["whole", "tiles"])
+@pytest.mark.parametrize("first", [-9, -1, 3, 4, 2**31 - 1])
+def test_groups_that_are_not_there_are_empty(tiles, first):
+    """As where experts are padded to a number that devices divide."""
+    there = [g if 0 <= g < 4 else None for g in (first, first + 1)]
+    rhs = jnp.stack([jnp.full((K, N), jnp.nan) if g is None else RHS[g] for g in there])
+    padded = jnp.zeros_like(rhs) if tiles.block_rows is None else rhs  # as above: XLA's product lets a NaN reach others
+    padded = jnp.stack([padded[i] if g is None else RHS[g] for i, g in enumerate(there)])
+    product = GroupedMatmulConfig(implementation="xla", fwd=tiles)
+    out = grouped_matmul(LHS, padded, SIZES, first_group=jnp.int32(first), cfg=product)
+    alone = sum(by_numpy.product(LHS, by_numpy.only(slice(g, g + 1), RHS), SIZES) for g in there if g is not None)
+    np.testing.assert_allclose(out, np.zeros_like(out) + alone, atol=1e-5)
+    sums = GroupedMatmulWgradConfig(implementation="xla", fwd=tiles)
+    found = grouped_matmul_wgrad(LHS, DOUT, SIZES, first_group=jnp.int32(first), groups=2, cfg=sums)
+    every = by_numpy.weights_gradient(LHS, DOUT, SIZES)
+    np.testing.assert_allclose(found, [np.zeros((K, N)) if g is None else every[g] for g in there], atol=1e-5)
 
 
 def test_gradients_of_some_of_the_groups_are_those_of_all():

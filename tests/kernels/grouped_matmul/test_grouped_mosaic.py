@@ -107,6 +107,20 @@ def test_some_of_the_groups_are_right_for_hostile_sizes_whatever_the_others_hold
         by_numpy.assert_near(by_numpy.weights_gradient(lhs, dout, sizes)[own], sums)
 
 
+@pytest.mark.parametrize(("first", "there"), [(-1, [None, 0]), (3, [3, None]), (9, [None, None])], ids=str)
+@pytest.mark.usefixtures("few_multiprocessors")
+def test_groups_that_are_not_there_are_empty(mosaic, first, there):
+    sizes = by_numpy.HOSTILE["uneven"]
+    lhs, rhs = by_numpy.normal(by_numpy.ROWS, K), by_numpy.normal(4, K, N, seed=1)
+    padded = jnp.stack([jnp.full_like(rhs[0], jnp.nan) if g is None else rhs[g] for g in there])
+    groups = (jnp.asarray(sizes, jnp.int32), jnp.int32(first))
+    call = grouped_matmul.describe(lhs, padded, groups)
+    out = launch.product(call, (lhs, padded, groups), ProductParams(**SMALL), interpret=mosaic.InterpretGPUParams())
+    own = [g for g in there if g is not None]
+    kept = by_numpy.only(slice(own[0], own[0] + 1) if own else slice(0, 0), rhs)
+    np.testing.assert_allclose(np.asarray(out, np.float32), by_numpy.product(lhs, kept, sizes), rtol=2e-2, atol=0.3)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, which multiplies for the interpreter
 @pytest.mark.usefixtures("few_multiprocessors")
 def test_nothing_of_one_group_reaches_another(mosaic):

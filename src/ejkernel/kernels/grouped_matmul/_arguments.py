@@ -89,7 +89,7 @@ def canonical_groups(group_sizes: Any, first_group: Any, count: int | None) -> G
             f"group_sizes must be of all groups, of which {count} have matrices here; got shape "
             f"{tuple(group_sizes.shape)}."
         )
-    return group_sizes, _canonical_first(first_group)
+    return group_sizes, _canonical_first(first_group, group_sizes.shape[0])
 
 
 def canonical_count(groups: Any) -> int | None:
@@ -99,12 +99,14 @@ def canonical_count(groups: Any) -> int | None:
     return groups
 
 
-def _canonical_first(first_group: Any) -> Any:
+def _canonical_first(first_group: Any, groups: int) -> Any:
     is_number = type(first_group) is int or (
         is_array(first_group) and jnp.issubdtype(first_group.dtype, jnp.integer) and first_group.shape == ()
     )
     if not is_number:
         raise ArgumentError(f"first_group must be an integer, or an array of one without axes; got {first_group!r}.")
+    if type(first_group) is int and not 0 <= first_group <= groups:
+        raise ArgumentError(f"first_group must be from 0 to {groups}, the number of groups; got {first_group}.")
     return first_group if isinstance(first_group, jax.ShapeDtypeStruct) else jnp.asarray(first_group, jnp.int32)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.ops.implementation import OperationCall
 
@@ -91,12 +90,17 @@ def row_ends(groups: Groups, rows: int) -> jax.Array:
 
 
 def row_spans(groups: Groups, rows: int, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return where the rows of each of the `count` groups that there are matrices of begin and end; see `row_ends`."""
-    ends, first = row_ends(groups, rows), taken_apart(groups)[1]
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    """Return where the rows of each of the `count` groups that there are matrices of begin and end; see `row_ends`.
+
+    Those before the first of all groups, and past the last, are empty.
+    """
+    bounds, first = jnp.pad(row_ends(groups, rows), (1, 0)), taken_apart(groups)[1]
     if first is None:
-        return starts, ends
-    return lax.dynamic_slice_in_dim(starts, first, count), lax.dynamic_slice_in_dim(ends, first, count)
+        return bounds[:-1], bounds[1:]
+    last = bounds.shape[0] - 1
+    at = jnp.clip(first, -count, last) + jnp.arange(count + 1, dtype=jnp.int32)
+    own = bounds[jnp.clip(at, 0, last)]
+    return own[:-1], own[1:]
 
 
 def own_rows(groups: Groups, rows: int, count: int) -> jax.Array:

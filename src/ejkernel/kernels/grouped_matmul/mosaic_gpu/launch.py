@@ -77,12 +77,16 @@ def weights_gradient(
 
 
 def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
-    """Return the sizes of all groups, and behind them the number of the first that there are matrices of, if given."""
+    """Return the sizes of all groups, and behind them the number of the first that there are matrices of, if given.
+
+    Then there are empty groups before and behind, so that no number is of a group that is not there.
+    """
     group_sizes, first = taken_apart(groups)
     sizes = clipped_sizes(group_sizes, call.rows)
     if first is None or call.all_groups is None:
         return sizes
-    return jnp.append(sizes, jnp.clip(first, 0, call.all_groups - call.groups))
+    number = jnp.clip(first, -call.groups, call.all_groups).astype(jnp.int32) + call.groups
+    return jnp.append(jnp.pad(sizes, call.groups), number)
 
 
 def _table(starts: jax.Array, ends: jax.Array, *, largest_first: bool) -> jax.Array:
