@@ -10,6 +10,7 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 import ejkernel.modules  # noqa: F401 - makes the kernels that lines name
 from ejkernel.cli import main
 from ejkernel.cli.shapes import calls_of_shapes
+from ejkernel.ops import Kernel
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.errors import ArgumentError
 
@@ -20,6 +21,20 @@ def found(tmp_path, *lines):
     file = tmp_path / "shapes.jsonl"
     file.write_text("\n".join(lines) + "\n")
     return calls_of_shapes(file)
+
+
+@pytest.fixture
+def plain_sum():
+    """A kernel that says nothing of its arguments but in the parameters of `run`."""
+
+    class Sum(Kernel):
+        def run(self, x, *, cfg):
+            return x.sum()
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    return Sum("plain_sum")
 
 
 def test_calls_of_a_kernel_are_a_set_and_weights_are_one(tmp_path):
@@ -68,11 +83,24 @@ def test_keywords_are_what_json_says(tmp_path):
         (NORM.replace("f32", "f33") % (8, ""), r"line 2: 'f33\[8,64\]' names no dtype that there is"),
         ('{"kernel": "rms_norm", "args": ["f32[8,64]", "f32[32]"]}', "line 2: weight must"),
         ('{"kernel": "rms_norm", "args": []}', "line 2: "),
+        ('{"kernel": "rms_norm", "args": ["f32[8"]}', r"line 2: 'f32\[8' has no sizes that are numbers in brackets"),
+        ('{"kernel": "rms_norm", "args": ["f32[8,,4]"]}', r"line 2: 'f32\[8,,4\]' has no sizes that are numbers"),
+        ('{"kernel": "rms_norm", "args": ["f32[-1]"]}', r"line 2: 'f32\[-1\]' has no sizes that are numbers"),
+        (NORM % (8, ', "kwargs": {"cfg": 1}'), "line 2: kwargs say the configuration, cfg"),
+        ('{"kernel": "plain_sum", "args": []}', "line 2: .*missing a required argument: 'x'"),
+        (
+            '{"kernel": "plain_sum", "args": ["f32[8]"], "kwargs": {"y": 1}}',
+            "line 2: .*unexpected keyword argument",
+        ),
     ],
 )
-def test_a_line_that_is_no_call_is_an_error_with_its_number(tmp_path, line, message):
+def test_a_line_that_is_no_call_is_an_error_with_its_number(tmp_path, plain_sum, line, message):
     with pytest.raises(ArgumentError, match=message):
         found(tmp_path, NORM % (8, ""), line)
+
+
+def test_a_mark_of_the_encoding_is_no_part_of_the_first_line(tmp_path):
+    assert len(found(tmp_path, "\ufeff" + NORM % (8, "")).calls) == 1
 
 
 def test_a_file_without_calls_and_one_that_is_not_there_are_errors(tmp_path):

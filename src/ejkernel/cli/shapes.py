@@ -24,13 +24,15 @@ from ejkernel.cli.files import Found
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, prepared
+from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, EjkernelError
 from ejkernel.ops.execution.offline import checked_weight, merged_calls
 from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.storage.serialize import parse_json
 
 _LARGEST: Final = 1 << 24  # bytes of a file
-_ARRAY: Final = re.compile(r"([a-z][a-z0-9_]*)\[([0-9, ]*)\]")
+_ARRAY: Final = re.compile(r"([a-z][a-z0-9_]*)\[(.*)")  # a text that is meant to be one
+_SIZES: Final = re.compile(r" *([0-9]+ *(, *[0-9]+ *)*)?\]")
 _SHORT: Final = re.compile(r"(bf|f|u|i)(?=\d)")
 _LONG: Final = {"bf": "bfloat", "f": "float", "u": "uint", "i": "int"}
 _FIELDS: Final = {"kernel", "args", "kwargs", "weight", "set"}
@@ -51,16 +53,17 @@ def calls_of_shapes(path: Path) -> Found:
         ArgumentError: the file cannot be read, or a line is no call; the message has its number.
     """
     sets: dict[tuple[str, str], list[SharedCall]] = {}
+    calls: dict[ConfigKey, Invocation[Any, Any]] = {}
     for number, text in _lines(path):
         try:
             line = _call(text)
+            calls.setdefault(line.call.inv.key, line.call.inv)  # or what does not fit the kernel's parameters is said
         except (EjkernelError, ValueError, TypeError) as error:
             raise ArgumentError(f"{path}, line {number}: {error}") from error
         sets.setdefault((line.call.inv.op_id_v, line.named), []).append(line.call)
     if not sets:
         raise ArgumentError(f"{path} holds no call; a line is a call, such as {_EXAMPLE}.")
-    merged = tuple(tuple(merged_calls(calls)) for calls in sets.values())
-    calls = {call.inv.key: call.inv for each in merged for call in each}
+    merged = tuple(tuple(merged_calls(each)) for each in sets.values())
     counts = f"{path}: {counted(len(calls), 'call')} in {counted(len(merged), 'set')}, each with one configuration"
     return Found(name=str(path), calls=tuple(calls.values()), counts=counts, sets=merged)
 
@@ -72,7 +75,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         if path.stat().st_size > _LARGEST:
             raise ArgumentError(f"{path} has more than the {_LARGEST} bytes that are read.")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(text.split("\n"), 1):
@@ -94,8 +97,11 @@ def _call(text: str) -> _Line:
             raise ArgumentError(f"{name} must be {_KINDS[kind]}, got {value!r}.")
     weight = checked_weight(data.get("weight", 1), "weight")
     kernel = _kernel(data["kernel"])
+    if "cfg" in kwargs:
+        raise ArgumentError("kwargs say the configuration, cfg, so nothing is left to tune; leave it out.")
     given, options = prepared(kernel, tuple(map(_value, args)), {name: _value(v) for name, v in kwargs.items()})
-    return _Line(SharedCall(inv=Invocation(kernel=kernel, args=given, kwargs=options), weight=weight), named)
+    inv: Invocation[Any, Any] = Invocation(kernel=kernel, args=given, kwargs=options)
+    return _Line(SharedCall(inv=inv, weight=weight), named)
 
 
 _KINDS: Final = {list: "a list", dict: "an object", str: "a text"}
@@ -131,5 +137,7 @@ def _value(data: Any) -> Any:
         dtype = jnp.dtype(name)
     except TypeError as error:
         raise ArgumentError(f"{data!r} names no dtype that there is; write such as bf16[8,128] or int32[8].") from error
-    sizes = [int(size) for size in found[2].split(",")] if found[2].strip() else []
-    return jax.ShapeDtypeStruct(tuple(sizes), dtype)
+    sizes = _SIZES.fullmatch(found[2])
+    if sizes is None:
+        raise ArgumentError(f"{data!r} has no sizes that are numbers in brackets; write such as bf16[8,128] or f32[].")
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in (sizes[1] or "").split(",") if size.strip()), dtype)
