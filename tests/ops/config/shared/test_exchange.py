@@ -42,6 +42,17 @@ def rows(place):
     return sorted(found.config["rows"] for variants in place.variants() for found in variants)
 
 
+def test_a_place_that_was_emptied_is_given_all_again(tmp_path, store, shared):
+    ours = folder(tmp_path / "a", entry(1), entry(2))
+    shared.put(plan([ours], shared).entries)
+    store.objects.clear()
+    again = SharedPlace("fake://team", tmp_path / "mine")
+    assert rows(again) == []
+    again.put(plan([ours], again).entries)
+    assert len(store.objects) == 1
+    assert rows(again) == rows(ours)
+
+
 def test_a_put_entry_has_the_file_that_the_cache_would_write(tmp_path):
     place = folder(tmp_path, entry(1))
     assert PersistentCache(tmp_path, shipped=False).load(entry(1).key).config == {"rows": 64}

@@ -133,6 +133,16 @@ def test_a_pack_that_is_too_large_is_not_fetched(layer, store, monkeypatch):
     assert store.asked == ["list"]
 
 
+def test_a_pack_that_is_too_large_keeps_no_other_from_being_fetched(layer, store, monkeypatch):
+    _, raw = pack(entry(3))
+    store.objects |= {"a" * 32 + ".pack": raw * 10}
+    monkeypatch.setattr(layers, "LARGEST", 5 * len(raw))
+    monkeypatch.setattr(layers, "_MOST", 5 * len(raw))
+    with pytest.warns(CacheWarning, match="1 pack cannot be used, such as aaa"):
+        layer.look_again()
+    assert layer.find(entry(1).key) == [entry(1)]
+
+
 def test_a_copy_has_a_limit(layer, monkeypatch):
     monkeypatch.setattr(layers, "_MOST", 10)
     with pytest.warns(CacheWarning, match="more than 10 bytes"):

@@ -90,6 +90,7 @@ class SharedPlace:
         self.layer = SharedLayer(url, cache_dir, connect=lambda _: self._store)
         self.fetched = self.layer.refresh()
         self.layer.tell()
+        self._is_empty = not self._store.sizes()  # the copy of such a place stays, for it may only not be mounted
 
     def __str__(self) -> str:
         return shown(self._store.url)
@@ -102,18 +103,19 @@ class SharedPlace:
 
     def variants(self) -> Iterator[list[StoredEntry]]:
         """See `Place`."""
-        yield from map(by_preference, self.copy.variants())
+        yield from () if self._is_empty else map(by_preference, self.copy.variants())
 
     def rival(self, entry: StoredEntry) -> StoredEntry | None:
         """See `Place`."""
-        mine = provenance_class(entry)
-        return next((other for other in self.copy.find(entry.key) if provenance_class(other) == mine), None)
+        mine, there = provenance_class(entry), [] if self._is_empty else self.copy.find(entry.key)
+        return next((other for other in there if provenance_class(other) == mine), None)
 
     def put(self, entries: Sequence[StoredEntry]) -> None:
         """See `Place`: into new objects, so that nothing of another writer's can be lost."""
         for name, raw in packed(map(line_of, entries)):
             self._store.write(name, raw)
             self.copy.add(name, raw)
+            self._is_empty = False
 
     def merge(self) -> int:
         """Make as few packs as can be of those that are there; return how many fewer there are.

@@ -126,7 +126,8 @@ class SharedLayer:
         stay = [pack for pack in copy.packs() if pack.names <= listed.keys()]
         known = frozenset().union(*(pack.names for pack in stay))
         new = {name: size for name, size in sorted(listed.items()) if name not in known}
-        if sum(new.values()) > _MOST - sum(pack.size for pack in stay):
+        usable = [size for size in new.values() if size <= LARGEST]
+        if sum(usable) > _MOST - sum(pack.size for pack in stay):
             raise OSError(f"its copy would have more than {_MOST} bytes")
 
         def fetch(name: str) -> str | None:
