@@ -250,6 +250,7 @@ def test_what_says_nothing_is_not_in_the_key():
     ("changes", "words"),
     [
         ({"axis": 3}, "axis must be an axis of x, which has 3, or several; got 3"),
+        ({"axis": np.array([0, 1])}, r"axis must be an axis of x, which has 3, or several; got array\(\[0, 1\]\)"),
         ({"axis": (0, -3)}, r"axis must name each axis once; got \(0, -3\)"),
         ({"axis": (0, 1)}, r"weight must have the shape of x's axes \(0, 1\), \(3, 6\); got \(16,\)"),
         ({"weight_offset": "1"}, "weight_offset must be a number"),

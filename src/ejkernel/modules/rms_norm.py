@@ -95,7 +95,7 @@ def rms_norm(
         # What is not said takes no time.
         return _rms_norm(x, weight, *more, eps=eps, implementation=implementation, cfg=cfg)
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "implementation": implementation, "cfg": cfg}
-    if not is_array(x) or axis in (-1, len(x.shape) - 1):
+    if not is_array(x) or (is_integer(axis) and axis in (-1, len(x.shape) - 1)):
         return _rms_norm(x, weight, *more, **options)
     axes = _normalized_axes(axis, len(x.shape))
     for other in more:
