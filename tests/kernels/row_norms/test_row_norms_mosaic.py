@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ejkernel import compat
 from ejkernel.kernels._row_norms import launch, plan
 from ejkernel.kernels._row_norms.plan import RowNormParams
-from ejkernel.modules import LayerNorm, RmsNorm, rms_norm
+from ejkernel.modules import LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig, layer_norm, rms_norm
 
 pytestmark = pytest.mark.slow
 
@@ -155,13 +155,31 @@ def test_small_forwards_and_gradients_of_many_examples_are_left_to_xla():
     ]
 
 
-@pytest.mark.usefixtures("simulated")
-def test_a_part_under_shard_map_is_a_call_of_its_own():
-    x, weight = arguments(OPERATIONS["rms_norm"], 4, 512)
+def both_norms(x, weight, residual):
+    params = {"implementation": "mosaic_gpu", "fwd": RowNormParams(), "bwd": RowNormParams()}
+    out, total = rms_norm(x, weight, residual=residual, cfg=RmsNormConfig(**params))
+    return layer_norm(out, weight, weight, cfg=LayerNormConfig(**params)) + total
+
+
+def gradients_of_both(*args):
+    return jax.grad(lambda *args: both_norms(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))(*args)
+
+
+def launches(function, *args):
+    """Return how many kernels of ours a function's program for CUDA has."""
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.skipif(compat.mosaic_gpu_reason() is not None, reason=str(compat.mosaic_gpu_reason()))
+def test_they_are_lowered_within_shard_map_and_under_strict_settings():
+    rows, vector = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024,)))
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    run = by_kernel(OPERATIONS["rms_norm"], RowNormParams(), eps=1e-6)
-    mapped = jax.shard_map(lambda x, w: run(x, w)[0], mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))
-    assert_near(rms_norm(x, weight, implementation="xla"), jax.jit(mapped)(x, weight))
+    specs = (P("rows"), P(), P("rows"))
+    mapped = jax.shard_map(gradients_of_both, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
+    assert launches(mapped, rows, vector, rows) == 4
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert launches(gradients_of_both, rows, vector, rows) == 4
 
 
 @pytest.mark.parametrize(("dim", "params"), [(1024, (1, 2, 8)), (8192, (2, 2, 1)), (16384, (1, 1, 1))], ids=str)
