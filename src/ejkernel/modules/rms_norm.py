@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ejkernel.kernels._numbers import is_integer
-from ejkernel.kernels._row_norms.common import Normalized, check_residual
+from ejkernel.kernels._row_norms.common import Normalized, given_residual
 from ejkernel.kernels.rms_norm.operation import RmsNorm as RmsNorm
 from ejkernel.kernels.rms_norm.operation import RmsNormConfig as RmsNormConfig
 from ejkernel.kernels.rms_norm.operation import rms_norm as _rms_norm
@@ -98,9 +98,7 @@ def rms_norm(
     if not is_array(x) or (is_integer(axis) and axis in (-1, len(x.shape) - 1)):
         return _rms_norm(x, weight, *more, **options)
     axes = _normalized_axes(axis, len(x.shape))
-    for other in more:
-        check_residual(other, x)
-    moved, *others = (jnp.moveaxis(y, axes, range(-len(axes), 0)) for y in (x, *more))
+    moved, *others = (jnp.moveaxis(y, axes, range(-len(axes), 0)) for y in (x, *given_residual(residual, x)))
     kept, dims = moved.shape[: -len(axes)], moved.shape[-len(axes) :]
     if weight is not None and (not is_array(weight) or tuple(weight.shape) != dims):
         got = tuple(weight.shape) if is_array(weight) else type(weight).__name__

@@ -17,6 +17,7 @@ from ejkernel import compat
 from ejkernel.kernels._row_norms import launch, plan
 from ejkernel.kernels._row_norms.plan import RowNormParams
 from ejkernel.modules import LayerNorm, LayerNormConfig, RmsNorm, RmsNormConfig, layer_norm, rms_norm
+from ejkernel.ops import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +122,13 @@ def test_blocks_of_rows_must_divide_them_and_fit():
     )
     assert "bytes of shared memory" in found.params_fault(call, RowNormParams(block_rows=6, stages=16))
     assert all(6 % params.block_rows == 0 for params in found.space(call))
+
+
+@pytest.mark.parametrize("wrong", [{"block_rows": 0}, {"stages": -1}, {"occupancy": 2.0}], ids=str)
+def test_parameters_are_positive_integers(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name} must be a positive integer, got {value}"):
+        RowNormParams(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,17 @@ def canonical_eps(eps: Any) -> float:
     return float(eps)
 
 
-def check_residual(residual: Any, x: Any) -> None:
-    """Raise unless `residual` can be added to `x`.
+def given_residual(residual: Any, x: Any) -> tuple[Any, ...]:
+    """Return what is added to `x`, as the last of the positional arguments: not at all where there is none.
+
+    So a call without one has the key that it always had.
 
     Raises:
         ArgumentError: it is no array of `x`'s shape and dtype.
     """
+    if residual is None:
+        return ()
     if not is_array(residual) or tuple(residual.shape) != tuple(x.shape) or residual.dtype != x.dtype:
         got = f"{tuple(residual.shape)}, {residual.dtype}" if is_array(residual) else type(residual).__name__
         raise ArgumentError(f"residual must have x's shape and dtype, {tuple(x.shape)}, {x.dtype}; got {got}.")
+    return (residual,)

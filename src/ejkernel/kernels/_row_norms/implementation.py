@@ -94,8 +94,14 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         return room and self.params_fault(call, params) is None
 
     def _plan(self, call: CallT, params: RowNormParams) -> RowNormPlan:
-        x = jax.ShapeDtypeStruct((call.rows, call.dim), call.dtype)
-        return launch.plan_of(x, self.formula(call), params, backward=call.backward)
+        return RowNormPlan(
+            rows=call.rows,
+            dim=call.dim,
+            dtype=call.dtype,
+            formula=self.formula(call),
+            backward=call.backward,
+            params=params,
+        )
 
     def forward(self, call: CallT, /, *args: Any, params: RowNormParams) -> tuple[Any, Any]:
         """Return the output, and what is known of every row."""

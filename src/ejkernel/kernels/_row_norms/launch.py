@@ -91,10 +91,12 @@ def _folded(compute: Callable[..., tuple[jax.Array, ...]], rows: int) -> Any:
 
     def rule(size: int, batched: list[bool], *arrays: jax.Array) -> Any:
         folds = not any(batched[rows:])
+        count = rows if folds else len(arrays)
         mapped = [
-            jnp.broadcast_to(x, (size, *x.shape)) if not (is_batched or (folds and i >= rows)) else x
-            for i, (x, is_batched) in enumerate(zip(arrays, batched, strict=True))
+            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_batched in zip(arrays[:count], batched[:count], strict=True)
         ]
+        mapped += arrays[count:]
         out = found(*mapped) if folds else lax.map(lambda one: found(*one), tuple(mapped))
         return out, (True,) * len(out)
 

@@ -8,6 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.kernels import _hopper as hopper
+from ejkernel.ops.errors import ConfigError
 
 THREADS = 128  # of a block: one warpgroup, which has a row to itself
 MINOR = 256  # elements along an axis that one copy takes
@@ -27,6 +28,12 @@ class RowNormParams:
     block_rows: int = 1
     stages: int = 2
     occupancy: int = 4
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{field.name} must be a positive integer, got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

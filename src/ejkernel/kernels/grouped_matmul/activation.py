@@ -102,10 +102,6 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         product = grouped_matmul.describe(lhs, rhs, groups, row_scale, **options)
         return dataclasses.replace(product, activation=activation, gated=gate is not None)
 
-    def result_size(self, call: GroupedMatmulCall) -> int:
-        """See `GroupedOperation`."""
-        return call.rows * call.columns
-
     def sharding_rule(self, inv: Invocation[GroupedMatmulActivationConfig, jax.Array]) -> ShardingRule:
         """Return that all may be split but what is summed over, for an activation takes the whole sum.
 

@@ -112,7 +112,7 @@ class GroupedOperation(Operation[_Cfg, GroupedMatmulCall, jax.Array], Generic[_C
 
     def result_size(self, call: GroupedMatmulCall) -> int:
         """Return how many numbers the result of one example has."""
-        raise NotImplementedError
+        return call.rows * call.columns
 
 
 class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
@@ -206,10 +206,6 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
             scaled=row_scale is not None,
             all_groups=None if first is None else sizes.shape[0],
         )
-
-    def result_size(self, call: GroupedMatmulCall) -> int:
-        """See `GroupedOperation`."""
-        return call.rows * call.columns
 
     def sharding_rule(self, inv: Invocation[GroupedMatmulConfig, jax.Array]) -> ShardingRule:
         """Return that every axis may be split: a part of the groups, as of what is summed over, gives a part of a sum.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import accumulator
-from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, canonical_eps, check_residual, check_rows
+from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, canonical_eps, check_rows, given_residual
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
@@ -60,9 +60,7 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; what says nothing is left out, so that it is not in the call's key."""
         check_rows(x, weight=weight, bias=bias)
-        if residual is not None:
-            check_residual(residual, x)
-        return (x, weight, bias, *(() if residual is None else (residual,))), {
+        return (x, weight, bias, *given_residual(residual, x)), {
             "eps": canonical_eps(eps),
             "implementation": self.requested(implementation),
         }

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._numbers import is_number
-from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, canonical_eps, check_residual, check_rows
+from ejkernel.kernels._row_norms.common import Normalized, RowNormCall, canonical_eps, check_rows, given_residual
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Cost
@@ -88,10 +88,8 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
                 f"weight_offset must be a number, and 0 where there is no weight, got {weight_offset!r}; it is static "
                 "under jit."
             )
-        if residual is not None:
-            check_residual(residual, x)
         offset = {"weight_offset": float(weight_offset)} if weight_offset else {}
-        return (x, weight, *(() if residual is None else (residual,))), {
+        return (x, weight, *given_residual(residual, x)), {
             "eps": float(eps),
             "implementation": self.requested(implementation),
         } | offset

@@ -90,7 +90,7 @@ class SharedPlace:
         self.layer = SharedLayer(url, cache_dir, connect=lambda _: self._store)
         self.fetched = self.layer.refresh()
         self.layer.tell()
-        self._is_empty = not self._store.sizes()  # the copy of such a place stays, for it may only not be mounted
+        self._is_empty = self.layer.is_empty
 
     def __str__(self) -> str:
         return shown(self._store.url)

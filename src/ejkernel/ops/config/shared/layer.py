@@ -60,6 +60,7 @@ class SharedLayer:
         self._lock = threading.Lock()
         self._warned = False
         self.problem = ""
+        self.is_empty = False  # whether the place, when it was last read, had nothing; a copy of it may have
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -116,6 +117,7 @@ class SharedLayer:
                 # An empty place may be one that is not mounted; else what was removed there, or merged, goes here too.
                 self.copy.remove(gone if listed else [])
                 break
+        self.is_empty = not listed
         self._tidy()
         return fetched
 
