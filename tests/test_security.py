@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import codecs
 import contextlib
 import dataclasses
 import datetime
@@ -125,6 +126,7 @@ def modules(monkeypatch):
     monkeypatch.setitem(sys.modules, "lazy_by_getattr", lazy)
     decode_config({"rows": 1}, f"{HERE}.Config")  # what reading itself needs is imported when it is first used
     names_of(takes).find("")
+    codecs.lookup("utf-8-sig")
     before = set(sys.modules)
     yield
     assert set(sys.modules) == before
