@@ -26,6 +26,7 @@ FLOORS = {
     "tuner": [
         "ops.autotuner.tier",
         "ops.autotuner.tuner",
+        "ops.autotuner.fleet",
         "ops.autotuner.tasks",
         "ops.autotuner.bench",
         "ops.autotuner.store",

@@ -111,6 +111,20 @@ def only_gpu(number: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible[number] if number < len(visible) else ""}
 
 
+def visible_gpus() -> list[str]:
+    """Return what the GPUs that this process may see are called in `CUDA_VISIBLE_DEVICES`, without asking a driver."""
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if said is not None:
+        return [name.strip() for name in said.split(",") if name.strip()]
+    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return [str(number) for number in range(max(found, 1))]  # elsewhere than on Linux there may be one all the same
+
+
+def gpu_called(name: str) -> dict[str, str]:
+    """Return the variables with which a process sees the GPU of that name alone."""
+    return {"CUDA_VISIBLE_DEVICES": name}
+
+
 def compile_without_gpu() -> None:
     """Let JAX's CUDA plugin load where there is no GPU, so that it compiles for one."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

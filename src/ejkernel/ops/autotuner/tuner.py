@@ -132,10 +132,21 @@ class Autotuner:
             limits=copy.deepcopy(self.limits),  # what one call's candidates teach does not hold for another's
         )
         with contextlib.nullcontext() if progress is None else on_event(_counter_of(inv.key, progress)):
-            data = self._in_worker(task) if task.policy.isolate else self._here(task)
+            data = self._carried_out(task)
             _report(data, inputs)
             emit(SearchFinished(inv.key, data))
         return data
+
+    def _carried_out(self, task: TuningTask) -> AutotuneData:
+        if task.policy.executor is not None:
+            from ejkernel.ops.autotuner.fleet.dispatch import tune_elsewhere  # imports multiprocessing
+
+            return tune_elsewhere(task)
+        if task.policy.isolate:
+            from ejkernel.ops.autotuner.tasks.isolated import tune_isolated  # imports multiprocessing
+
+            return tune_isolated(task)
+        return self._here(task)
 
     def _here(self, task: TuningTask) -> AutotuneData:
         cancellation = Cancellation()
@@ -147,11 +158,6 @@ class Autotuner:
                 raise KeyboardInterrupt from None
             raise
         return dataclasses.replace(data, interrupted=data.interrupted or cancellation.is_requested)
-
-    def _in_worker(self, task: TuningTask) -> AutotuneData:
-        from ejkernel.ops.autotuner.tasks.isolated import tune_isolated  # imports multiprocessing
-
-        return tune_isolated(task)
 
 
 def _abstract(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Invocation[Cfg, Out]:
@@ -170,7 +176,7 @@ def _counter_of(key: ConfigKey, progress: Callable[[int, int], object]) -> Count
 
 def process_session(policy: AutotunePolicy) -> contextlib.AbstractContextManager[None]:
     """Return a context that keeps the processes that the policy wants for all searches inside."""
-    if not policy.isolate and policy.compile_processes == 0:
+    if not policy.isolate and policy.executor is None and policy.compile_processes == 0:
         return contextlib.nullcontext()
     from ejkernel.ops.autotuner.process.worker import worker_session  # imports multiprocessing
 

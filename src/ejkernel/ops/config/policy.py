@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ class AutotunePolicy:
         isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
         devices: How many GPUs tune side by side, each with a worker process of its own; only with `isolate`, and where
             there are several calls to tune.
+        executor: Who carries out searches elsewhere, one call's on one device: a `concurrent.futures.Executor`, such as
+            a `RayExecutor`. It is not shut down. Every search has a worker process, as with `isolate`; `devices` is not
+            heeded.
         compile_processes: Compile in so many processes of their own, where they can compile for the device; 0: in
             threads. Worth it for kernels that take long in Python before the compiler has them.
         max_candidates: How many candidates of a `ConfigSpace` a search measures; a list is measured whole.
@@ -46,6 +50,7 @@ class AutotunePolicy:
     cold_cache: bool = False
     isolate: bool = False
     devices: int = 1
+    executor: concurrent.futures.Executor | None = None
     compile_processes: int = 0
     max_candidates: int = 100
     note_misses: bool = False
@@ -58,6 +63,10 @@ class AutotunePolicy:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.stale, StalePolicy):
             raise ConfigError(f"stale must be a StalePolicy, got {self.stale!r}; write StalePolicy(jax='retune').")
+        if self.executor is not None and not callable(getattr(self.executor, "submit", None)):
+            raise ConfigError(
+                f"executor must be a concurrent.futures.Executor, or have its submit(), got {self.executor!r}."
+            )
         is_number = isinstance(self.budget_s, int | float) and not isinstance(self.budget_s, bool)
         if self.budget_s is not None and not (is_number and self.budget_s > 0):
             raise ConfigError(f"budget_s must be positive seconds or None, got {self.budget_s!r}.")

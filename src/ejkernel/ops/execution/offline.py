@@ -40,6 +40,8 @@ from ejkernel.ops.utils.validation import check_argument, is_count
 if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
+_MOST_UNDER_WAY = 256  # searches that an executor has at a time: each has a thread that waits for it
+
 Inputs = bool | Sequence[Any] | Callable[[np.random.Generator], Any] | None
 
 
@@ -208,6 +210,11 @@ def _searches(
     policy: AutotunePolicy,
 ) -> Iterator[AutotuneData | BaseException]:
     """Yield what comes out for each set, in order: one after the other, or of several devices side by side."""
+    if policy.executor is not None and len(sets) > 1:
+        from ejkernel.ops.autotuner.process.devices import side_by_side  # imports multiprocessing
+
+        yield from side_by_side(search, sets, most=_MOST_UNDER_WAY)
+        return
     if policy.isolate and policy.devices > 1 and len(sets) > 1:
         from ejkernel.ops.autotuner.process.devices import spread  # imports multiprocessing
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work spread over several devices of a machine, each with a worker process of its own."""
+"""Work done side by side: over several devices of a machine, each with a worker process of its own, or by others."""
 
 from __future__ import annotations
 
@@ -41,16 +41,37 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, devices: int, fingerpr
     slots = [WorkerSlot(settings.only_gpu(number)) for number in range(min(devices, len(items)))]
     with worker_session():
         close_first()  # whoever found the calls has a device, or all of them
-        pool = concurrent.futures.ThreadPoolExecutor(len(slots), thread_name_prefix="ejkernel-device")
-        members = [pool.submit(in_callers_context(_Member(team, slot))) for slot in slots]
-        pool.shutdown(wait=False)  # it takes nothing else
-        _wait_for(members, team, slots)
+        _have_done(team, [_DeviceMember(team, slot) for slot in slots], slots)
     if team.waiting:
         raise TuningError(f"there is no {fingerprint} to measure on: {'; '.join(team.absent)}")
     if team.absent:
         text = f"{len(team.absent)} of {len(slots)} devices could not be used: {'; '.join(team.absent)}"
         warnings.warn(text, TuningWarning, stacklevel=2)
     return [team.results[index] for index in range(len(items))]
+
+
+def side_by_side(work: Callable[[T], R], items: Sequence[T], *, most: int) -> list[R | BaseException]:
+    """Return what `work` returns or raises for each item, in threads that wait for others to do it.
+
+    Ctrl-C requests the end of what `this_slot().cancellation` says in each thread, no other item is begun, and then it
+    is raised; a second one closes the slots.
+
+    Args:
+        work: What to do with an item.
+        items: What there is to do.
+        most: How many threads there are at most.
+    """
+    team = _Team(work, items, "")
+    slots = [WorkerSlot() for _ in range(min(most, len(items)))]
+    _have_done(team, [_Member(team, slot) for slot in slots], slots)
+    return [team.results[index] for index in range(len(items))]
+
+
+def _have_done(team: _Team[T, R], members: Sequence[_Member[T, R]], slots: Sequence[WorkerSlot]) -> None:
+    pool = concurrent.futures.ThreadPoolExecutor(len(members), thread_name_prefix="ejkernel-device")
+    at_work = [pool.submit(in_callers_context(member)) for member in members]
+    pool.shutdown(wait=False)  # it takes nothing else
+    _wait_for(at_work, team, slots)
 
 
 class _Team(Generic[T, R]):
@@ -73,7 +94,7 @@ class _Team(Generic[T, R]):
 
 
 class _Member(Generic[T, R]):
-    """Takes items, one after the other, to the worker of a slot."""
+    """Takes items, one after the other, in a thread that has a slot."""
 
     def __init__(self, team: _Team[T, R], slot: WorkerSlot) -> None:
         self._team = team
@@ -81,16 +102,10 @@ class _Member(Generic[T, R]):
 
     def __call__(self) -> None:
         with in_slot(self._slot):
-            try:
-                with shared_worker() as worker:
-                    there = worker.call(device_fingerprint)
-            except (TuningError, KeyboardInterrupt) as error:
-                self._team.absent.append(str(error))
-                return
-            if there == self._team.fingerprint:
-                self._take()
-            else:
-                self._team.absent.append(f"it is {there}, not {self._team.fingerprint}")
+            self._begin()
+
+    def _begin(self) -> None:
+        self._take()
 
     def _take(self) -> None:
         team = self._team
@@ -104,6 +119,22 @@ class _Member(Generic[T, R]):
                 team.results[index] = team.work(item)
             except BaseException as error:  # noqa: BLE001 - whoever asked for the results decides
                 team.results[index] = error
+
+
+class _DeviceMember(_Member[T, R]):
+    """Takes items to the worker of its slot, if that has the right device."""
+
+    def _begin(self) -> None:
+        try:
+            with shared_worker() as worker:
+                there = worker.call(device_fingerprint)
+        except (TuningError, KeyboardInterrupt) as error:
+            self._team.absent.append(str(error))
+            return
+        if there == self._team.fingerprint:
+            self._take()
+        else:
+            self._team.absent.append(f"it is {there}, not {self._team.fingerprint}")
 
 
 def _wait_for(

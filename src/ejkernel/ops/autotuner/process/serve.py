@@ -162,14 +162,15 @@ def serve() -> None:
             request = read_message(mine.pipe)
         except (EOFError, OSError):  # or a candidate has closed it; the parent knows by now
             return
-        answer = _carry_out(request)
+        answer = carried_out(request)
         try:
             mine.send(answer)
         except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises any of these
             mine.send(Raised(_unsendable(error)))
 
 
-def _carry_out(sent: bytes) -> Returned | Raised:
+def carried_out(sent: bytes) -> Returned | Raised:
+    """Return what comes of a pickled `Request`."""
     try:
         request: Request = unpickled(sent)
     except BaseException as error:  # noqa: BLE001 - such as of a class that is not where its name says
@@ -177,7 +178,7 @@ def _carry_out(sent: bytes) -> Returned | Raised:
     try:
         return Returned(request.function(*request.args))
     except BaseException as error:  # noqa: BLE001 - it is raised in the parent
-        return Raised(_sendable(error))
+        return Raised(sendable(error))
 
 
 def pickled(value: object) -> bytes:
@@ -201,11 +202,11 @@ def _unsendable(error: BaseException) -> TuningError:
     return TuningError(
         f"this cannot be sent to a worker process, or back: {error_text(error)}. Kernels and their "
         "configurations must be defined at the top of a module; or tune in this process (isolate=False, "
-        "compile_processes=0)."
+        "compile_processes=0, and no executor)."
     )
 
 
-def _sendable(error: BaseException) -> BaseException:
+def sendable(error: BaseException) -> BaseException:
     """Return the error, or its text if it cannot be pickled.
 
     `KeyboardInterrupt` is a text too: raised by what was carried out, it is not the user's, who is the parent's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ejkernel import compat
@@ -30,8 +31,15 @@ from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.errors import DeviceLostError, TuningError
 
 
-def tune_isolated(task: TuningTask) -> AutotuneData:
+def tune_isolated(
+    task: TuningTask, *, watch: Callable[[str, Sequence[Any]], object] = lambda *_: None
+) -> AutotuneData:
     """Carry out a task in a worker process, and go on in a new one as often as a candidate ends it.
+
+    Args:
+        task: What to search for.
+        watch: Called, again and again, with what the worker is at, and its candidates: those that the
+            device works on, in turns, and those that are compiled meanwhile.
 
     Raises:
         TuningError: no candidate could be measured; there is no truth to compare with; or a worker ended for no
@@ -43,7 +51,7 @@ def tune_isolated(task: TuningTask) -> AutotuneData:
     # what a candidate tunes in its turn is tuned in the worker itself
     policies = (*here.policies, PolicyChange(None, (("isolate", False),)))
     scope = dataclasses.replace(here, policies=policies, recording=())
-    attempt = _Attempt(journal)
+    attempt = _Attempt(journal, watch)
     with worker_session():
         while True:
             try:
@@ -85,8 +93,9 @@ class _Attempt:
         cancellation: Of the task: the next worker must know, too, that Ctrl-C has asked for the end.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, watch: Callable[[str, Sequence[Any]], object]) -> None:
         self._journal = journal
+        self._watch = watch
         self._worker: Worker | None = None
         self.cancellation = Cancellation(within=this_slot().cancellation)
 
@@ -119,6 +128,7 @@ class _Attempt:
 
     def silence(self, doing: WorkerStatus, *, is_stuck: bool) -> float:
         """See `Deadline`."""
+        self._watch(doing.what, [*doing.configs, *doing.compiling])
         return self._journal.silence(doing.what, self.accused, doing.limit, is_stuck=is_stuck)
 
     def left(self) -> float:

@@ -42,13 +42,13 @@ class Journal:
     def __init__(self, task: TuningTask, clock: Callable[[], float] = time.monotonic) -> None:
         self._task = task
         self._clock = clock
-        self._start = clock()
+        self._start = clock() - task.spent
         self._heard: float | None = None
         self._has_started = False
         self._first: Any = None
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._told: dict[Any, Outcome] = {}
-        self._suspects: dict[Any, Any] = {}
+        self._suspects = {config_id(config): config for config in task.suspects}
         self._unexplained = 0
 
     def task(self) -> TuningTask:
@@ -128,8 +128,7 @@ class Journal:
     @property
     def _has_answer(self) -> bool:
         """Whether the heuristic was measured, which then is the answer if nothing else is."""
-        outcome = self._known.get(config_id(self._first))
-        return outcome is not None and outcome.status == Status.MEASURED
+        return self.was_measured(self._first)
 
     def conclude(self, why: str) -> AutotuneData:
         """Return what is known now that the time is over: the heuristic stays, for nothing else was confirmed.
@@ -157,6 +156,20 @@ class Journal:
 
     # --- blame ---
 
+    def suspect(self, configs: Iterable[object]) -> None:
+        """Have each of these candidates be alone under way in the next attempt."""
+        self._suspects |= {config_id(config): config for config in configs}
+
+    def rule_out(self, config: object, reason: str) -> None:
+        """Have a candidate be out, because it ended an attempt."""
+        self._suspects.pop(config_id(config), None)
+        self.note(CandidateFinished(self._task.inv.key, Outcome(config=config, status=Status.CRASHED, reason=reason)))
+
+    def was_measured(self, config: object) -> bool:
+        """Return whether a candidate has run, and was timed."""
+        outcome = self._known.get(config_id(config))
+        return outcome is not None and outcome.status == Status.MEASURED
+
     def attribute_crash(self, reason: str, what: str, accused: Iterable[object]) -> None:
         """Find out who was to blame for the end of an attempt.
 
@@ -173,14 +186,11 @@ class Journal:
         """
         accused = {config_id(config): config for config in accused}
         if len(accused) == 1 and not what.startswith(REFERENCE):
-            ((token, culprit),) = accused.items()
-            self._suspects.pop(token, None)
-            self.note(
-                CandidateFinished(self._task.inv.key, Outcome(config=culprit, status=Status.CRASHED, reason=reason))
-            )
+            (culprit,) = accused.values()
+            self.rule_out(culprit, reason)
         elif accused:
             # A thread that was given up is under way until it ends, and beside a reference that runs nobody is alone.
-            self._suspects |= accused
+            self.suspect(accused.values())
         else:
             self._unexplained += 1
             if self._unexplained > 1:

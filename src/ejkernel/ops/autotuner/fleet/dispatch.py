@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The caller's side: a task sent by an executor, and sent again where its worker did not survive it."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ejkernel.ops.autotuner.bench.oracle import REFERENCE
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line, Wish
+from ejkernel.ops.autotuner.fleet.place import (
+    Answer,
+    Arrived,
+    Assignment,
+    Location,
+    Refused,
+    carry_out,
+    tune_at_place,
+    versions,
+)
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
+from ejkernel.ops.autotuner.process.messages import Began, Happened, Message, Raised, Request, Returned, Warned
+from ejkernel.ops.autotuner.process.serve import pickled, unpickled
+from ejkernel.ops.autotuner.process.signals import interrupts_held_back
+from ejkernel.ops.autotuner.process.worker import this_slot
+from ejkernel.ops.autotuner.tasks.journal import Journal, named
+from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
+from ejkernel.ops.autotuner.trials.candidates import config_id
+from ejkernel.ops.autotuner.trials.events import WorkerRestarted, emit
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
+from ejkernel.ops.config.policy import PolicyChange
+from ejkernel.ops.core.context import Scope, current_scope
+from ejkernel.ops.errors import CandidateError, TuningError, TuningWarning
+from ejkernel.ops.utils.error_text import error_text
+
+_LOOK = 0.2  # seconds between two looks at a line
+_BACK_OFF = 1.0  # seconds before a task that was refused is sent again, and more each time
+_MOST_REFUSALS = 5
+_MOST_DEATHS = 10  # of workers, after which a task is given up
+_OUT_AFTER = 2  # workers that a candidate has ended, after which it is out
+_OUT_AFTER_RUNNING = 3  # of one that was timed by then, and hardly is to blame
+
+
+class WorkerLostError(TuningError):
+    """An executor has no answer for a task."""
+
+
+class _RefusedError(TuningError):
+    """A worker does not take a task."""
+
+
+def tune_elsewhere(task: TuningTask) -> AutotuneData:
+    """Carry out a task by the executor of its policy, and again as often as the worker is lost.
+
+    Raises:
+        TuningError: no candidate could be measured, no worker takes the task, or too many were lost.
+        KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
+    """
+    executor = task.policy.executor
+    assert executor is not None  # who asks for this has seen it
+    return _Dispatch(_sendable(task), executor).run()
+
+
+class _Dispatch:
+    """A task on its way through an executor."""
+
+    def __init__(self, task: TuningTask, executor: concurrent.futures.Executor) -> None:
+        self._task = task
+        self._executor = executor
+        self._here: concurrent.futures.Executor | None = None  # in place of one that takes nothing any more
+        self._journal = Journal(task)
+        self._accusations: collections.Counter[Any] = collections.Counter()
+        self._deaths = 0
+        self._refusals: list[str] = []
+        self._spent = task.spent
+        self._slot = this_slot()
+        self._cancellation = Cancellation(within=self._slot.cancellation)
+
+    def run(self) -> AutotuneData:
+        """See `tune_elsewhere`."""
+        try:
+            while True:
+                attempt = _Attempt(self._new_line(), self._note)
+                try:
+                    with contextlib.closing(attempt.line):
+                        return self._carried_out(attempt)
+                except _RefusedError as refusal:
+                    self._send_elsewhere(str(refusal))
+                except WorkerLostError as loss:
+                    self._survive(str(loss), attempt)
+        finally:
+            if self._here is not None:
+                self._here.shutdown(wait=False)
+
+    def _carried_out(self, attempt: _Attempt) -> AutotuneData:
+        outcome = self._outcome(attempt)
+        if isinstance(outcome, Refused):
+            raise _RefusedError(outcome.reason)
+        if isinstance(outcome, Raised):
+            if self._cancellation.is_requested:  # the reason why nothing was measured
+                raise KeyboardInterrupt
+            raise outcome.error
+        assert isinstance(outcome, Returned)  # nothing else is an outcome
+        data: AutotuneData = outcome.value
+        task = self._task
+        return dataclasses.replace(data, inv=task.inv, calls=task.calls if task.others else ())
+
+    def _outcome(self, attempt: _Attempt) -> Message:
+        task = dataclasses.replace(self._journal.task(), spent=self._spent)
+        assignment = Assignment(
+            task=task, scope=_scope(), versions=versions(), caller=Location.here(), end=attempt.line.end
+        )
+        sent = pickled(Request(tune_at_place, (assignment,)))
+        with interrupts_held_back() as interrupts:
+            future = self._submit(sent)
+            answer = self._wait_for(future, attempt, interrupts)
+        for message in answer.said:
+            attempt.take_note(message)
+        return answer.outcome
+
+    def _submit(self, sent: bytes) -> concurrent.futures.Future[bytes]:
+        if self._here is None:
+            try:
+                return self._executor.submit(carry_out, sent)
+            except RuntimeError as error:  # broken, or shut down
+                text = f"the executor takes no more tasks, and the rest is tuned in this process: {error_text(error)}"
+                warnings.warn(text, TuningWarning, stacklevel=2)
+                self._here = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ejkernel-here")
+        return self._here.submit(carry_out, sent)
+
+    def _wait_for(
+        self,
+        future: concurrent.futures.Future[bytes],
+        attempt: _Attempt,
+        interrupts: list[Callable[[], object]],
+    ) -> Answer:
+        while not concurrent.futures.wait([future], timeout=_LOOK).done:
+            attempt.listen()
+            self._pass_on_wishes(future, attempt, interrupts)
+        attempt.listen()
+        try:
+            answer: Answer = unpickled(future.result())
+        except concurrent.futures.CancelledError:
+            if self._cancellation.is_requested:
+                raise KeyboardInterrupt from None
+            raise WorkerLostError("its task was cancelled") from None
+        except BaseException as error:
+            # Whoever carries out a task returns what is raised there: this is the executor's.
+            if self._cancellation.is_requested:
+                raise KeyboardInterrupt from None
+            raise WorkerLostError(error_text(error)) from error
+        return answer
+
+    def _pass_on_wishes(
+        self, future: concurrent.futures.Future[bytes], attempt: _Attempt, interrupts: list[Callable[[], object]]
+    ) -> None:
+        """Have Ctrl-C end the search with the best so far, and a second one end it at once.
+
+        Raises:
+            KeyboardInterrupt: nothing is to be waited for.
+        """
+        try:
+            while interrupts:
+                interrupts.pop()()
+        except KeyboardInterrupt:
+            if self._cancellation.is_requested:
+                attempt.line.tell(Wish.END_AT_ONCE)
+                raise
+            self._cancellation.request()
+        if self._slot.is_closed:
+            attempt.line.tell(Wish.END_AT_ONCE)
+            raise KeyboardInterrupt
+        if self._cancellation.is_requested:
+            attempt.line.tell(Wish.END)
+            if attempt.where is None:  # nobody has begun, or nobody who can be asked
+                future.cancel()
+                raise KeyboardInterrupt
+
+    def _note(self, message: Message) -> None:
+        if isinstance(message, Happened):
+            self._journal.note(message.event)
+        elif isinstance(message, Warned):
+            warnings.warn(message.warning, stacklevel=2)
+
+    # --- again ---
+
+    def _send_elsewhere(self, reason: str) -> None:
+        """Wait a little before a task is sent again, so that a worker which is busy may take it.
+
+        Raises:
+            TuningError: too many have refused it.
+        """
+        self._refusals.append(reason)
+        if len(self._refusals) > _MOST_REFUSALS:
+            listed = "; ".join(dict.fromkeys(self._refusals))
+            raise TuningError(
+                f"{self._task.inv.op_id}: the executor's workers do not take the task: {listed}. Give an executor "
+                "whose workers all have the device and the versions that the call is tuned for."
+            )
+        end = time.monotonic() + _BACK_OFF * len(self._refusals)
+        with interrupts_held_back() as interrupts:
+            while time.monotonic() < end and not interrupts and not self._cancellation.is_requested:
+                threading.Event().wait(_LOOK)
+        if self._cancellation.is_requested:
+            raise KeyboardInterrupt
+
+    def _survive(self, reason: str, attempt: _Attempt) -> None:
+        """Find out what is left to do of a task, and who must not be tried again.
+
+        A worker may be lost for many reasons that are none of a candidate's, so two must have been with it alone.
+
+        Raises:
+            TuningError: too many workers were lost.
+        """
+        self._deaths += 1
+        self._spent += attempt.seconds
+        where = f" ({attempt.where})" if attempt.where else ""
+        text = f"a worker was lost{where}: {reason}{named(attempt.accused)}"
+        if self._deaths >= _MOST_DEATHS:
+            raise TuningError(f"{self._task.inv.op_id}: given up after {self._deaths} workers were lost: {text}")
+        emit(WorkerRestarted(self._task.inv.key, text))
+        self._journal.suspect(attempt.accused)
+        if len(attempt.accused) != 1 or attempt.what.startswith(REFERENCE):
+            return
+        (culprit,) = attempt.accused
+        self._accusations[config_id(culprit)] += 1
+        most = _OUT_AFTER_RUNNING if self._journal.was_measured(culprit) else _OUT_AFTER
+        if self._accusations[config_id(culprit)] >= most:
+            self._journal.rule_out(culprit, f"it was alone under way when {most} workers were lost, the last: {reason}")
+
+    def _new_line(self) -> Line:
+        make: Callable[[], Line] = FolderLine if self._here else getattr(self._executor, "line", FolderLine)
+        return make()
+
+
+class _Attempt:
+    """A task with one worker.
+
+    Attributes:
+        line: To the worker.
+        where: Where it is, once it has begun.
+        what: What it is, or was last, at.
+        accused: The candidates that were under way then.
+    """
+
+    def __init__(self, line: Line, note: Callable[[Message], None]) -> None:
+        self.line = line
+        self.where: Location | None = None
+        self.what = ""
+        self.accused: list[Any] = []
+        self._note = note
+        self._times: list[float] = []
+
+    @property
+    def seconds(self) -> float:
+        """For how long it is known to have worked."""
+        return self._times[-1] - self._times[0] if self._times else 0.0
+
+    def listen(self) -> None:
+        """Take note of what was said."""
+        for said in self.line.heard():
+            self.take_note(unpickled(said))
+
+    def take_note(self, message: Message) -> None:
+        """Take note of a message."""
+        self._times = [*self._times[:1], time.monotonic()]
+        if isinstance(message, Arrived):
+            self.where = message.where
+        elif isinstance(message, Began):
+            self.what, self.accused = message.what, list(message.configs)
+        else:
+            self._note(message)
+
+
+def _scope() -> Scope:
+    """Return what is in force here, without what belongs to this process."""
+    here = current_scope()
+    changes = [
+        tuple((name, value) for name, value in change.changes if name != "executor")
+        for change in here.policies
+        if change.selector is None
+    ]
+    policies = tuple(PolicyChange(None, change) for change in changes if change)
+    return dataclasses.replace(here, policies=policies, recording=())
+
+
+def _sendable(task: TuningTask) -> TuningTask:
+    """Return a task that another machine can carry out: without an executor, and with its programs."""
+    return dataclasses.replace(
+        task,
+        policy=dataclasses.replace(task.policy, executor=None, devices=1, isolate=True),
+        programs=_in_memory(task.programs),
+        reference=_read(task.reference),
+        others=tuple(_with_code(other) for other in task.others),
+    )
+
+
+def _with_code(call: SharedCall) -> SharedCall:
+    return dataclasses.replace(call, programs=_in_memory(call.programs), reference=_read(call.reference))
+
+
+def _in_memory(programs: tuple[tuple[Any, Program], ...]) -> tuple[tuple[Any, Program], ...]:
+    return tuple((config, there) for config, program in programs if (there := _read(program)) is not None)
+
+
+def _read(program: Program | None) -> Program | None:
+    """Return a program with its code in memory; `None` if the file is gone, and the program is compiled anew."""
+    if program is None or not isinstance(program.code, CodeFile):
+        return program
+    try:
+        return dataclasses.replace(program, code=program.code.read())
+    except CandidateError as error:
+        warnings.warn(f"a candidate is compiled anew: {error}", TuningWarning, stacklevel=2)
+        return None

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller and whoever carries out its task say to each other meanwhile, beside the task and its answer.
+
+An executor brings a task to a worker and its answer back, and nothing else. A line lets progress be seen, and a search
+be asked for its end; and what it brought is not lost with the worker. Where the other end cannot be reached, all that
+is said comes with the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import secrets
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Wish(enum.IntEnum):
+    """What a caller wants of a search."""
+
+    GO_ON = 0
+    END = 1  # with the best so far
+    END_AT_ONCE = 2
+
+
+class LineEnd(Protocol):
+    """The end of a line that is sent with a task; it can be pickled."""
+
+    def connect(self) -> bool:
+        """Return whether the caller can be reached from this process."""
+
+    def say(self, message: bytes) -> None:
+        """Tell the caller something, in order."""
+
+    def wish(self) -> Wish:
+        """Return what the caller wants; of one that is gone, that it ends at once."""
+
+
+class Line(Protocol):
+    """The caller's end."""
+
+    @property
+    def end(self) -> LineEnd:
+        """What is sent with the task."""
+
+    def heard(self) -> Iterator[bytes]:
+        """Yield what was said since the last time."""
+
+    def tell(self, wish: Wish) -> None:
+        """Say what is wanted from now on."""
+
+    def close(self) -> None:
+        """Let go of it; whoever is still at the other end is to end at once."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FolderEnd:
+    """The other end of a `FolderLine`.
+
+    Attributes:
+        folder: The folder.
+        secret: What it holds, so that a folder of that name on another machine is not taken for it.
+    """
+
+    folder: Path
+    secret: str
+
+    def connect(self) -> bool:
+        """See `LineEnd`."""
+        try:
+            return (self.folder / "secret").read_text() == self.secret
+        except OSError:
+            return False
+
+    def say(self, message: bytes) -> None:
+        """See `LineEnd`."""
+        try:
+            with open(self.folder / "said", "ab", buffering=0) as file:
+                file.write(_LENGTH.pack(len(message)) + message)
+        except FileNotFoundError:  # nobody listens any more, which `wish` says
+            return
+
+    def wish(self) -> Wish:
+        """See `LineEnd`."""
+        if not self.folder.exists() or (self.folder / Wish.END_AT_ONCE.name).exists():
+            return Wish.END_AT_ONCE
+        return Wish.END if (self.folder / Wish.END.name).exists() else Wish.GO_ON
+
+
+class FolderLine:
+    """A folder that caller and worker both see: of processes of one machine, a temporary one."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ejkernel-line-"))  # nobody else may read or write there
+        secret = secrets.token_hex()
+        (self._folder / "secret").write_text(secret)
+        self._read = 0
+        self.end = FolderEnd(self._folder, secret)
+
+    def heard(self) -> Iterator[bytes]:
+        """See `Line`."""
+        try:
+            with open(self._folder / "said", "rb") as file:
+                file.seek(self._read)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        while len(new) >= _LENGTH.size:
+            whole = _LENGTH.size + _LENGTH.unpack_from(new)[0]
+            if len(new) < whole:  # the rest is being written, or never was
+                return
+            yield new[_LENGTH.size : whole]
+            self._read += whole
+            new = new[whole:]
+
+    def tell(self, wish: Wish) -> None:
+        """See `Line`."""
+        (self._folder / wish.name).touch()
+
+    def close(self) -> None:
+        """See `Line`."""
+        shutil.rmtree(self._folder, ignore_errors=True)
