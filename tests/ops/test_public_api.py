@@ -65,6 +65,7 @@ DOCUMENTED = [
     "Out",
     "Outcome",
     "PersistentCache",
+    "RayExecutor",
     "Resolution",
     "SearchFinished",
     "SearchStarted",

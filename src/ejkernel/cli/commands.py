@@ -33,6 +33,7 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 @click.option(
     "--devices", type=click.IntRange(min=1), metavar="COUNT", help="How many GPUs tune side by side, 1 by default."
 )
+@click.option("--ray", metavar="ADDRESS", help="Tune on the workers of a Ray cluster: auto, HOST:PORT, or local.")
 @click.option(
     "--compile-processes",
     type=click.IntRange(min=0),
@@ -72,6 +73,9 @@ def tune(**options: Any) -> int:
     process that has so many devices of the CPU; make the mesh in FUNCTION, not where the module is imported.
 
     Candidates run in a worker process, which one that crashes or never returns takes with it; the command goes on.
+    With --ray, the program is found and its calls are tuned by the workers of a Ray cluster, one device a call; they
+    must be able to import it, such as in a job of Ray with a working directory.
+
     With --compile-only they are compiled here for a device that is elsewhere, and measured there with --from (and with
     the same --shapes, if they share a configuration).
     """
@@ -86,6 +90,8 @@ def tune(**options: Any) -> int:
     options["devices"] = options["devices"] or 1
     if options["devices"] > 1 and options["in_process"]:
         raise click.UsageError("--devices does not go with --in-process: each device has a process of its own.")
+    if options["ray"] and (options["in_process"] or options["devices"] > 1 or options["mesh_devices"]):
+        raise click.UsageError("--ray does not go with --in-process, --devices and --mesh-devices.")
     if options["mesh_devices"] and (options["in_process"] or ":" not in options["target"]):
         raise click.UsageError("--mesh-devices is for MODULE:FUNCTION, and its calls are found in another process.")
     if not options["in_process"]:
@@ -99,7 +105,7 @@ def tune(**options: Any) -> int:
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     if output is None or bool(options["target"]) == bool(options["shapes"]):
         raise click.UsageError("--compile-only needs MODULE:FUNCTION, or --shapes, and --output.")
-    for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices"):
+    for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices", "ray"):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")
             raise click.UsageError(f"--{option} does not go with --compile-only, which measures and saves nothing.")

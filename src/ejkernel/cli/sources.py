@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import importlib
+import math
 import warnings
 from pathlib import Path
 
@@ -150,3 +152,25 @@ def find_for_mesh(source: Source, count: int) -> Found:
     """
     compat.have_cpu_devices(count)
     return find_sendable(source)
+
+
+def find_by_worker(source: Source) -> bytes:
+    """Have a worker process of this machine find the calls; return what `found_by` returns from it."""
+    from ejkernel.ops.autotuner.process.worker import WorkerStatus, pickled, shared_worker
+
+    with warnings.catch_warnings(record=True) as warned, shared_worker() as worker:
+        warnings.simplefilter("always")
+        doing = WorkerStatus(what="finding the calls", allowed=math.inf)
+        found: Found = worker.call(find_sendable, source, doing=doing)
+    return pickled((found, [warning.message for warning in warned]))
+
+
+def found_by(answer: concurrent.futures.Future[bytes]) -> Found:
+    """Return what `find_by_worker` has found elsewhere, and give its warnings."""
+    from ejkernel.ops.autotuner.process.serve import unpickled
+
+    found: Found
+    found, warned = unpickled(answer.result())
+    for warning in warned:
+        warnings.warn(warning, stacklevel=2)
+    return found

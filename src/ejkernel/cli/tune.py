@@ -20,7 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.sources import Source, find, find_for_mesh, find_sendable
+from ejkernel.cli.programs import look_here
+from ejkernel.cli.sources import Source, find, find_by_worker, find_for_mesh, find_sendable, found_by
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
@@ -40,6 +41,7 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import counted
 
 if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
     from ejkernel.ops.autotuner.process.worker import WorkerStatus
 
 _EQUAL = 1e-4  # by which weights may differ, that an entry has rounded
@@ -64,6 +66,7 @@ class TuneOptions:
     in_process: bool = False
     devices: int = 1
     mesh_devices: int | None = None
+    ray: str | None = None
     compile_processes: int | None = None
 
 
@@ -80,17 +83,24 @@ def run_tune(options: TuneOptions) -> None:
     from ejkernel.ops.autotuner.process.worker import worker_session
 
     with worker_session():
-        _run(options)
+        if options.ray is None:
+            _run(options)
+            return
+        look_here()  # before Ray tells its workers of this machine where modules are
+        from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
+
+        with RayExecutor(options.ray) as executor:
+            _run(options, executor)
 
 
-def _run(options: TuneOptions) -> None:
+def _run(options: TuneOptions, executor: RayExecutor | None = None) -> None:
     console = messages()
     store = PersistentCache(options.cache)
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
-        found = _find(options, store)
+        found = _find(options, store, executor)
     console.print(report.found(found.name, found.calls, found.device), soft_wrap=True)
     store.look_again()  # what others have tuned is not tuned here
     if options.dry_run:
@@ -99,7 +109,7 @@ def _run(options: TuneOptions) -> None:
         )
     else:
         _check_devices(options, found.device)
-        _tune_found(options, found, store, console)
+        _tune_found(options, found, store, console, executor)
     if found.empty and not found.calls:
         raise TuningError(found.empty)
 
@@ -122,12 +132,15 @@ def _check_devices(options: TuneOptions, device: str) -> None:
         )
 
 
-def _tune_found(options: TuneOptions, found: Found, store: PersistentCache, console: Console) -> None:
+def _tune_found(
+    options: TuneOptions, found: Found, store: PersistentCache, console: Console, executor: RayExecutor | None
+) -> None:
     sets = _sets(found)
     policy = AutotunePolicy(
         budget_s=options.budget,
         isolate=not options.in_process,
         devices=options.devices,
+        executor=executor,
         compile_processes=_processes(options, found.device),
         stale=usual_stale_policy(),
     )
@@ -155,13 +168,15 @@ def _tune_found(options: TuneOptions, found: Found, store: PersistentCache, cons
         raise TuningError("no call could be tuned; the warnings above say why.")
 
 
-def _find(options: TuneOptions, store: PersistentCache) -> Found:
+def _find(options: TuneOptions, store: PersistentCache, executor: RayExecutor | None) -> Found:
     if options.missed and store.path is None:
         raise ArgumentError("there is no home folder that notes could be in; choose a folder with --cache.")
     missed = store.path if options.missed else None
     source = Source.of(options.target, options.imports, missed=missed, bundle=options.bundle, shapes=options.shapes)
     if options.in_process:
         return find(source)
+    if executor is not None:  # whose workers have the device
+        return found_by(executor.submit(find_by_worker, source))
     from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
 
     # a program may take any time to lower, and Ctrl-C ends that
@@ -191,8 +206,8 @@ def _find_of_mesh(source: Source, count: int, finding: WorkerStatus) -> Found:
 
 
 def _processes(options: TuneOptions, device: str) -> int:
-    if options.compile_processes is not None:
-        return options.compile_processes
+    if options.compile_processes is not None or options.ray is not None:  # how many cores a node has is not known here
+        return options.compile_processes or 0
     from ejkernel.ops.autotuner.compile.processes import usual_processes  # imports multiprocessing
 
     return -(-usual_processes(Target.of(device)) // options.devices)

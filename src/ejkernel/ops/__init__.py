@@ -82,6 +82,7 @@ from ejkernel.ops.utils.storage.serialize import to_json as to_json
 from ejkernel.ops.utils.values.nameable import nameable as nameable
 
 if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor as RayExecutor
     from ejkernel.ops.autotuner.measure.measurement import Measurement as Measurement
     from ejkernel.ops.autotuner.measure.measurement import benchmark as benchmark
     from ejkernel.ops.autotuner.trials.events import CandidateFinished as CandidateFinished
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
 
 # What tunes, checks and compares is loaded when somebody asks for it: a program that only runs does not.
 _LAZY = {
+    "RayExecutor": "ejkernel.ops.autotuner.fleet.ray_executor",
     "Measurement": "ejkernel.ops.autotuner.measure.measurement",
     "benchmark": "ejkernel.ops.autotuner.measure.measurement",
     "CandidateFinished": "ejkernel.ops.autotuner.trials.events",
