@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 import threading
@@ -13,11 +14,6 @@ from pathlib import Path
 
 from ejkernel import settings
 from ejkernel.ops.errors import TuningError, TuningWarning
-
-try:
-    import fcntl
-except ImportError:  # no POSIX: there whoever starts several workers sees to it
-    fcntl = None  # type: ignore[assignment]
 
 _LOOK = 0.2  # seconds between two looks at whether a device is free
 _PATIENCE = 60.0  # seconds after which whoever waits says so
@@ -74,12 +70,11 @@ def leased(devices: Sequence[Device], is_asked_to_end: Callable[[], bool]) -> It
 
 
 def _is_locked(part: str, held: contextlib.ExitStack) -> bool:
-    if fcntl is None:
-        return True
-    # A lock of its own for each `open`: threads of one process exclude each other too.
-    file = held.enter_context(open(_folder() / f"{part.replace('/', '_')}.lock", "ab"))
+    # A lock of its own for each time that the file is opened: threads of one process exclude each other too.
+    lock = os.open(_folder() / f"{part.replace('/', '_')}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    held.callback(os.close, lock)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

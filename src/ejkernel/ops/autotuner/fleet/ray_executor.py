@@ -55,9 +55,7 @@ class RayExecutor(concurrent.futures.Executor):
             _connect(self._ray, address)
         gpus = float("GPU" in self._ray.cluster_resources()) if num_gpus is None else num_gpus
         cpus = (1.0 if gpus else _cores_of_a_node(self._ray)) if num_cpus is None else num_cpus
-        self._remote = self._ray.remote(_called).options(
-            num_cpus=cpus, num_gpus=gpus, **{**options, "max_retries": 0}
-        )
+        self._remote = self._ray.remote(_called).options(num_cpus=cpus, num_gpus=gpus, **{**options, "max_retries": 0})
         self._lock = threading.Lock()
         self._pending: set[concurrent.futures.Future[Any]] = set()
         self._is_shut_down = False
@@ -104,6 +102,7 @@ class RayExecutor(concurrent.futures.Executor):
             if self._mailbox is None:
                 self._mailbox = self._ray.remote(_Mailbox).options(num_cpus=0, max_restarts=-1).remote()
             return RayLine(self._mailbox)
+
 
 def _ray() -> Any:
     try:

@@ -31,9 +31,7 @@ from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.errors import DeviceLostError, TuningError
 
 
-def tune_isolated(
-    task: TuningTask, *, watch: Callable[[str, Sequence[Any]], object] = lambda *_: None
-) -> AutotuneData:
+def tune_isolated(task: TuningTask, *, watch: Callable[[str, Sequence[Any]], object] = lambda *_: None) -> AutotuneData:
     """Carry out a task in a worker process, and go on in a new one as often as a candidate ends it.
 
     Args:

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a task that an executor brings to others, who here do as they are told."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+from concurrent.futures.process import BrokenProcessPool
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.ops.faulty_kernels import BEST, HEURISTIC, SHAPE, plain
+
+from ejkernel.ops.autotuner.compile.bundles import BundledCall, BundledCandidate
+from ejkernel.ops.autotuner.fleet import dispatch
+from ejkernel.ops.autotuner.fleet.lines import Wish
+from ejkernel.ops.autotuner.fleet.place import Answer, Arrived, Location, Refused
+from ejkernel.ops.autotuner.process.messages import Began, Happened, Raised, Returned, Warned
+from ejkernel.ops.autotuner.process.serve import pickled, unpickled
+from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot
+from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, WorkerRestarted, on_event
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
+from ejkernel.ops.config.policy import AutotunePolicy, policy_override
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import ConfigError, TuningError, TuningWarning
+from ejkernel.ops.execution.offline import tune_invocations
+from ejkernel.ops.utils.storage.sealed import digest_of
+
+CALL = Invocation(kernel=plain, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),)).abstract()
+OUTCOMES = (Outcome(config=HEURISTIC, status="measured"), Outcome(config=BEST, status="measured"))
+FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0)
+THERE = Location("elsewhere", 7)
+
+
+class Told(concurrent.futures.Executor):
+    """Each task is carried out by the next of some functions of its assignment, which return an outcome, or raise."""
+
+    def __init__(self, *workers):
+        self.workers = list(workers)
+        self.assignments = []
+
+    def submit(self, function, sent):
+        future = concurrent.futures.Future()
+        assignment = unpickled(sent).args[0]
+        self.assignments.append(assignment)
+        try:
+            came_out = self.workers.pop(0)(assignment)
+            if came_out is None:  # nobody has begun
+                return future
+            future.set_result(pickled(came_out if isinstance(came_out, Answer) else Answer(came_out)))
+        except RuntimeError as error:
+            future.set_exception(error)
+        return future
+
+
+def say(assignment, *messages):
+    for message in (Arrived(THERE), *messages):
+        assignment.end.say(pickled(message))
+
+
+def find(assignment):
+    say(assignment, Happened(SearchStarted(CALL.key, 2, HEURISTIC)))
+    return Returned(FOUND)
+
+
+def is_lost_with(*configs, what="running"):
+    def lose(assignment):
+        say(assignment, Happened(SearchStarted(CALL.key, 2, HEURISTIC)), Began(what, list(configs), 0.0))
+        raise BrokenProcessPool("a process ended")
+
+    return lose
+
+
+def refuse(assignment):
+    return Refused("it has gpu:abacus, and the call is for a gpu:slide_rule")
+
+
+def tuned_by(*workers, calls=(CALL,), **options):
+    executor = Told(*workers)
+    chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
+    return tune_invocations(chain, calls, **options), chain, executor
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(dispatch, "_BACK_OFF", 0.0)
+    monkeypatch.setattr(dispatch, "_LOOK", 0.001)
+
+
+def test_what_is_found_elsewhere_is_remembered_here():
+    result, chain, _ = tuned_by(find)
+    assert [entry.cfg for entry in result.entries] == [BEST]
+    assert chain.cache.get(CALL.key) == BEST
+
+
+def test_calls_are_sent_side_by_side_and_come_back_in_order():
+    other = Invocation(kernel=plain, args=(jax.ShapeDtypeStruct((8, 8), jnp.float32),)).abstract()
+
+    together = threading.Barrier(2)
+
+    def wait_for_both(assignment):
+        together.wait(60)
+        return Returned(FOUND)
+
+    result, _, executor = tuned_by(wait_for_both, wait_for_both, calls=[CALL, other])
+    assert [data.inv.key for data in result.searches] == [CALL.key, other.key]
+    assert len(executor.assignments) == 2
+
+
+def test_what_belongs_to_this_process_stays_here():
+    executor = Told(find)
+    chain = ConfigSelectorChain(policy=AutotunePolicy(devices=3))
+    with policy_override(executor=executor, budget_s=9.0):
+        tune_invocations(chain, [CALL])
+    (sent,) = executor.assignments
+    assert (sent.task.policy.executor, sent.task.policy.devices, sent.task.policy.budget_s) == (None, 1, 9.0)
+    assert [change.changes for change in sent.scope.policies] == [(("budget_s", 9.0),)]
+
+
+def test_a_lost_worker_s_task_is_sent_again_and_the_loss_is_an_event():
+    events = []
+    with on_event(events.append):
+        result, _, executor = tuned_by(is_lost_with(HEURISTIC, BEST), find)
+    assert [entry.cfg for entry in result.entries] == [BEST]
+    (lost,) = [event for event in events if isinstance(event, WorkerRestarted)]
+    assert lost.reason.startswith("a worker was lost (process 7 on elsewhere): BrokenProcessPool: a process ended: ")
+    assert sum(isinstance(event, SearchStarted) for event in events) == 1
+    assert executor.assignments[1].task.suspects == (HEURISTIC, BEST)
+
+
+def test_a_candidate_that_was_alone_with_two_lost_workers_is_out():
+    _, _, executor = tuned_by(is_lost_with(BEST), is_lost_with(BEST), find)
+    (out,) = executor.assignments[2].task.known
+    assert (out.config, out.status) == (BEST, "crashed")
+    assert "alone under way when 2 workers were lost" in out.reason
+
+
+def test_candidates_that_were_not_alone_are_not_to_blame():
+    several = is_lost_with(HEURISTIC, BEST)
+    _, _, executor = tuned_by(several, several, is_lost_with(BEST, what="running the reference"), find)
+    assert executor.assignments[3].task.known == ()
+
+
+def test_a_candidate_that_was_timed_before_is_out_with_the_third_worker():
+    def lose(assignment):
+        done = Happened(CandidateFinished(CALL.key, Outcome(config=BEST, status="measured")))
+        say(assignment, done, Began("confirming", [BEST], 0.0))
+        raise BrokenProcessPool
+
+    _, _, executor = tuned_by(lose, lose, lose, find)
+    assert [[o.status for o in sent.task.known] for sent in executor.assignments] == [
+        [],
+        ["measured"],
+        ["measured"],
+        ["crashed"],
+    ]
+
+
+def test_a_task_that_loses_ten_workers_is_given_up():
+    with pytest.warns(TuningWarning, match="plain: given up after 10 workers were lost"):
+        result, _, _ = tuned_by(*[is_lost_with()] * 10)
+    assert len(result) == 0
+
+
+def test_a_task_that_is_refused_is_sent_again():
+    result, _, executor = tuned_by(refuse, refuse, find)
+    assert [entry.cfg for entry in result.entries] == [BEST]
+    assert len(executor.assignments) == 3
+
+
+def test_a_task_that_nobody_takes_is_not_tuned_and_the_reason_is_told_once():
+    refusals = r"do not take the task: it has gpu:abacus, and the call is for a gpu:slide_rule\. Give an executor"
+    with pytest.warns(TuningWarning, match=refusals):
+        result, chain, _ = tuned_by(*[refuse] * 6)
+    assert len(result) == 0
+    assert CALL.key not in chain.cache
+
+
+def test_what_goes_wrong_in_a_search_is_not_tried_again():
+    with pytest.warns(TuningWarning, match="none of 2 candidates"):
+        _, _, executor = tuned_by(lambda assignment: Raised(TuningError("plain: none of 2 candidates")))
+    assert len(executor.assignments) == 1
+
+
+def test_what_could_not_be_said_before_comes_with_the_answer():
+    events = []
+    said = (Happened(SearchStarted(CALL.key, 2, HEURISTIC)), Warned(TuningWarning("it is odd")))
+    with on_event(events.append), pytest.warns(TuningWarning, match="it is odd"):
+        tuned_by(lambda assignment: Answer(Returned(FOUND), said))
+    assert SearchStarted(CALL.key, 2, HEURISTIC) in events
+
+
+def test_a_kernel_that_cannot_be_sent_is_a_warning_that_says_what_to_do():
+    class Inner(type(plain)):
+        pass
+
+    call = Invocation(kernel=Inner("inner"), args=CALL.args).abstract()
+    with pytest.warns(TuningWarning, match=r"cannot be sent to a worker process.*at the top of a module.*no executor"):
+        tuned_by(find, calls=[call])
+
+
+def test_an_executor_must_submit():
+    with pytest.raises(ConfigError, match=r"executor must be a concurrent\.futures\.Executor.*got 3"):
+        AutotunePolicy(executor=3)
+
+
+# --- Ctrl-C ---
+
+
+def asked_to_end(*workers, at_once=False):
+    slot = WorkerSlot()
+    slot.cancellation.request()
+    slot.is_closed = at_once
+    with in_slot(slot):
+        return tuned_by(*workers)
+
+
+def test_what_nobody_has_begun_is_cancelled():
+    with pytest.raises(KeyboardInterrupt):
+        asked_to_end(lambda assignment: None)
+
+
+def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
+    wishes = []
+
+    class Asked(Told):
+        def submit(self, function, sent):
+            assignment, future = unpickled(sent).args[0], concurrent.futures.Future()
+            say(assignment)
+
+            def work():
+                while assignment.end.wish() == Wish.GO_ON:
+                    pass
+                wishes.append(assignment.end.wish())
+                return pickled(Answer(Returned(dataclasses.replace(FOUND, interrupted=True))))
+
+            self.pool = concurrent.futures.ThreadPoolExecutor(1)
+            future = self.pool.submit(work)
+            self.pool.shutdown(wait=False)
+            return future
+
+    slot = WorkerSlot()
+    slot.cancellation.request()
+    chain = ConfigSelectorChain(policy=AutotunePolicy(executor=Asked()))
+    with in_slot(slot), pytest.raises(KeyboardInterrupt):
+        tune_invocations(chain, [CALL])
+    assert wishes == [Wish.END]
+    assert chain.cache.get(CALL.key) == BEST
+
+
+def test_a_second_ctrl_c_waits_for_nobody():
+    with pytest.raises(KeyboardInterrupt):
+        asked_to_end(say, at_once=True)
+
+
+# --- programs that were compiled before ---
+
+
+def test_programs_travel_with_their_code_and_one_whose_file_is_gone_is_compiled_anew(tmp_path):
+    (tmp_path / "0-0.bin").write_bytes(b"code")
+    here = Program(code=CodeFile(tmp_path / "0-0.bin", digest_of(b"code")))
+    gone = Program(code=CodeFile(tmp_path / "0-1.bin", digest_of(b"code")))
+    candidates = [
+        BundledCandidate(outcome=Outcome(config=config, status="ready"), program=program)
+        for config, program in ((HEURISTIC, here), (BEST, gone))
+    ]
+    compiled = {CALL.key: BundledCall(description=CALL.description, candidates=tuple(candidates), reference=here)}
+    with pytest.warns(TuningWarning, match=r"compiled anew: its program 0-1\.bin is not there"):
+        _, _, executor = tuned_by(find, compiled=compiled)
+    task = executor.assignments[0].task
+    assert [(config, program.code) for config, program in task.programs] == [(HEURISTIC, b"code")]
+    assert task.reference.code == b"code"

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks in the processes and threads of executors: lines, devices that are taken in turns, and whole searches."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tests.ops import faulty_kernels
+from tests.ops.faulty_kernels import BEST, SHAPE
+
+from ejkernel.ops import RayExecutor
+from ejkernel.ops.autotuner.fleet import dispatch
+from ejkernel.ops.autotuner.fleet.leases import devices_of, leased
+from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine, Wish
+from ejkernel.ops.autotuner.fleet.place import Assignment, Location, Refused, tune_at_place, versions
+from ejkernel.ops.autotuner.process.messages import Happened
+from ejkernel.ops.autotuner.tasks.task import TuningTask
+from ejkernel.ops.autotuner.trials.events import SearchStarted, on_event
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.core.context import Scope
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.errors import ConfigError, TuningWarning
+from ejkernel.ops.execution.offline import tune_invocations
+
+
+def call_of(kernel, size=SHAPE[0], **more):
+    return Invocation(kernel=kernel, args=(jax.ShapeDtypeStruct((size, size), jnp.float32),), **more).abstract()
+
+
+# --- lines ---
+
+
+@pytest.fixture
+def line():
+    made = FolderLine()
+    yield made
+    made.close()
+
+
+def test_what_is_said_is_heard_once_and_in_order(line):
+    line.end.say(b"one")
+    line.end.say(b"")
+    assert list(line.heard()) == [b"one", b""]
+    line.end.say(b"two")
+    assert list(line.heard()) == [b"two"]
+    assert list(line.heard()) == []
+
+
+def test_half_a_message_is_heard_when_it_is_whole(line):
+    line.end.say(b"whole")
+    said = line.end.folder / "said"
+    data = said.read_bytes()
+    said.write_bytes(data[:-2])
+    assert list(line.heard()) == []
+    said.write_bytes(data)
+    assert list(line.heard()) == [b"whole"]
+
+
+def test_a_wish_holds_until_a_stronger_one_comes(line):
+    assert line.end.wish() == Wish.GO_ON
+    line.tell(Wish.END)
+    assert line.end.wish() == Wish.END
+    line.tell(Wish.END_AT_ONCE)
+    assert line.end.wish() == Wish.END_AT_ONCE
+
+
+def test_whoever_is_left_at_a_closed_line_is_to_end_at_once(line):
+    line.close()
+    line.end.say(b"anybody?")
+    assert line.end.wish() == Wish.END_AT_ONCE
+
+
+def test_a_folder_of_that_name_on_another_machine_is_no_line(line):
+    assert line.end.connect()
+    assert not FolderEnd(line.end.folder, "another").connect()
+    assert not FolderEnd(line.end.folder / "none", line.end.secret).connect()
+
+
+# --- devices in turns ---
+
+
+def test_gpus_are_those_that_the_process_may_see(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-7")
+    assert [device.environ for device in devices_of("gpu")] == [
+        {"CUDA_VISIBLE_DEVICES": "5"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-7"},
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices_of("gpu") == []
+
+
+def test_a_device_is_one_thread_s_at_a_time_and_the_next_takes_another(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    gpus = devices_of("gpu")
+    with leased(gpus, lambda: False) as first, leased(gpus, lambda: False) as second:
+        assert [first.name, second.name] == ["gpu-0", "gpu-1"]
+        with pytest.raises(KeyboardInterrupt), leased(gpus, lambda: True):
+            pass
+    with leased(gpus, lambda: True) as again:
+        assert again.name == "gpu-0"
+
+
+def test_processors_that_have_a_core_in_common_take_turns(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    both = devices_of("cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2})
+    others = devices_of("cpu")
+    with leased(both, lambda: True), pytest.raises(KeyboardInterrupt), leased(others, lambda: True):
+        pass
+
+
+# --- who takes a task ---
+
+
+def assignment_of(call, line, **changes):
+    task = TuningTask(inv=call, policy=AutotunePolicy(isolate=True))
+    given = {"versions": versions(), "caller": Location.here(), **changes}
+    return Assignment(task=task, scope=Scope(), end=line.end, **given)
+
+
+def test_a_worker_with_another_jax_refuses(line):
+    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line, versions=("0.1", "0.2")))
+    assert isinstance(answer.outcome, Refused)
+    assert answer.outcome.reason.endswith("and the caller JAX 0.1 and jaxlib 0.2")
+
+
+def test_a_worker_that_sees_no_gpu_refuses_a_call_for_one(line, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="gpu:abacus"), line))
+    assert answer.outcome.reason.endswith("sees no GPU, and the call is for gpu:abacus")
+
+
+@pytest.mark.slow
+def test_a_worker_with_another_device_refuses(line):
+    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="cpu:abacus_x7"), line))
+    assert answer.outcome.reason.endswith("and the call is for cpu:abacus_x7")
+
+
+# --- whole searches ---
+
+CALLS = [call_of(faulty_kernels.plain, size) for size in (32, 64)]
+
+
+def tuned_by(executor, calls, cache=None):
+    chain = ConfigSelectorChain(persistent=cache, policy=AutotunePolicy(executor=executor))
+    return tune_invocations(chain, calls)
+
+
+def spawned(count):
+    return concurrent.futures.ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+
+
+@pytest.mark.slow
+def test_a_process_pool_finds_the_same_winners_and_the_caller_saves_them(tmp_path):
+    cache, events = PersistentCache(tmp_path / "cache"), []
+    calls = [*CALLS, call_of(faulty_kernels.plain, 16)]
+    with spawned(2) as executor, on_event(events.append):
+        result = tuned_by(executor, calls, cache)
+        assert executor.submit(os.getpid).result()  # it was not shut down, or broken
+    assert [entry.cfg for entry in result.entries] == [BEST] * 3
+    assert {call.key for call in calls} == {key for key, _ in cache.entries()}
+    assert sum(isinstance(event, SearchStarted) for event in events) == 3
+
+
+@pytest.mark.slow
+def test_threads_have_a_worker_process_each_turn():
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        result = tuned_by(executor, CALLS)
+    assert [entry.cfg for entry in result.entries] == [BEST] * 2
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_what_a_broken_pool_leaves_is_tuned_here():
+    ended = threading.Event()
+
+    def end(event):
+        if isinstance(event, SearchStarted) and not ended.is_set():
+            ended.set()
+            for process in list(executor._processes.values()):
+                process.kill()
+
+    executor = spawned(1)
+    text = "the executor takes no more tasks, and the rest is tuned in this process: BrokenProcessPool"
+    with on_event(end), pytest.warns(TuningWarning, match=text):
+        result = tuned_by(executor, CALLS)
+    executor.shutdown()
+    assert [entry.cfg for entry in result.entries] == [BEST] * 2
+
+
+# --- Ray ---
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"Ray is not installed .*pip install 'ejkernel-ops\[ray\]'"):
+        RayExecutor()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster of this machine with two workers, of which nobody else hears."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ejkernel-ops[ray]'")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        for name, value in (("RAY_AUTH_MODE", "disabled"), ("RAY_USAGE_STATS_ENABLED", "0")):
+            patch.setenv(name, value)
+        warnings.simplefilter("ignore")  # it forks, and leaves files open
+        ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+        yield ray
+        ray.shutdown()
+
+
+@pytest.mark.slow
+def test_a_ray_worker_that_is_killed_loses_nothing(cluster, monkeypatch):
+    take_note, killed, reasons = dispatch._Attempt.take_note, [], []
+
+    def kill_the_first(attempt, message):
+        take_note(attempt, message)
+        if isinstance(message, Happened) and not killed:
+            killed.append(attempt.where)
+            os.kill(attempt.where.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(dispatch._Attempt, "take_note", kill_the_first)
+    with RayExecutor("auto", num_cpus=2) as executor, on_event(lambda e: reasons.append(getattr(e, "reason", ""))):
+        result = tuned_by(executor, CALLS)
+    assert [entry.cfg for entry in result.entries] == [BEST] * 2
+    assert f"a worker was lost ({killed[0]}): WorkerCrashedError" in "".join(reasons)
+    assert cluster.is_initialized()  # whoever has started it ends it
+
+
+@pytest.mark.slow
+def test_a_future_of_ray_brings_results_and_errors_and_can_be_cancelled(cluster):
+    executor = RayExecutor("auto", num_cpus=2)
+    assert executor.submit(divmod, 7, 2).result() == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        executor.submit(divmod, 7, 0).result()
+    waiting = executor.submit(divmod, 7, 2)
+    assert waiting.cancel() or waiting.done()
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="the executor was shut down"):
+        executor.submit(divmod, 7, 2)
