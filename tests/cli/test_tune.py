@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `ejkernel` command, as a person types it."""
 
+import concurrent.futures
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
 from ejkernel.ops.autotuner.bench import timing
+from ejkernel.ops.autotuner.fleet import ray_executor
 from ejkernel.ops.autotuner.tasks import in_process
 from ejkernel.ops.autotuner.tasks.run import TuningRun
 from ejkernel.ops.config import staleness
@@ -449,3 +451,42 @@ def test_show_of_an_empty_folder_says_so_and_is_a_failure(tmp_path, capsys):
     assert status == 1
     assert "Nothing is saved" in out
     assert run(capsys, "show", "--json", "--cache", str(tmp_path))[:2] == (1, "[]\n")
+
+
+@pytest.fixture
+def ray_of_one(monkeypatch):
+    """Stands in for a cluster: a thread of this process."""
+
+    class Thread(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, address):
+            addresses.append(address)
+            super().__init__(1)
+
+    addresses = []
+    monkeypatch.setattr(ray_executor, "RayExecutor", Thread)
+    return addresses
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_workers_of_a_cluster_find_the_calls_and_tune_them(program, capsys, ray_of_one):
+    (program / "program.py").write_text(PROGRAM + "\n\nimport warnings\nwarnings.warn('imported')")
+    status, out, err = run(capsys, "tune", "--ray", "head:6379", "program:forward", "--cache", "saved")
+    assert "warning: imported" in err
+    assert (status, ray_of_one) == (0, ["head:6379"])
+    assert "1 wrong, 1 failed" in out
+    assert "1 of 1 call tuned" in err
+    assert len(list((program / "saved").rglob("*.json"))) == 1
+
+
+@pytest.mark.parametrize("other", [("--in-process",), ("--devices", "2"), ("--mesh-devices", "2")])
+def test_a_cluster_s_workers_are_not_this_process_s(capsys, other):
+    status, _, err = run(capsys, "tune", "program:forward", "--ray", "auto", *other)
+    assert status == 2
+    assert "--ray does not go with --in-process, --devices and --mesh-devices" in err
+
+
+def test_without_ray_the_command_says_what_to_install(program, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    status, _, err = run(capsys, "tune", "program:forward", "--ray", "auto", "--cache", "saved")
+    assert status == 1
+    assert "Ray is not installed" in err

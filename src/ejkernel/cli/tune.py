@@ -20,7 +20,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.programs import look_here
 from ejkernel.cli.sources import Source, find, find_by_worker, find_for_mesh, find_sendable, found_by
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
@@ -83,24 +82,31 @@ def run_tune(options: TuneOptions) -> None:
     from ejkernel.ops.autotuner.process.worker import worker_session
 
     with worker_session():
-        if options.ray is None:
-            _run(options)
-            return
-        look_here()  # before Ray tells its workers of this machine where modules are
-        from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
-
-        with RayExecutor(options.ray) as executor:
-            _run(options, executor)
+        _run(options)
 
 
-def _run(options: TuneOptions, executor: RayExecutor | None = None) -> None:
-    console = messages()
+def _run(options: TuneOptions) -> None:
     store = PersistentCache(options.cache)
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
+    source = _source(options, store)
+    with _executor_of(options) as executor:  # after modules can be found, which Ray tells its workers on this machine
+        _find_and_tune(options, source, store, executor)
+
+
+def _executor_of(options: TuneOptions) -> contextlib.AbstractContextManager[RayExecutor | None]:
+    if options.ray is None:
+        return contextlib.nullcontext()
+    from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
+
+    return RayExecutor(options.ray)
+
+
+def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache, executor: RayExecutor | None) -> None:
+    console = messages()
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
-        found = _find(options, store, executor)
+        found = _find(options, source, executor)
     console.print(report.found(found.name, found.calls, found.device), soft_wrap=True)
     store.look_again()  # what others have tuned is not tuned here
     if options.dry_run:
@@ -168,11 +174,14 @@ def _tune_found(
         raise TuningError("no call could be tuned; the warnings above say why.")
 
 
-def _find(options: TuneOptions, store: PersistentCache, executor: RayExecutor | None) -> Found:
+def _source(options: TuneOptions, store: PersistentCache) -> Source:
     if options.missed and store.path is None:
         raise ArgumentError("there is no home folder that notes could be in; choose a folder with --cache.")
     missed = store.path if options.missed else None
-    source = Source.of(options.target, options.imports, missed=missed, bundle=options.bundle, shapes=options.shapes)
+    return Source.of(options.target, options.imports, missed=missed, bundle=options.bundle, shapes=options.shapes)
+
+
+def _find(options: TuneOptions, source: Source, executor: RayExecutor | None) -> Found:
     if options.in_process:
         return find(source)
     if executor is not None:  # whose workers have the device
