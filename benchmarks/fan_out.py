@@ -160,6 +160,7 @@ def two_nodes() -> Iterator[None]:
     """Have a cluster of two nodes, each of which has a core of this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # or whatever else the machine does comes first
     from ray.cluster_utils import Cluster
 
     before = os.sched_getaffinity(0)

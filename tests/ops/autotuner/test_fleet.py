@@ -215,8 +215,8 @@ def cluster():
     """A cluster of this machine with two workers, of which nobody else hears."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ejkernel-ops[ray]'")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        for name, value in (("RAY_AUTH_MODE", "disabled"), ("RAY_USAGE_STATS_ENABLED", "0")):
-            patch.setenv(name, value)
+        for name, value in {"AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}.items():
+            patch.setenv(f"RAY_{name}", value)
         warnings.simplefilter("ignore")  # it forks, and leaves files open
         ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
         yield ray
