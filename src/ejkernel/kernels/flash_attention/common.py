@@ -240,7 +240,11 @@ def describe(
 
 
 def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: Rules) -> jax.Array | None:
-    """Return `[queries, keys]`, true where the rules let a query see a key; `None` if they let it see every key."""
+    """Return `[queries, keys]`, true where the rules let a query see a key; `None` if they let it see every key.
+
+    Positions are those of the arrays, whatever the lengths of an example: with lengths' ends aligned it would be known
+    only as the program runs which blocks a causal mask hides.
+    """
     ahead = key_positions[None, :] - query_positions[:, None]
     visible = None if rules.right is None else ahead <= rules.right
     if rules.left is None:

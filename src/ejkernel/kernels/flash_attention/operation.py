@@ -30,9 +30,9 @@ class FlashAttentionConfig(OperationConfig):
     """How one call of `flash_attention` runs, forward or backward.
 
     Attributes:
-        implementation: Which implementation runs: `xla`, `cudnn` or `cudnn_packed`.
-        fwd: Its parameters for the forward; `None`: its heuristic's. Those of `xla` are `FwdParams`.
-        bwd: Its parameters for the backward, likewise. Those of `xla` are `BwdParams`.
+        implementation: Which implementation runs, one of `FlashAttention.implementations`.
+        fwd: Its parameters for the forward, such as `FwdParams` of `xla`; `None`: its heuristic's.
+        bwd: Its parameters for the backward, such as `BwdParams` of `xla`; likewise.
     """
 
     implementation: str = "xla"

@@ -3,6 +3,11 @@
 
 The first process that lowers a call decides: it puts its configuration into the key-value store of JAX's coordination
 service, unless one is there; the others take what is there. Nobody waits for another process.
+
+What is sent is plain data, and all processes decode it, also the one that decided: so all have the same, and what does
+not survive it is found where it is decided. It must run as well: a saved configuration is traced before it is offered,
+because the heuristic cannot stand in for it later. Calls without a key are not agreed on, for their heuristic is the
+same everywhere, nor is `cfg=`, which the digest has all the same.
 """
 
 from __future__ import annotations
