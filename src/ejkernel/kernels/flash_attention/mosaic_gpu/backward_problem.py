@@ -123,6 +123,7 @@ class Problem:
             keys_per_block: Keys in a tile, or in a block that all its tiles share.
             walks_queries: Whether the tiles are those of a block of keys, in the order of the queries.
         """
+        # Copies fill up with zeros what lies behind the last key, and a score of zero would have a weight.
         tail, rules = self.key_lengths or self.keys % keys_per_block != 0, self.rules
         by_end, by_start = self.segments or rules.right is not None, self.segments or rules.left is not None
         # Blocks of keys that have no tile without a mask have all of them before, blocks of queries all of them after.
