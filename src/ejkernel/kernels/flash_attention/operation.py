@@ -103,6 +103,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             "implementation": requested,
         }
         more = arguments.canonical_more(**more)
+        # Without the two of them there is no order to speak of, and equal calls have one key.
         if cap is None or bias is None:
             more.pop("soft_cap_after_bias", None)
         return _without_trailing(arrays), options | more | ({"dropout_rate": rate} if rate else {})
@@ -202,6 +203,8 @@ def _all_arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _without_trailing(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     given = max((index for index, array in enumerate(arrays) if array is not None), default=0)
+    # The first six have been arguments from the start; those that came later are left out where they say nothing, so
+    # that keys of before stay.
     return arrays[: max(6, given + 1)]
 
 
