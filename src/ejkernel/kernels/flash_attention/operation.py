@@ -44,6 +44,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     Forward and backward are configured apart, and any forward goes with any backward.
     """
 
+    # In this order where none of those that run a call is to be preferred.
     implementations = Implementations(
         {
             "cudnn": LazyImplementation(f"{__package__}.cudnn:Cudnn", platforms=("gpu",)),

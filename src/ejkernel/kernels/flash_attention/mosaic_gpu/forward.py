@@ -32,6 +32,7 @@ def forward(
 
     operands, by_row = _without_row_terms(lengths_as_segments(unify_varying(operands)), rules)
     plan = plan_of(describe(operands, rules), params)
+    # Copies move whole tiles; `padded_dim(1)` is what all widths that the kernel has are multiples of.
     query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, padded_dim(1)) for x in operands[:3])
     types = Outputs(
         jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),

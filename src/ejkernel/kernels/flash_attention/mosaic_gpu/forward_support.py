@@ -79,6 +79,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
         return persistent or query_buffers == 1
 
     either = (False, True)
+    # The guess is among what is tried, whatever it had to fall back to.
     few = heuristic(call)
     return ConfigSpace(
         {
