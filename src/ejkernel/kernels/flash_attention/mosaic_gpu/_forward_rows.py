@@ -221,8 +221,7 @@ class Rows:
 
     def _await_turn(self) -> None:
         if self.params.ping_pong:
-            # Without turns warpgroups compute their softmax at the same time, and the tensor core waits: 8 % of that
-            # forward.
+            # Without turns all compute their softmax at the same time, and that forward took 8 % longer.
             mgpu.barrier_wait(self.wait.turn.at[self.warpgroup])
 
     def _pass_turn(self) -> None:

@@ -147,6 +147,7 @@ class KeyBlockKernel:
         buffers: dict[str, Any] = {}
         for name, buffer in key_block_buffers(self.problem, params).items():
             dtype = jnp.float32 if buffer.itemsize == 4 else self.problem.dtype
+            # The bias's 16 bits may be of the other kind than the query's.
             dtype = self.problem.bias_dtype if name == "bias" else dtype
             flat = name in ("shift", "delta")
             buffers[name] = plgpu.SMEM(buffer.shape, dtype) if flat else tiled(buffer.shape, dtype, buffer.columns)
