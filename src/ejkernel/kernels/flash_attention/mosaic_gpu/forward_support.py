@@ -149,7 +149,7 @@ def _arguments_reason(call: AttentionCall) -> str | None:
         return f"head_dim is {widest}, and 'mosaic_gpu' takes up to 256; use 'xla'."
     if 0 in (*call.query, *call.key):
         return "an array without elements is left to 'xla'."
-    # The maximum is looked for before the scale comes in, which has to leave it the maximum.
+    # Without a bias the maximum is looked for before the scale comes in, which has to leave it the maximum.
     if call.rules.scale <= 0:
         return f"scale must be positive for 'mosaic_gpu', got {call.rules.scale}; use 'xla'."
     return None
