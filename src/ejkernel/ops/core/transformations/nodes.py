@@ -232,6 +232,8 @@ class Forward:
             return self._custom_vjp(choice)
         if has_residual_form(kernel):
             return self._vjp_through_residuals(choice)
+        # Of `run`, and not of the jaxpr that its types came from: the small jitted functions that it calls JAX has
+        # differentiated before; a jaxpr has them inlined, and takes three times as long.
         return autodiff_vjp(self.flat(choice), count)
 
     def _custom_vjp(self, choice: Choice) -> Flat:
@@ -340,5 +342,7 @@ def _fit(op: str, index: int, primal: jax.Array, gradient: Any) -> jax.Array | N
             f"{op}: the gradient of array {index} must have the array's shape {primal.shape}, got "
             f"{jnp.shape(gradient)}."
         )
+    # Of an argument that is the same on all devices of a `shard_map` each device has found another gradient: it is the
+    # sum of them.
     fitted: jax.Array = compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
     return fitted
