@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 
-from ejkernel import settings
 from ejkernel.ops.autotuner.fleet.leases import Device, devices_of, leased
 from ejkernel.ops.autotuner.fleet.lines import LineEnd, Wish
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
@@ -124,7 +123,6 @@ def tune_at_place(assignment: Assignment) -> Answer:
     is_local = assignment.caller == Location.here()
     if not is_local:
         _leave_interrupts_to(assignment.caller)
-        settings.share_device({})
     if voice.wish() != Wish.GO_ON:
         return Answer(Raised(sendable(KeyboardInterrupt())))
     outcome: Message

@@ -194,8 +194,8 @@ def pickled(value: object) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """Return what our own parent or child has pickled."""
-    return pickle.loads(data)  # noqa: S301 - nobody else writes to their pipe
+    """Return what our own parent or child has pickled, or the other end of a task that an executor has brought."""
+    return pickle.loads(data)  # noqa: S301 - nobody else writes to what is between them
 
 
 def _unsendable(error: BaseException) -> TuningError:

@@ -6,7 +6,7 @@ was found out so far, ends a worker that shows no sign of life, and lets a new o
 to blame. It is not a process pool's worker, because a pool does not say what its worker was at; and one serves a whole
 session, because to start JAX and a device takes seconds.
 
-Tasks and answers are pickled: they go between a process and its own child, and nowhere else.
+Tasks and answers are pickled: here they go between a process and its own child, and nowhere else (but see `fleet`).
 """
 
 from __future__ import annotations
