@@ -84,7 +84,7 @@ def test_whoever_is_left_at_a_closed_line_is_to_end_at_once(line):
 def test_a_folder_of_that_name_on_another_machine_is_no_line(line):
     assert line.end.connect()
     assert not FolderEnd(line.end.folder, "another").connect()
-    assert not FolderEnd(line.end.folder / "none", line.end.secret).connect()
+    assert not FolderEnd(line.end.folder / "in" / "none", line.end.secret).connect()
 
 
 # --- devices in turns ---
@@ -147,6 +147,12 @@ def test_a_worker_that_sees_no_gpu_refuses_a_call_for_one(line, monkeypatch):
 def test_a_worker_with_another_device_refuses(line):
     answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="cpu:abacus_x7"), line))
     assert answer.outcome.reason.endswith("and the call is for cpu:abacus_x7")
+
+
+def test_a_task_that_begins_when_nobody_waits_any_more_is_not_carried_out(line):
+    line.close()
+    answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line))
+    assert "KeyboardInterrupt" in str(answer.outcome.error)
 
 
 # --- whole searches ---

@@ -8,8 +8,11 @@ is said comes with the answer.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import enum
+import functools
+import os
 import secrets
 import shutil
 import struct
@@ -65,7 +68,7 @@ class FolderEnd:
 
     Attributes:
         folder: The folder.
-        secret: What it holds, so that a folder of that name on another machine is not taken for it.
+        secret: What the folder around it holds, so that one of that name on another machine is not taken for it.
     """
 
     folder: Path
@@ -74,7 +77,7 @@ class FolderEnd:
     def connect(self) -> bool:
         """See `LineEnd`."""
         try:
-            return (self.folder / "secret").read_text() == self.secret
+            return (self.folder.parent / "secret").read_text() == self.secret
         except OSError:
             return False
 
@@ -97,9 +100,8 @@ class FolderLine:
     """A folder that caller and worker both see: of processes of one machine, a temporary one."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ejkernel-line-"))  # nobody else may read or write there
-        secret = secrets.token_hex()
-        (self._folder / "secret").write_text(secret)
+        around, secret = _folder_of_this_process(os.getpid())
+        self._folder = Path(tempfile.mkdtemp(dir=around))
         self._read = 0
         self.end = FolderEnd(self._folder, secret)
 
@@ -126,3 +128,16 @@ class FolderLine:
     def close(self) -> None:
         """See `Line`."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@functools.cache
+def _folder_of_this_process(pid: int) -> tuple[Path, str]:
+    """Return a folder that is there as long as this process, and its secret.
+
+    It tells whoever begins a task after its line was closed from whoever has no such folder.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ejkernel-lines-"))  # nobody else may read or write there
+    secret = secrets.token_hex()
+    (folder / "secret").write_text(secret)
+    atexit.register(lambda: pid == os.getpid() and shutil.rmtree(folder, ignore_errors=True))
+    return folder, secret
