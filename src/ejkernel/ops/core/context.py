@@ -52,6 +52,8 @@ class Settings(NamedTuple):
     def entered(self) -> Iterator[None]:
         """Put them in force inside the `with` block, where others may be."""
         with contextlib.ExitStack() as stack:
+            # Only what differs is entered: in most programs nothing does, and this is done for every call that is
+            # traced.
             if self.numerics != compat.numerics_in_force():
                 stack.enter_context(compat.numerics(self.numerics))
             if self.scope != current_scope():

@@ -29,6 +29,7 @@ _REQUIRED: Final = {"op", "args", "kwargs"}
 _OPTIONAL: Final = {"defaults", "kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}
 _SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}
 _WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # of derivatives, of vmap
+# Limits that no program meets: a description may come from anywhere, and what it asks for is traced.
 _MAX_STEPS: Final = 16
 _MAX_KERNELS: Final = 8  # of one name, that are tried
 _MAX_DERIVATIVES: Final = 4  # each doubles what is to be traced
@@ -71,6 +72,8 @@ def _rebuilt(
     key: str | None,
 ) -> Invocation[Any, Any]:
     try:
+        # Settings are a part of the key, and decide what is traced: the description's, not those that are in force
+        # here.
         with compat.numerics(_numerics(data)):
             inv = _invocation(kernel, data, steps).abstract()
             description, call_key = inv.description, inv.call_key
@@ -78,6 +81,7 @@ def _rebuilt(
         raise
     except Exception as error:  # the kernel's own code, on arguments that it may never have been meant for
         raise DescriptionError(f"its call cannot be traced: {type(error).__name__}: {error}") from error
+    # Whatever was read wrongly, or made up, ends here: a reason, and never a wrong answer.
     if description != data or (key is not None and call_key != key):
         raise DescriptionError("the call that it describes has another key")
     return inv

@@ -103,6 +103,7 @@ def local(node: Any, arrays: Sequence[HasType]) -> Any:
         axes = node.argument_axes(len(arrays))
         sizes = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None]
         size = sizes[0] if sizes else node.level.size
+        # On one device there is no mesh whose axis could have the name.
         level = dataclasses.replace(node.level, size=size, spmd_axis_name=None)
         of = local(node.of, _examples(arrays, axes))
         part = dataclasses.replace(node, of=of, level=level)

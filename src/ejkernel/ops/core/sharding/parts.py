@@ -72,6 +72,8 @@ def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple
     _check_handed_on(kernel.op_id, own, origins)
     replacement = _Replacement(trace.spec, count, origins)
     compute: Callable[..., Any] = lambda *given: tuple(compat.evaluate(jaxpr, given))  # noqa: E731
+    # The hook is for one example. A result that no batched argument leads to stays without an axis, so that the part's
+    # key is that of the call that a user would write inside `shard_map`.
     for axes in levels:
         if any(axis is not None for axis in axes):
             compute = jax.vmap(compute, in_axes=tuple(axes), out_axes=tuple(replacement.axes(axes)))

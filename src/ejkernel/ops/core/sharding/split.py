@@ -159,6 +159,7 @@ def _decided(
         ahead = deciding.follow()
         if ahead is None:
             return Split(factors=factors, shapes=shapes, axes=deciding.axes, whole=frozenset(deciding.whole))
+        # Decided anew from the start: with fewer parts there, axes of the mesh are left for others.
         most[ahead] = shapes.size(deciding.axes[ahead]) - 1
 
 
@@ -186,6 +187,7 @@ class _Deciding:
         operands = specs[: len(self.factors.operands)]
         idle = [axis for spec in operands for entry in spec for axis in mesh_axes(entry) if self._is_free(axis)]
         for axis in dict.fromkeys(idle):
+            # Sorted, since the order of a set differs between processes, and what they compile must not.
             for name in sorted(self.factors.splittable & self.lengths.keys()):
                 more = (*self.axes.get(name, ()), axis)
                 followers = [one for one, leader in self.factors.follows if leader == name]
@@ -264,6 +266,7 @@ def _finished(found: Split, names: Sequence[Factor], shape: Shape, result: Any, 
     for axis, name in enumerate(names):
         if name in found.whole:
             full = (*result.shape[:axis], shape[axis], *result.shape[axis + 1 :])
+            # Each device has one entry, or a part of its sum: zeros elsewhere, and the sum over devices puts them together.
             zeros = jnp.zeros(full, result.dtype)
             result = jax.lax.dynamic_update_slice_in_dim(zeros, result, found.start(name), axis)
     sums = found.sums(names)

@@ -78,6 +78,7 @@ def gradients_from(
     Raises:
         GradientError: the forward ran with a configuration under which it keeps something else.
     """
+    # For the pullback's structure and its constants: the forward in it is not computed.
     kept = _traced(run, arrays)
     outputs, residuals = saved[:num_outputs], saved[num_outputs:]
     have = [_type(array) for array in residuals]
@@ -109,6 +110,7 @@ def _traced(run: Flat, arrays: Sequence[Any]) -> _Kept:
         leaves, tree = jax.tree.flatten(pullback)
         pullbacks.append(tree)
         counts.append(len(out))
+        # Results of the same trace, so that it can be told which of them are arguments, outputs or constants.
         return (*out, *[jnp.asarray(leaf) for leaf in leaves])
 
     jaxpr = compat.traced(forward, [jax.typeof(array) for array in arrays])
