@@ -53,7 +53,8 @@ class CallSpec:
         held: The kernel, and the leaves with a placeholder where an array goes, each behind a function.
     """
 
-    # What tells calls apart: to `==` the leaves 1, 1.0 and True are one, and arrays in static values have no truth value.
+    # What tells calls apart: to `==` the leaves 1, 1.0 and True are one, and arrays in static values have no truth
+    # value.
     token: Hashable
     method: str | None
     treedef: Any = dataclasses.field(compare=False, repr=False)

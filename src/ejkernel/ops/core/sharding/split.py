@@ -266,7 +266,8 @@ def _finished(found: Split, names: Sequence[Factor], shape: Shape, result: Any, 
     for axis, name in enumerate(names):
         if name in found.whole:
             full = (*result.shape[:axis], shape[axis], *result.shape[axis + 1 :])
-            # Each device has one entry, or a part of its sum: zeros elsewhere, and the sum over devices puts them together.
+            # Each device has one entry, or a part of its sum: zeros elsewhere, and the sum over devices puts them
+            # together.
             zeros = jnp.zeros(full, result.dtype)
             result = jax.lax.dynamic_update_slice_in_dim(zeros, result, found.start(name), axis)
     sums = found.sums(names)

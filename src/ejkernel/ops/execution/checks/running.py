@@ -74,6 +74,7 @@ def _rows(subject: Subject, configs: Sequence[object], without: frozenset[str]) 
         numbers = Numbers(subject, configs[0], tuple(without))
     except UnsupportedError as error:  # it is for another platform than this process has
         yield CheckRow(check="outputs", config=None, status=CheckStatus.SKIPPED, reason=str(error))
+        # What is left, platforms and the key, needs nothing to run here.
         without |= {"dtypes", "export", "pickle", "split"}
     except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
         yield CheckRow(
@@ -132,6 +133,7 @@ def _configs(subject: Subject, inv: Invocation[Cfg, Out], given: Collection[obje
         chosen = candidates.sample(np.random.default_rng(subject.seed), LISTED)
         note = f"The configurations are the heuristic's and {len(chosen)} of about {candidates.size:,}, at random."
     found: dict[Any, Any] = {}
+    # The heuristic's first, and once: the others are held against it.
     for config in [*heuristic_of(inv, subject.kernel), *chosen]:
         found.setdefault(config_id(config), config)
     if not found:
