@@ -156,12 +156,14 @@ def tune(
         if not isinstance(version, str):
             raise KernelError(f"{declared.called}: version must be a text, got {version!r}.")
         members: dict[str, Any] = {
+            # The function's, by which kernels are found, shown and pickled.
             "__module__": getattr(function, "__module__", __name__),
             "run": _run(function, declared),
             "version": version,
             "keeps_residuals": bool(keeps_residuals),
         }
         if bwd_heuristic is not None:
+            # One function for both, which looks at the direction; that there is the hook is what counts.
             members["bwd_heuristic_cfg"] = TunedFunction.heuristic_cfg
         if example_inputs is not None:
             members["example_inputs"] = _example_inputs(example_inputs)
@@ -208,6 +210,8 @@ class TunedFunction(Kernel[Config, Out]):
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check tunable arguments; all of them together are the call's configuration."""
+        # What a call gives stays among its static arguments: key and candidates follow from these without further
+        # rules.
         fixed = {name: self._declared.checked(name, kwargs[name]) for name in self._declared.names if name in kwargs}
         if len(fixed) < len(self._declared.names):
             return args, {**kwargs, **fixed}
@@ -274,6 +278,7 @@ class _Declared:
 
     def _known(self, space: Space, own: Sequence[str]) -> Collection[Config] | None:
         """Return the candidates of a space that no call changes; `None` if calls do."""
+        # Listed once where that can be, for to make a space goes through its axes and checks its constraints.
         if callable(space) or _depends_on_shapes(space) or not self._defaults.keys() >= set(self.names) - set(own):
             return None
         return self._listed(space, {}, self._defaults, own)
@@ -284,6 +289,7 @@ class _Declared:
         found = {} if heuristic is None else asked(f"{self.called}: heuristic", heuristic, inv)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{self.called}: heuristic must return a dictionary, got {found!r}.")
+        # What the call says comes last, so that no heuristic overrides it.
         merged = {**self._defaults, **found, **self._fixed(inv)}
         return self.checked_config(merged, f"{self.called}: what heuristic returns, with the defaults,")
 
@@ -308,6 +314,7 @@ class _Declared:
         Raises:
             ConfigError: it is not, or it is of another type than the values that it may have.
         """
+        # As JSON gives it back: a dtype or an enumeration's member would be another object in the next process.
         value = plain(value, f"{self.called}: {name}")
         types = self._types.get(name)
         if types and type(value) not in types and not (type(value) is int and float in types):
@@ -357,6 +364,7 @@ class _Declared:
     def _values(self, name: str, values: object, base: Config) -> Sequence[Any]:
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
+        # Not gone through: it may have millions of values.
         if isinstance(values, range):
             return values or ([base[name]] if name in base else [])
         listed = [plain(value, f"{self.called}: a value of {name}") for value in values]
@@ -426,6 +434,7 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
     empty = inspect.Parameter.empty
     cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY)
     parameters = [
+        # Tunable arguments are left out of most calls, so that they need a default to be bound; `cfg` has their values.
         p.replace(default=None) if p.name in declared.names and p.default is empty else p
         for p in declared.signature.parameters.values()
     ]
@@ -438,6 +447,7 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
 def _reference(reference: Callable[..., Any], declared: _Declared) -> Callable[..., Any]:
     def called(self: TunedFunction[Any], *args: Any, **kwargs: Any) -> Any:
         del self
+        # A plain truth has no blocks: what is tuned must not change what is computed.
         return reference(*args, **{name: value for name, value in kwargs.items() if name not in declared.names})
 
     return called
@@ -459,6 +469,7 @@ def _sharding_rule(rule: Rule, called: str) -> Callable[..., Any]:
 
 def _example_inputs(examples: Examples) -> Callable[..., Any]:
     def called(self: TunedFunction[Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> Any:
+        # A function of arrays alone is most of them, so a tuple of these will do; static arguments are the call's.
         found = examples(inv, rng)
         is_whole = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         return found if is_whole else (found if isinstance(found, tuple | list) else (found,), dict(inv.kwargs))
@@ -478,6 +489,7 @@ def _types(spaces: Sequence[Collection[Config] | None], names: Sequence[str], de
             return {}
         if isinstance(space, ConfigSpace):
             for axis in space.axes:
+                # All values of a range are of one type.
                 own[axis.name] += axis.values[:1] if isinstance(axis.values, range) else axis.values
         else:
             for name in names:
@@ -486,6 +498,7 @@ def _types(spaces: Sequence[Collection[Config] | None], names: Sequence[str], de
 
 
 def _agree(config: Mapping[str, object], fixed: Config) -> bool:
+    # As JSON, where 1, 1.0 and True differ as they do in keys.
     return all(stable_json(config.get(name)) == stable_json(value) for name, value in fixed.items())
 
 

@@ -235,6 +235,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
         unknown = sorted(call.features - found.features)
         if not unknown:
             return None
+        # To be told of one that is for another platform helps nobody here.
         others = [name for name in self if not self.platforms(name) and call.features <= self[name].features]
         where = "the gradient of " if call.backward else ""
         return (
@@ -248,6 +249,7 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
         module, _, attribute = declared.target.partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)()
+        # What it needs may be missing here; that it is tells the user why, as any other reason does.
         except ImportError as error:
             raise UnsupportedError(
                 f"implementation={name!r} needs {module}, which cannot be imported: {error_text(error)}"
@@ -301,6 +303,7 @@ class OperationConfig:
     def field_types(cls, data: Mapping[str, object]) -> dict[str, Any]:
         """Return the types of the fields of stored data, which the implementation's name among them decides."""
         name: Any = data.get("implementation")
+        # A file may say any name, and one of a later version.
         if name not in cls.implementations:
             return {"implementation": str, "fwd": Any, "bwd": Any}  # refused in __post_init__, with the names there are
         found = cls.implementations[name]

@@ -58,6 +58,7 @@ def write_chunks(file: Path, chunks: Callable[[], Iterable[bytes]], *, durable: 
     except FileNotFoundError:
         # the folder was removed; or this process stood still for so long that another one took its file for left over
         modified = _written(file, chunks(), durable)
+    # By who writes there, since who reads may not be allowed to remove; once, for it lists the folder.
     if (folder := str(file.parent)) not in _tidied:
         _tidied.add(folder)
         remove_left_over(file.parent, modified)
@@ -107,6 +108,7 @@ def _written(file: Path, chunks: Iterable[bytes], durable: bool) -> float:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+    # The renaming is kept when the folder is; a new folder's own name is in the folder above.
     for folder in (file.parent, *new) if durable else ():
         _sync_folder(folder)
     return modified

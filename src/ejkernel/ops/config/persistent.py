@@ -122,6 +122,7 @@ class PersistentCache:
             return "there is no home folder to put it in"
         try:
             probe = self._path / f".{secrets.token_hex(8)}"
+            # By writing: permissions do not tell of read-only file systems, quotas and users who may do anything.
             write_file(probe, "", durable=False)
             probe.unlink()
         except OSError as error:
@@ -153,6 +154,7 @@ class PersistentCache:
         key, cfg = _key(key_and_cfg[:-1]), key_and_cfg[-1]
         if cfg is None:
             raise ConfigError("cfg must not be None, which is how get() says that there is no entry.")
+        # Made before anything is touched, so that what has no JSON form leaves what was there.
         text = text_of(new_entry(key, cfg, call, measured, self._clock()))
         self._store(key, text)
 
@@ -225,6 +227,7 @@ class PersistentCache:
 
     def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
         """Yield all entries, each with the canonical form of its key."""
+        # As text, and read like a file: what comes back is the same wherever it was kept.
         for canonical, text in list(self._memory.items()):
             yield canonical, parsed(text.encode(), None)
         for layer in (self._path, *self._layers):
@@ -280,6 +283,7 @@ class PersistentCache:
             self._memory[canonical] = text
             self.warn_not_writable(error)
         else:
+            # Newer than what stayed in memory when the folder could not be written.
             self._memory.pop(canonical, None)
             forget_warning(file)
 

@@ -120,7 +120,7 @@ class Numbers:
             return
         outputs = list(self._eager_rows(config))
         yield from outputs
-        # It did not run at all, and would fail in every further check for the same reason.
+        # It does not run, or writes to its arguments: every further check would fail for that reason.
         if any(row.reason and row.error is None for row in outputs):
             return
         yield from self._compiled_rows(config)
