@@ -99,6 +99,7 @@ def tune(**options: Any) -> int:
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     if output is None or bool(options["target"]) == bool(options["shapes"]):
         raise click.UsageError("--compile-only needs MODULE:FUNCTION, or --shapes, and --output.")
+    # An option without an effect would be taken for one that has it.
     for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices"):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")
@@ -113,6 +114,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
 
 def _leave_devices_alone() -> None:
     """Leave the devices to the worker, in a process that is the command's."""
+    # What is set before JAX's first use of a device holds for the whole process, and a test's is not ours alone.
     if click.get_current_context().obj.is_ours:
         from ejkernel import compat
 

@@ -86,6 +86,7 @@ class Wanted:
     def has(self, item: Item, now: datetime.datetime) -> bool:
         """Return whether a file is to be removed."""
         if item.problem:
+            # Whoever names a wrong folder loses nothing: what cannot be read is ours only if it is called so.
             return self.unreadable and _OURS.fullmatch(item.path.name) is not None
         if self.older_than is None and not self.other_jax:
             return False
@@ -209,6 +210,7 @@ def run_clear(cache: Path | None, *, yes: bool, dry_run: bool, as_json: bool) ->
     store = opened(cache)
     found = [item for item in items(store) if not item.problem or _OURS.fullmatch(item.path.name)]
     if found and not yes and not dry_run:
+        # A prompt that nobody sees would wait for ever.
         if not sys.stdin.isatty():
             raise click.UsageError("nobody is there to be asked; pass --yes, or --dry-run to see what would go.")
         counts = _counts(collections.Counter(item.kind for item in found))

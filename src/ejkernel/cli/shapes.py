@@ -75,6 +75,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         if path.stat().st_size > _LARGEST:
             raise ArgumentError(f"{path} has more than the {_LARGEST} bytes that are read.")
+        # With or without the mark that some editors begin a file with.
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
@@ -120,6 +121,7 @@ def _kernel(name: object) -> Kernel[Any, Any]:
             f"kernel must be one of {', '.join(sorted(living))}, got {name!r}; name the module that makes others "
             "(--import MODULE)."
         )
+    # In a bucket the sizes that are written down would not be the ones that are measured.
     return next((kernel for kernel in found if not overrides(kernel, "bucket")), found[0])
 
 
