@@ -56,8 +56,8 @@ def _chooser(store: PersistentCache | None) -> Any:
     usual = default_executor().chooser
     if not isinstance(usual, ConfigSelectorChain):
         return usual
+    # With an empty memory: a program that starts has nothing remembered, and that is what is asked about.
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
-        # With an empty memory: a program that starts has nothing remembered, and that is what is asked about.
         ConfigCache(), usual.persistent if store is None else store, policy=usual.policy
     )
     return chain
