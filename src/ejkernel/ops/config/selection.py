@@ -33,7 +33,7 @@ from ejkernel.ops.config.tiers import (
     Tier,
     tier_named,
 )
-from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.context import current_scope, is_measuring
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import (
@@ -258,7 +258,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
     def _note_miss(self, request: _Request, source: str) -> None:
         key, persistent = request.key, self.persistent
         # What a candidate calls while it is measured is not missed by the program.
-        if key is None or services.is_measuring():
+        if key is None or is_measuring():
             return
         note_missed(request.kernel, request.inv, key)
         if request.policy.note_misses and persistent is not None and persistent.path is not None:

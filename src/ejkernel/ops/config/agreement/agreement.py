@@ -26,14 +26,13 @@ from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.config.tiers import AGREED, OVERLAY
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared_names import note_config_types
+from ejkernel.ops.core.declared_names import decode_config, note_config_types, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import AgreementError, AgreementWarning, ConfigError, SerializationError, UnstableKeyError
 from ejkernel.ops.utils.storage.serialize import from_data, stable_json, to_data
 from ejkernel.ops.utils.values.signature import describe
-from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 _DIGITS: Final = 16
 
