@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program that `MODULE:FUNCTION` names; this is what imports and runs the user's code, and tells of its errors."""
+"""The program that `MODULE:FUNCTION` names; this is what imports and runs the user's code, and tells of its errors.
+
+A path counts only as far as it says which module is meant, and where it is found: workers and pickled kernels know
+modules by name. So a file whose name another module has already is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tune`: a plain function with tunable keyword arguments as a kernel."""
+"""`tune`: a plain function with tunable keyword arguments as a kernel.
+
+Its configurations are dictionaries, which need no type to be decoded: what a file says is checked against the tunable
+arguments, and an entry of an older form of the function is a warned miss.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +177,8 @@ def tune(
             members["bucket"] = _bucket(bucket)
         if sharding_rule is not None:
             members["sharding_rule"] = _sharding_rule(sharding_rule, declared.called)
-        # A class for each function, because a hook is something that a kernel's class has.
+        # A class for each function, because hooks, signature and version belong to a kernel's class; and one instance
+        # of it, which looks like the function.
         cls = type(declared.called, (TunedFunction,), members)
         made: TunedFunction[Out] = cls(function, declared, name)
         return made

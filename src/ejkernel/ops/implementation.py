@@ -267,6 +267,8 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
 class OperationConfig:
     """How one call of an operation runs. An operation has a subclass of its own, which it is declared with.
 
+    A tagged union: the name decides of which types the parameters are, in memory and in files.
+
     Passed as `cfg=`, it is for the call and for its gradient. What is found for a call holds the parameters of that
     call's direction.
 

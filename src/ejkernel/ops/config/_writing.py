@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole: beside their place first, kept when the machine stops, and tidied up after a crash."""
+"""Files that are written whole: beside their place first, kept when the machine stops, and tidied up after a crash.
+
+A durable write takes milliseconds, which after a search nobody sees. What a killed process left beside a file's place
+is removed when it is older than an hour, by the file system's own clock; a process that stood still for so long finds
+its file gone, and writes it again.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes of calls that nothing was measured for: one small JSON file a call, in `missed/` beside the cache's entries."""
+"""Notes of calls that nothing was measured for: one small JSON file a call, in `missed/` beside the cache's entries.
+
+They are renamed into place as entries are, so two processes that miss one call lose a count at the worst.
+"""
 
 from __future__ import annotations
 

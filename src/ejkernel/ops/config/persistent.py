@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations on disk: a folder, one small readable JSON file a key, written beside and renamed into place."""
+"""Configurations on disk: a folder, one small readable JSON file a key, written beside and renamed into place.
+
+A file a key, so there is no lock and no lost update; renamed, so there is no half of a file; and names are derived, so
+that no input names a file.
+"""
 
 from __future__ import annotations
 

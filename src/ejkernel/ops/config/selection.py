@@ -407,7 +407,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if found is None:
             return "no entry"
         misfit = self._misfit(request, found.config, "what is shipped")
-        if not misfit:  # it was measured elsewhere, with other versions: here it may not run at all
+        # It was measured elsewhere, with other versions. Whether it runs here the kernel must say, for that depends on
+        # this JAX, this device and this program; where it does not, that is a silent miss, which `explain` tells.
+        if not misfit:
             misfit = request.kernel.why_not(request.inv, found.config)
         return misfit or (request.answer(found.config, tier), found.note)
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the description of a call back to the call, so that it can be tuned where its program never ran."""
+"""From the description of a call back to the call, so that it can be tuned where its program never ran.
+
+The call is made step by step, and asked for its own description. What the key leaves out, and making it again needs, is
+the `wiring` beside it: in linear calls under `vmap` the batch axes of tangents, cotangents and residuals, and whether
+the call is a transpose; and whether what is differentiated returns its residuals. What follows from the kernel, such as
+the structure of its results, is traced again.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +127,10 @@ def _steps(data: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
 
 
 def _kernels(op: str, suffix: str) -> list[Kernel[Any, Any]]:
-    """Return the latest kernel of each class that has the operation's name and version; there is one at least."""
+    """Return the latest kernel of each class that has the operation's name and version; there is one at least.
+
+    Several classes may have one name, such as attention with and without buckets.
+    """
     name, _, version = op.rpartition("@v")
     wanted = f"{name.removesuffix(suffix)}@v{version}"
     known = living_kernels()

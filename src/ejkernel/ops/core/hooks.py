@@ -256,7 +256,8 @@ class Kernel(Noted, Generic[Cfg, Out]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a kernel that its class's module keeps by name, so that another process has one of it, not two."""
         module = type(self).__module__
-        # A script's kernels may be made where only the script itself comes by, under `if __name__ == "__main__"`.
+        # Instances are compared by identity: in a worker this is the one that the module's own functions call. A
+        # script's kernels may be made where only the script itself comes by, under `if __name__ == "__main__"`.
         if module != "__main__":
             # A copy, for another thread may import into the module meanwhile.
             for name, value in list(vars(sys.modules.get(module, object)).items()):

@@ -2,7 +2,8 @@
 """What keeps JAX's persistent compilation cache from bringing back a split call with another configuration.
 
 The text of a program has nothing of such a call but its types: its parts, and their configurations, are found while it
-is compiled. A text that is equal must stand for a program that is, so it carries a digest of all that decides.
+is compiled. A text that is equal must stand for a program that is, so it carries a digest of all that decides. By
+default there is nothing to do: the text holds an address, and is never found again.
 """
 
 from __future__ import annotations

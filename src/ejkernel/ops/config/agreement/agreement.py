@@ -2,7 +2,9 @@
 """One configuration for a call in all processes of a program, whatever each of them would have chosen.
 
 The first process that lowers a call decides: it puts its configuration into the key-value store of JAX's coordination
-service, unless one is there; the others take what is there. Nobody waits for another process.
+service, unless one is there; the others take what is there. Nobody waits for another process: were it process 0 that
+decides for all, whoever lowers what process 0 does not, such as an evaluation, would hang; so do collectives while
+tracing.
 
 What is sent is plain data, and all processes decode it, also the one that decided: so all have the same, and what does
 not survive it is found where it is decided. It must run as well: a saved configuration is traced before it is offered,

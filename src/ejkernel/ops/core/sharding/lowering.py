@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call is split where its arrays are: by their types over explicit axes, by XLA's partitioner over the others."""
+"""How a call is split where its arrays are: by their types over explicit axes, by XLA's partitioner over the others.
+
+Explicit axes are in the types of arrays: the call becomes a `shard_map` over these axes, around a call that is marked
+as a part. Automatic axes are known to XLA alone, and while it compiles: there the whole call, forward or derived, is
+one operation that XLA asks how to split. What it is told is the same call on smaller arrays, whose lowering is that of
+any other: it is resolved, recorded and checked as it would be inside `shard_map`, under the same key.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's rule says of the calls that transformations make of it, and what these are on one device's part."""
+"""What a kernel's rule says of the calls that transformations make of it, and what these are on one device's part.
+
+The rule is for the forward alone, and all else follows: a gradient has the axes of its argument, a tangent those of its
+result, and residuals those that the rule gives them.
+"""
 
 from __future__ import annotations
 

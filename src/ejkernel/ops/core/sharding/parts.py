@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one device's part of a call, where they are more than its pieces of the whole call's arrays."""
+"""The arguments of one device's part of a call, where they are more than its pieces of the whole call's arrays.
+
+Such as which experts a device has: `Kernel.part_arguments` adds them, and the call under its transformations is rebuilt
+around the new arguments. Its key is that of the call that a user would write inside `shard_map`, so that both have one
+configuration.
+"""
 
 from __future__ import annotations
 

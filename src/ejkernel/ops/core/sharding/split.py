@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the shardings in which arrays arrive to those of the parts, and the computation of one part."""
+"""From the shardings in which arrays arrive to those of the parts, and the computation of one part.
+
+The first array that asks for an axis decides; or, where the rule says so, what moves the fewest numbers, of the splits
+in which each axis that is asked for over the same devices goes first. Key heads that are fewer than devices go whole to
+each, which cuts out its own, so that the query heads can be split further.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configurations `check_kernel` checks, and which checks each has."""
+"""Which configurations `check_kernel` checks, and which checks each has.
+
+What raises honestly, and plain JAX cannot do either, is skipped with the reason; it is a failure where the kernel
+claims it, by a rule, by a form of `run` for the platform, or by doing it under the heuristic.
+"""
 
 from __future__ import annotations
 
