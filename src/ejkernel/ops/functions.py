@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tune`: a plain function with tunable keyword arguments as a kernel.
-
-Its configurations are dictionaries, which need no type to be decoded: what a file says is checked against the tunable
-arguments, and an entry of an older form of the function is a warned miss.
-"""
+"""`tune`: a plain function with tunable keyword arguments as a kernel."""
 
 from __future__ import annotations
 
@@ -160,15 +156,13 @@ def tune(
         if not isinstance(version, str):
             raise KernelError(f"{declared.called}: version must be a text, got {version!r}.")
         members: dict[str, Any] = {
-            # The function's, by which kernels are found, shown and pickled.
-            "__module__": getattr(function, "__module__", __name__),
+            "__module__": getattr(function, "__module__", __name__),  # by which kernels are found, shown and pickled
             "run": _run(function, declared),
             "version": version,
             "keeps_residuals": bool(keeps_residuals),
         }
         if bwd_heuristic is not None:
-            # One function for both, which looks at the direction; that there is the hook is what counts.
-            members["bwd_heuristic_cfg"] = TunedFunction.heuristic_cfg
+            members["bwd_heuristic_cfg"] = TunedFunction.heuristic_cfg  # which looks at the direction
         if example_inputs is not None:
             members["example_inputs"] = _example_inputs(example_inputs)
         if reference is not None:
@@ -215,8 +209,6 @@ class TunedFunction(Kernel[Config, Out]):
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check tunable arguments; all of them together are the call's configuration."""
-        # What a call gives stays among its static arguments: key and candidates follow from these without further
-        # rules.
         fixed = {name: self._declared.checked(name, kwargs[name]) for name in self._declared.names if name in kwargs}
         if len(fixed) < len(self._declared.names):
             return args, {**kwargs, **fixed}
@@ -283,7 +275,6 @@ class _Declared:
 
     def _known(self, space: Space, own: Sequence[str]) -> Collection[Config] | None:
         """Return the candidates of a space that no call changes; `None` if calls do."""
-        # Listed once where that can be, for to make a space goes through its axes and checks its constraints.
         if callable(space) or _depends_on_shapes(space) or not self._defaults.keys() >= set(self.names) - set(own):
             return None
         return self._listed(space, {}, self._defaults, own)
@@ -294,8 +285,7 @@ class _Declared:
         found = {} if heuristic is None else asked(f"{self.called}: heuristic", heuristic, inv)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{self.called}: heuristic must return a dictionary, got {found!r}.")
-        # What the call says comes last, so that no heuristic overrides it.
-        merged = {**self._defaults, **found, **self._fixed(inv)}
+        merged = {**self._defaults, **found, **self._fixed(inv)}  # what the call says comes last: nothing overrides it
         return self.checked_config(merged, f"{self.called}: what heuristic returns, with the defaults,")
 
     def config_space(self, inv: Invocation[Any, Any]) -> Collection[Config]:
@@ -319,8 +309,7 @@ class _Declared:
         Raises:
             ConfigError: it is not, or it is of another type than the values that it may have.
         """
-        # As JSON gives it back: a dtype or an enumeration's member would be another object in the next process.
-        value = plain(value, f"{self.called}: {name}")
+        value = plain(value, f"{self.called}: {name}")  # a dtype would be another object in the next process
         types = self._types.get(name)
         if types and type(value) not in types and not (type(value) is int and float in types):
             wanted = " or ".join(sorted(kind.__name__ for kind in types))
@@ -369,8 +358,7 @@ class _Declared:
     def _values(self, name: str, values: object, base: Config) -> Sequence[Any]:
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
-        # Not gone through: it may have millions of values.
-        if isinstance(values, range):
+        if isinstance(values, range):  # not gone through: it may have millions of values
             return values or ([base[name]] if name in base else [])
         listed = [plain(value, f"{self.called}: a value of {name}") for value in values]
         return listed or ([base[name]] if name in base else [])
@@ -439,7 +427,6 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
     empty = inspect.Parameter.empty
     cfg = inspect.Parameter("cfg", inspect.Parameter.KEYWORD_ONLY)
     parameters = [
-        # Tunable arguments are left out of most calls, so that they need a default to be bound; `cfg` has their values.
         p.replace(default=None) if p.name in declared.names and p.default is empty else p
         for p in declared.signature.parameters.values()
     ]
@@ -452,7 +439,6 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
 def _reference(reference: Callable[..., Any], declared: _Declared) -> Callable[..., Any]:
     def called(self: TunedFunction[Any], *args: Any, **kwargs: Any) -> Any:
         del self
-        # A plain truth has no blocks: what is tuned must not change what is computed.
         return reference(*args, **{name: value for name, value in kwargs.items() if name not in declared.names})
 
     return called
@@ -474,8 +460,7 @@ def _sharding_rule(rule: Rule, called: str) -> Callable[..., Any]:
 
 def _example_inputs(examples: Examples) -> Callable[..., Any]:
     def called(self: TunedFunction[Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> Any:
-        # A function of arrays alone is most of them, so a tuple of these will do; static arguments are the call's.
-        found = examples(inv, rng)
+        found = examples(inv, rng)  # a tuple of arrays will do: most functions take nothing else
         is_whole = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         return found if is_whole else (found if isinstance(found, tuple | list) else (found,), dict(inv.kwargs))
 
@@ -494,7 +479,6 @@ def _types(spaces: Sequence[Collection[Config] | None], names: Sequence[str], de
             return {}
         if isinstance(space, ConfigSpace):
             for axis in space.axes:
-                # All values of a range are of one type.
                 own[axis.name] += axis.values[:1] if isinstance(axis.values, range) else axis.values
         else:
             for name in names:
@@ -503,7 +487,6 @@ def _types(spaces: Sequence[Collection[Config] | None], names: Sequence[str], de
 
 
 def _agree(config: Mapping[str, object], fixed: Config) -> bool:
-    # As JSON, where 1, 1.0 and True differ as they do in keys.
     return all(stable_json(config.get(name)) == stable_json(value) for name, value in fixed.items())
 
 

@@ -79,8 +79,7 @@ class Override:
     """The configuration that a caller insists on; equal by type and content."""
 
     token: Any
-    # Not compared, since it need not be hashable.
-    config: Any = dataclasses.field(compare=False)
+    config: Any = dataclasses.field(compare=False)  # it need not be hashable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +105,7 @@ class Call:
     def __hash__(self) -> int:
         return self._hash
 
-    # JAX hashes a primitive's parameters with every look into its caches, and a node may be a deep tree.
-    @functools.cached_property
+    @functools.cached_property  # JAX asks for it with every look into its caches
     def _hash(self) -> int:
         return hash((self.held, self.node, self.linear, self.override, self.settings, self.part))
 
@@ -120,6 +118,7 @@ class Call:
     def weak(self) -> Call:
         """The same for what outlives the call: it keeps neither executor nor kernel nor the user's objects alive.
 
+        JAX keeps a jaxpr as long as its function, and the jaxpr keeps the call, which must not keep the kernel then.
         What is traced for a program holds them all the same: a kernel that `run` makes for itself would be gone when
         the trace that calls it is lowered.
         """
@@ -210,8 +209,7 @@ class _Traces:
 
     def _traced_as_it_is(self, avals: Sequence[HasType]) -> Types:
         jaxpr = compat.traced(self._typed, avals)
-        # JAX transforms what a call is given. A tracer that comes in by another way would have no gradient and no batch
-        # axis.
+        # JAX transforms what a call is given: a tracer that comes in by another way has no gradient and no batch axis.
         foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
         if foreign:
             raise _closed_over(self.call, foreign)
@@ -243,8 +241,7 @@ def _shapes(avals: Sequence[HasType]) -> tuple[Any, ...]:
     return tuple((aval.shape, aval.dtype) for aval in avals)
 
 
-# By kernel and weakly, so that all that was traced for one goes with it.
-_traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)
+_traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)  # what was traced for a kernel goes with it
 _eager: PerObject[Bounded[Callable[..., Any]]] = PerObject(Bounded)
 
 
@@ -301,16 +298,14 @@ def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]
 
 
 def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
-    # A jitted function would come back here for ever.
-    if compat.jit_disabled():
+    if compat.jit_disabled():  # a jitted function would come back here for ever
         return _compute(call, jax.default_backend(), *arrays)
     # Calls under an eager `vmap` or gradient get here. The number forgets what was compiled when an answer that was
     # given before no longer holds.
     compiled, key = _eager.of(call.node.spec.kernel), (call.weak, call.host.generation)
     function = compiled.get(key)
     if function is None:
-        # JAX keeps what it traced as long as the function, which must not keep the kernel then.
-        weak = call.weak
+        weak = call.weak  # JAX keeps what it traced as long as the function, which must not keep the kernel
         function = compiled.keep(key, jax.jit(lambda *arrays: call_p.bind(*arrays, call=weak)))
     return list(function(*arrays))
 
@@ -400,8 +395,7 @@ compat.register_batching(call_p, _batch)
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     wrt = tuple(not compat.is_zero_tangent(tangent) for tangent in tangents)
     fixed = len(primals) - call.linear
-    if call.linear and not any(wrt[:fixed]):
-        # It is linear in all that varies, and so its own derivative.
+    if call.linear and not any(wrt[:fixed]):  # linear in all that varies, it is its own derivative
         given = [compat.without_symbolic_zeros(tangent) for tangent in tangents[fixed:]]
         out = call_p.bind(*primals, call=call)
         return out, call_p.bind(*primals[:fixed], *given, call=call)
