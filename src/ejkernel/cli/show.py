@@ -100,6 +100,7 @@ def _median(times: Any) -> str:
 
 def _speedup(entry: StoredEntry) -> str:
     speedup = (entry.measured or {}).get("speedup")
+    # An entry says whatever its file says.
     return ratio(speedup if isinstance(speedup, float) else None)
 
 

@@ -150,6 +150,7 @@ class Implementation(Generic[CallT]):
 
 
 def _gradient(gradient: Any) -> Any:
+    # Of integers: rules say `None` for what JAX says with a type of its own.
     return None if gradient.dtype == jax.dtypes.float0 else gradient
 
 

@@ -160,6 +160,7 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             KernelError: the kernel's `bucket` returns what cannot stand for the call.
         """
+        # Most kernels have none: to ask the default would take the call apart for nothing.
         if self.kernel is None or not overrides(self.kernel, "bucket"):
             return self
         return representative_of(self, self.kernel, self._node)
@@ -185,6 +186,7 @@ class Invocation(Generic[Cfg, Out]):
         if self.array_types:
             return self.array_types
         own = [abstract(leaf) for leaf in jax.tree.leaves((self.args, dict(self.kwargs))) if is_array(leaf)]
+        # Behind a function, for a heuristic is asked only where residuals or results must be traced.
         choice = Choice(platform=self.platform, config_for_types=lambda *_: self._heuristic_of_the_forward())
         return tuple(self.node.argument_types(choice, own))
 

@@ -60,6 +60,7 @@ class Executor(Generic[Cfg, Out]):
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
         self._plans = Plans(self._bind_weakly)
+        # The table itself: a look into it is no call of ours.
         self._tables = self._plans.tables.by_address
         self._generation = 0
         # A chooser of the user's own need not tell when its answers change.
@@ -190,6 +191,7 @@ class Executor(Generic[Cfg, Out]):
             check_config(kernel, cfg)
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
+        # Plans are jitted functions, which are plain Python now.
         if compat.jit_disabled():
             return self._bind(kernel, args, kwargs, cfg)
         try:

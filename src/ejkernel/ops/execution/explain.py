@@ -124,6 +124,7 @@ def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:
     if not has_rule(kernel):
         several = jax.device_count() > 1
         return (), "no sharding_rule: of several devices every one computes all of it" if several else ""
+    # The forward's, from which all others follow.
     rule = kernel.sharding_rule(inv.forward or inv)
     if rule is None or not rule.splittable:
         return (), "sharding_rule splits no such call: of several devices every one computes all of it"

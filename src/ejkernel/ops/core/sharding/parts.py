@@ -181,6 +181,7 @@ class _Replacement:
         if not isinstance(node, Linear):
             raise TypeError(f"{node} is not split")
         lead = 0 if isinstance(node, ThroughResiduals) else node.of.lead
+        # What is new has no tangent: derivatives are by the arrays that were handed on.
         own = [origin.argument is not None and node.wrt[lead + origin.argument] for origin in self.origins]
         wrt = self.within(node.wrt, lead, own)
         return dataclasses.replace(node, of=of, count=node.count + len(self.origins) - self.count, wrt=wrt)

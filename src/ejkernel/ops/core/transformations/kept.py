@@ -83,6 +83,7 @@ def gradients_from(
     outputs, residuals = saved[:num_outputs], saved[num_outputs:]
     have = [_type(array) for array in residuals]
     want = [_type(kept.jaxpr.out_avals[at]) for at in kept.saved_at]
+    # Types are all that can be compared; that the content means the same is what the kernel promises.
     if have != want:
         raise GradientError(
             f"{op_id}: what its forward keeps for the backward depends on the configuration: {have} was kept, and "
@@ -102,6 +103,7 @@ def _traced(run: Flat, arrays: Sequence[Any]) -> _Kept:
     pullbacks, counts = [], []
 
     def forward(*arrays: Any) -> tuple[Any, ...]:
+        # By integers there is no derivative, and JAX's cotangents of them have a type of their own.
         def of_inexact(*inexact: Any) -> tuple[Any, ...]:
             given = iter(inexact)
             return run(*[next(given) if _is_inexact(array) else array for array in arrays])
