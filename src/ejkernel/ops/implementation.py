@@ -250,7 +250,7 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
         module, _, attribute = declared.target.partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)()
-        # What it needs may be missing here; that it is tells the user why, as any other reason does.
+        # What it needs may be missing here, which is a reason as any other.
         except ImportError as error:
             raise UnsupportedError(
                 f"implementation={name!r} needs {module}, which cannot be imported: {error_text(error)}"

@@ -123,6 +123,7 @@ def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     """Lower a call as one that splits itself; `None` if it is one device's already, or does not split."""
     if call.part is Part.LOCAL or not has_rule(call.node.spec.kernel):
         return None
+    # What is one device's along explicit axes XLA may still divide, along automatic ones.
     explicit = explicit_split(call.node, ctx.avals_in, ctx.avals_out) if call.part is Part.WHOLE else None
     if explicit is not None:
         return _lower_explicit(ctx, values, call, explicit)

@@ -108,6 +108,7 @@ def programs_of_parts(node: Node, arrays: Sequence[HasType], choice: Choice) -> 
             jax.ShapeDtypeStruct(_piece(like.shape, names, split), like.dtype)
             for like, names in zip(types, found.operands, strict=True)
         ]
+        # The hook may ask where its part begins: that is an index along an axis of the mesh.
         yield str(jax.make_jaxpr(_Trace(CallPart(split), spec), axis_env=[(name, count)])(*pieces))
 
 

@@ -87,8 +87,10 @@ class Split:
     def _sums(self, names: Sequence[Factor]) -> Iterator[str]:
         leaders = dict(self.factors.follows)
         for name, axes in self.axes.items():
+            # What follows another axis is split over the same devices, which are added up once, for their leader.
             if name in names or name in leaders:
                 continue
+            # A result may have the follower instead, as a key's gradient has key heads: those that share one add up.
             follower = next((one for one, leader in leaders.items() if leader == name and one in names), None)
             split_too = () if follower is None else self.axes.get(follower, ())
             yield from (axis for axis in axes if axis not in split_too)
@@ -195,6 +197,7 @@ class _Deciding:
             # Sorted, since the order of a set differs between processes, and what they compile must not.
             for name in sorted(self.factors.splittable & self.lengths.keys()):
                 more = (*self.axes.get(name, ()), axis)
+                # With all that follow it, or not at all: a part of the one needs the same part of the others.
                 followers = [one for one, leader in self.factors.follows if leader == name]
                 fits = all(self.lengths[one] % self.shapes.size(more) == 0 for one in (name, *followers))
                 if fits and self.shapes.size(more) <= self.most.get(name, self.shapes.size(more)):
@@ -238,6 +241,7 @@ def mesh_axes(entry: Any) -> Axes:
 def _is_within(spec: PartitionSpec, other: PartitionSpec) -> bool:
     """Return whether what is sharded as `spec` becomes what is sharded as `other` without another device."""
     entries = itertools.zip_longest(map(mesh_axes, spec), map(mesh_axes, other), fillvalue=())
+    # A further split is a slice of what is there.
     return all(theirs[: len(own)] == own for own, theirs in entries)
 
 

@@ -120,6 +120,7 @@ class Jvp(Linear):
 
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
+        # Without `outs`, which follow from the types of the results.
         return [*self.of.steps(), ["jvp", list(self.wrt)]]
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
