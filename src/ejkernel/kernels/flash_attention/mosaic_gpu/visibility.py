@@ -198,6 +198,7 @@ def _mask_pairs(mask: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Arr
     padding = [(0, 0), (0, 0), (0, -mask.shape[2] % rows), (0, -mask.shape[3] % keys)]
     shape = (*mask.shape[:2], -(-mask.shape[2] // rows), rows, -(-mask.shape[3] // keys), keys)
     some = jnp.pad(mask, padding).reshape(shape).any(axis=(3, 5))
+    # Filled up with True: whether a block goes on behind the last key is the window's to say.
     every = jnp.pad(mask, padding, constant_values=True).reshape(shape).all(axis=(3, 5))
     return some, every
 
