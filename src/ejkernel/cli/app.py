@@ -100,7 +100,6 @@ def _run(arguments: list[str] | None) -> int:
         click.echo(f"ejkernel: stopped{_what_is_left(sys.argv[1:] if arguments is None else arguments)}", err=True)
         return 130
     except Exception as error:
-        # Another error is a fault of ours: its traceback is what there is to report.
         if not _is_ours(type(error), "EjkernelError"):
             raise
         _echo_error(str(error))

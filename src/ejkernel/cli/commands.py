@@ -99,7 +99,6 @@ def tune(**options: Any) -> int:
 def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
     if output is None or bool(options["target"]) == bool(options["shapes"]):
         raise click.UsageError("--compile-only needs MODULE:FUNCTION, or --shapes, and --output.")
-    # An option without an effect would be taken for one that has it.
     for name in ("cache", "budget", "force", "dry_run", "as_json", "verbose", "devices", "mesh_devices"):
         if options[name]:
             option = name.removeprefix("as_").replace("_", "-")

@@ -166,8 +166,8 @@ def _program_text(path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
-    # Not parsed: MLIR's reader does not come back from some programs with a flipped byte.
     if data.startswith(_BYTECODE):
+        # Not parsed: MLIR's reader does not come back from some programs with a flipped byte.
         raise ArgumentError(f"{path} is MLIR bytecode; write the program as text, as lowered.as_text() gives it.")
     if b"\0" not in data:
         return data.decode("utf-8", "replace")  # labels are ASCII, whatever else is there

@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 SpaceOf = Callable[[StoredEntry], str | None]
 _KINDS: Final = {"entry": "entries", "search": "searches", "note": "notes", "pack": "packs"}
-# What is written here is called so; what somebody else keeps in the same folder is not.
+# What is written here is called so; what somebody else keeps in the same folder is not: whoever names a wrong folder
+# loses nothing.
 _OURS: Final = re.compile(
     r"[a-z0-9._-]+-[0-9a-f]{8}(\.json|\.\d{8}T\d{6}Z-[0-9a-f]{12}\.jsonl)|[0-9a-f]{32}\.pack|\..+\.tmp"
 )
@@ -86,7 +87,6 @@ class Wanted:
     def has(self, item: Item, now: datetime.datetime) -> bool:
         """Return whether a file is to be removed."""
         if item.problem:
-            # Whoever names a wrong folder loses nothing: what cannot be read is ours only if it is called so.
             return self.unreadable and _OURS.fullmatch(item.path.name) is not None
         if self.older_than is None and not self.other_jax:
             return False

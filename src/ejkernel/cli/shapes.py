@@ -75,7 +75,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         if path.stat().st_size > _LARGEST:
             raise ArgumentError(f"{path} has more than the {_LARGEST} bytes that are read.")
-        # With or without the mark that some editors begin a file with.
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error

@@ -165,7 +165,6 @@ def opened(path: str | Path) -> tuple[int, int]:
 def _read_path(path: str | Path, largest: int) -> bytes:
     descriptor, size = opened(path)
     try:
-        # One byte more than is allowed tells that there is too much, without reading it all.
         raw = os.read(descriptor, min(size, largest) + 1)
         while len(raw) <= largest and len(raw) != size:  # a file system that is read piece by piece, or grew
             chunk = os.read(descriptor, largest + 1 - len(raw))
@@ -184,7 +183,6 @@ def _read_other(file: Traversable, largest: int) -> bytes:
 
 def warn_of(place: str, reason: Exception) -> None:
     """Warn, once a place, that what is there is ignored."""
-    # A cache is asked for the same entry again and again.
     if place not in _warned:
         _warned.add(place)
         warnings.warn(f"ignoring cache entry {place}: {reason}", CacheWarning, stacklevel=5)

@@ -231,7 +231,6 @@ class PersistentCache:
 
     def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
         """Yield all entries, each with the canonical form of its key."""
-        # As text, and read like a file: what comes back is the same wherever it was kept.
         for canonical, text in list(self._memory.items()):
             yield canonical, parsed(text.encode(), None)
         for layer in (self._path, *self._layers):
