@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 SpaceOf = Callable[[StoredEntry], str | None]
 _KINDS: Final = {"entry": "entries", "search": "searches", "note": "notes", "pack": "packs"}
-# What is written here is called so; what somebody else keeps in the same folder is not: whoever names a wrong folder
-# loses nothing.
+# What is written here is called so; what somebody else keeps in the same folder is not.
 _OURS: Final = re.compile(
     r"[a-z0-9._-]+-[0-9a-f]{8}(\.json|\.\d{8}T\d{6}Z-[0-9a-f]{12}\.jsonl)|[0-9a-f]{32}\.pack|\..+\.tmp"
 )
