@@ -76,6 +76,8 @@ def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node:
     other = dataclasses.replace(
         inv, args=args, kwargs=kwargs, array_types=(), _node=None if node is None else with_spec(node, spec)
     )
+    # Were the representative in another bucket than its call, the key under which tuning remembers would be another
+    # one.
     again = _asked(kernel, other, stand_in)
     if again != stand_in:
         raise KernelError(
@@ -106,6 +108,8 @@ def _asked(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], own: _StandIn) -
                 f"of array {index}, {like.dtype}{list(like.shape)}."
             )
     return spec, [
+        # Weak types are a part of the key, and a hook that makes types by hand does not know of them: they stay the
+        # call's.
         jax.ShapeDtypeStruct(mine.shape, like.dtype, weak_type=like.weak_type)
         for mine, like in zip(types, own[1], strict=True)
     ]
