@@ -139,5 +139,10 @@ def _folder_of_this_process(pid: int) -> tuple[Path, str]:
     folder = Path(tempfile.mkdtemp(prefix="ejkernel-lines-"))  # nobody else may read or write there
     secret = secrets.token_hex()
     (folder / "secret").write_text(secret)
-    atexit.register(lambda: pid == os.getpid() and shutil.rmtree(folder, ignore_errors=True))
+    atexit.register(_remove, folder, pid)
     return folder, secret
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if pid == os.getpid():  # and not one that was forked from it
+        shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ejkernel.ops.autotuner.fleet.lines import Wish
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line, Wish
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import error_text
 
@@ -50,6 +50,7 @@ class RayExecutor(concurrent.futures.Executor):
         self, address: str = "auto", *, num_cpus: float | None = None, num_gpus: float | None = None, **options: Any
     ) -> None:
         self._ray = _ray()
+        self._is_client = address.startswith("ray://")
         self._is_mine = not self._ray.is_initialized()
         if self._is_mine:
             _connect(self._ray, address)
@@ -96,8 +97,13 @@ class RayExecutor(concurrent.futures.Executor):
             self._is_mine = False
             self._ray.shutdown()
 
-    def line(self) -> RayLine:
-        """Return what a task's worker and its caller talk by, wherever they are."""
+    def line(self) -> Line:
+        """Return what a task's worker and its caller talk by, wherever they are.
+
+        A client of Ray (`ray://`) has handles that only Ray can send on; it hears what happened with the answer.
+        """
+        if self._is_client:
+            return FolderLine()
         with self._lock:
             if self._mailbox is None:
                 self._mailbox = self._ray.remote(_Mailbox).options(num_cpus=0, max_restarts=-1).remote()
