@@ -478,6 +478,13 @@ def test_the_workers_of_a_cluster_find_the_calls_and_tune_them(program, capsys, 
     assert len(list((program / "saved").rglob("*.json"))) == 1
 
 
+def test_what_a_cluster_s_worker_cannot_import_is_an_error(program, capsys, ray_of_one):
+    (program / "program.py").write_text("import no_such_module")
+    status, _, err = run(capsys, "tune", "--ray", "head:6379", "program:forward", "--cache", "saved")
+    assert status == 1
+    assert "No module named 'no_such_module'" in err
+
+
 @pytest.mark.parametrize("other", [("--in-process",), ("--devices", "2"), ("--mesh-devices", "2")])
 def test_a_cluster_s_workers_are_not_this_process_s(capsys, other):
     status, _, err = run(capsys, "tune", "program:forward", "--ray", "auto", *other)

@@ -23,8 +23,9 @@ from ejkernel.cli.programs import (
     user_code,
 )
 from ejkernel.cli.shapes import calls_of_shapes
-from ejkernel.ops.errors import OfflineWarning, TuningError
+from ejkernel.ops.errors import EjkernelError, OfflineWarning, TuningError
 from ejkernel.ops.execution.discovery import discover_for
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 
 
@@ -158,23 +159,43 @@ def find_for_mesh(source: Source, count: int) -> Found:
     return find_sendable(source)
 
 
-def find_by_worker(source: Source) -> bytes:
-    """Have a worker process of this machine find the calls; return what `found_by` returns from it."""
-    from ejkernel.ops.autotuner.process.worker import WorkerStatus, pickled, shared_worker
+def find_by(executor: concurrent.futures.Executor, source: Source) -> Found:
+    """Return what a worker of an executor finds, and give its warnings.
+
+    Raises:
+        TuningError: the worker cannot find the calls, such as for a module that it does not have.
+    """
+    from ejkernel.ops.autotuner.process.messages import Raised, Request
+    from ejkernel.ops.autotuner.process.serve import pickled, unpickled
+
+    answer = executor.submit(_answer_of_worker, pickled(Request(_found_here, (source,))))
+    try:
+        came_out = unpickled(answer.result())
+        if isinstance(came_out, Raised):
+            raise came_out.error
+    except EjkernelError:
+        raise
+    except Exception as error:
+        raise TuningError(f"a worker could not find the calls: {error_text(error)}") from error
+    found: Found
+    found, warned = came_out.value
+    for warning in warned:
+        warnings.warn(warning, stacklevel=2)
+    return found
+
+
+def _answer_of_worker(sent: bytes) -> bytes:
+    from ejkernel.ops.autotuner.process.serve import carried_out, pickled
+
+    return pickled(carried_out(sent))
+
+
+def _found_here(source: Source) -> tuple[Found, list[Warning | str]]:
+    """Have a worker process of this machine find the calls, and keep its warnings."""
+    from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
 
     with warnings.catch_warnings(record=True) as warned, shared_worker() as worker:
         warnings.simplefilter("always")
         doing = WorkerStatus(what="finding the calls", allowed=math.inf)
         found: Found = worker.call(find_sendable, source, doing=doing)
-    return pickled((found, [warning.message for warning in warned]))
-
-
-def found_by(answer: concurrent.futures.Future[bytes]) -> Found:
-    """Return what `find_by_worker` has found elsewhere, and give its warnings."""
-    from ejkernel.ops.autotuner.process.serve import unpickled
-
-    found: Found
-    found, warned = unpickled(answer.result())
-    for warning in warned:
-        warnings.warn(warning, stacklevel=2)
-    return found
+    return found, [warning.message for warning in warned]

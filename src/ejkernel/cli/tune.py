@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
-from ejkernel.cli.sources import Source, find, find_by_worker, find_for_mesh, find_sendable, found_by
+from ejkernel.cli.sources import Source, find, find_by, find_for_mesh, find_sendable
 from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
@@ -188,7 +188,7 @@ def _find(options: TuneOptions, source: Source, executor: RayExecutor | None) ->
     if options.in_process:
         return find(source)
     if executor is not None:  # whose workers have the device
-        return found_by(executor.submit(find_by_worker, source))
+        return find_by(executor, source)
     from ejkernel.ops.autotuner.process.worker import WorkerStatus, shared_worker
 
     # a program may take any time to lower, and Ctrl-C ends that
