@@ -225,7 +225,9 @@ def by_ray(options: argparse.Namespace) -> dict[str, Any]:
         RayExecutor("auto", num_cpus=1, resources={"node0": 0.01}) as one,
         RayExecutor("auto", num_cpus=1) as several,
     ):
-        found: dict[str, Any] = {"device": device, "in turns": in_turns(one, several, options, device)}
+        found: dict[str, Any] = {"device": device}
+        if options.rounds:
+            found["in turns"] = in_turns(one, several, options, device)
         if options.kills:
             found["killed"] = killed(options, several, device)
     return found
@@ -247,7 +249,7 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--devices", type=int)
     parser.add_argument("--calls", type=int, default=24, help="calls of each run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of one worker, and of several")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of one worker, and of several; 0: of neither")
     parser.add_argument("--kills", type=int, default=0, help="workers of Ray to kill")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills, at most")
     parser.add_argument("--seed", type=int, default=0)

@@ -160,9 +160,9 @@ def test_a_candidate_that_was_timed_before_is_out_with_the_third_worker():
     ]
 
 
-def test_a_task_that_loses_ten_workers_is_given_up():
-    with pytest.warns(TuningWarning, match="plain: given up after 10 workers were lost"):
-        result, _, _ = tuned_by(*[is_lost_with()] * 10)
+def test_a_task_that_loses_twenty_workers_is_given_up():
+    with pytest.warns(TuningWarning, match="plain: given up after 20 workers were lost"):
+        result, _, _ = tuned_by(*[is_lost_with()] * 20)
     assert len(result) == 0
 
 

@@ -44,7 +44,7 @@ from ejkernel.ops.utils.error_text import error_text
 _LOOK = 0.2  # seconds between two looks at a line
 _BACK_OFF = 1.0  # seconds before a task that was refused is sent again, and more each time
 _MOST_REFUSALS = 5
-_MOST_DEATHS = 10  # of workers, after which a task is given up
+_MOST_DEATHS = 20  # of workers, after which a task is given up: of machines that are lent, many may be taken back
 _OUT_AFTER = 2  # workers that a candidate has ended, after which it is out
 _OUT_AFTER_RUNNING = 3  # of one that was timed by then, and hardly is to blame
 
