@@ -237,9 +237,9 @@ class RayLine:
 
 def _asked(answer: Any) -> Any:
     """Return what the mailbox answers; `None` if it does not, as while another is started in its place."""
-    ray = _ray()
     try:
-        return ray.get(answer, timeout=_PATIENCE)
-    except ray.exceptions.RayError as error:
+        # Not by `ray.get`: a task that waits there lends its cores to the next.
+        return answer.future().result(timeout=_PATIENCE)
+    except (_ray().exceptions.RayError, TimeoutError) as error:
         logger.debug("a mailbox does not answer: %s", error_text(error))
         return None
