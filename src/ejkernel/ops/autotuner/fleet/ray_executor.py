@@ -161,16 +161,12 @@ class _Mailbox:
         self._said: dict[str, list[bytes]] = {}
         self._wishes: dict[str, int] = {}
 
-    def open(self, line: str) -> None:
-        self._said[line], self._wishes[line] = [], Wish.GO_ON.value
-
     def say(self, line: str, message: bytes) -> None:
-        if line in self._said:
-            self._said[line].append(message)
+        if self.wish(line) != Wish.END_AT_ONCE:
+            self._said.setdefault(line, []).append(message)
 
     def fetch(self, line: str) -> list[bytes]:
-        said, self._said[line] = self._said.get(line, []), []
-        return said
+        return self._said.pop(line, [])
 
     def tell(self, line: str, wish: int) -> None:
         self._wishes[line] = wish
@@ -220,7 +216,6 @@ class RayLine:
         self._mailbox = mailbox
         self._name = secrets.token_hex()
         self.end = RayEnd(mailbox, self._name)
-        mailbox.open.remote(self._name)
 
     def heard(self) -> Iterator[bytes]:
         """See `Line`."""
