@@ -132,6 +132,11 @@ def _packs(folder: Path) -> Iterator[Item]:
             yield Item(path=path, kind="pack")
 
 
+def item_of(entry: StoredEntry) -> Item:
+    """Return an entry as an item, of a file or of none."""
+    return _item(entry.path or Path(), "entry", entry.provenance)
+
+
 def _with_staleness(item: Item, entry: StoredEntry, space_of: SpaceOf | None) -> Item:
     found = differences(entry, None if space_of is None else space_of(entry))
     unknown = tuple(name for name, value in made_with(entry).items() if value == UNKNOWN)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -141,8 +142,12 @@ def read_file(file: Traversable | str, largest: int) -> bytes | None:
     return raw
 
 
-def opened(path: str | Path) -> tuple[int, int]:
-    """Open a file to read it, and return its descriptor and size; whatever else is there, this does not wait for it.
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[tuple[int, int]]:
+    """Open a file to read it, for the `with` block; whatever else is there, this does not wait for it.
+
+    Yields:
+        Its descriptor and its size.
 
     Raises:
         OSError: it cannot be opened.
@@ -153,15 +158,13 @@ def opened(path: str | Path) -> tuple[int, int]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UnusableError("it cannot be read: it is no regular file")
-    except BaseException:
+        yield descriptor, status.st_size
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor, status.st_size
 
 
 def _read_path(path: str | Path, largest: int) -> bytes:
-    descriptor, size = opened(path)
-    try:
+    with opened(path) as (descriptor, size):
         raw = os.read(descriptor, min(size, largest) + 1)
         while len(raw) <= largest and len(raw) != size:  # a file system that is read piece by piece, or grew
             chunk = os.read(descriptor, largest + 1 - len(raw))
@@ -169,8 +172,6 @@ def _read_path(path: str | Path, largest: int) -> bytes:
                 break
             raw += chunk
         return raw
-    finally:
-        os.close(descriptor)
 
 
 def _read_other(file: Traversable, largest: int) -> bytes:

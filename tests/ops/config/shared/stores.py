@@ -41,6 +41,7 @@ class FakeStore:
         self.asked = []
         self.down = ""
         self.url = "fake://team"
+        self.is_there = True
 
     def __call__(self, url):
         return self
@@ -54,11 +55,14 @@ class FakeStore:
         self._ask("list")
         return {name: len(raw) for name, raw in self.objects.items()}
 
+    def raw(self, name):
+        self._ask("read")
+        return self.objects.get(name)
+
     def read(self, name):
         from ejkernel.ops.config.shared.packs import check
 
-        self._ask("read")
-        raw = self.objects.get(name)
+        raw = self.raw(name)
         if raw is not None:
             check(name, raw)
         return raw

@@ -11,7 +11,7 @@ from tests.ops.config.shared.stores import FakeStore, entry, pack
 from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.entries import text_of
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.shared import exchange
+from ejkernel.ops.config.shared import exchange, upkeep
 from ejkernel.ops.config.shared.exchange import FolderPlace, SharedPlace, place_of, plan
 from ejkernel.ops.errors import CacheWarning, ConfigError
 
@@ -129,10 +129,10 @@ def test_packs_are_merged_without_losing_what_others_push_meanwhile(tmp_path, st
 
     store.read = read_and_push
     other = SharedPlace("fake://team", tmp_path / "theirs")
-    assert other.merge() > 0
+    assert upkeep.merge(other) > 0
     store.read = read
     assert rows(SharedPlace("fake://team", tmp_path / "third")) == [0, 1, 2, 3, 4, 5, 9]
-    assert SharedPlace("fake://team", tmp_path / "fourth").merge() == len(store.objects)
+    assert upkeep.merge(SharedPlace("fake://team", tmp_path / "fourth")) == len(store.objects)
     assert len(store.objects) == 1
 
 
@@ -143,14 +143,14 @@ def test_a_damaged_copy_damages_nothing_in_the_store(store, shared):
     file = shared.copy.packs()[0].path
     file.write_bytes(file.read_bytes().replace(b'"rows":', b'"rowz":'))
     with pytest.raises(UnusableError, match="digest"):
-        shared.merge()
+        upkeep.merge(shared)
     assert store.objects == before
 
 
 def test_to_merge_what_is_merged_already_changes_nothing(store, shared):
     shared.put([entry(1)])
     before = dict(store.objects)
-    assert shared.merge() == 0
+    assert upkeep.merge(shared) == 0
     assert store.objects == before
 
 
@@ -163,13 +163,13 @@ def test_two_that_merge_at_once_lose_nothing(tmp_path, store, shared):
     def sizes_then_merge():
         listed = sizes()
         store.sizes = sizes
-        quick.merge()
+        upkeep.merge(quick)
         quick.put([entry(7, 7)])
-        quick.merge()
+        upkeep.merge(quick)
         return listed
 
     store.sizes = sizes_then_merge
-    slow.merge()
+    upkeep.merge(slow)
     assert rows(SharedPlace("fake://team", tmp_path / "third")) == [0, 1, 2, 3, 7]
 
 
@@ -192,13 +192,13 @@ both = pytest.mark.parametrize("url", ["memory", "file"], indirect=True)
 
 @both
 def test_entries_go_through_a_store(tmp_path, url):
-    mine = SharedPlace(url, tmp_path / "mine")
+    mine = SharedPlace(url, tmp_path / "mine", may_be_new=True)
     mine.put([entry(1, 1), entry(2, 2)])
     other = SharedPlace(url, tmp_path / "theirs")
     assert (other.fetched, rows(other)) == (1, [1, 2])
     other.put([entry(3, 3)])
     mine.put([entry(4, 4)])
-    assert other.merge() == 2
+    assert upkeep.merge(other) == 2
     assert rows(SharedPlace(url, tmp_path / "third")) == [1, 2, 3, 4]
     mine.layer.refresh()
     assert rows(mine) == [1, 2, 3, 4]
@@ -206,7 +206,7 @@ def test_entries_go_through_a_store(tmp_path, url):
 
 @both
 def test_a_layer_by_url_answers_from_its_copy(tmp_path, url):
-    SharedPlace(url, tmp_path / "theirs").put([entry(1, 1)])
+    SharedPlace(url, tmp_path / "theirs", may_be_new=True).put([entry(1, 1)])
     cache = PersistentCache(tmp_path / "mine", layers=[url], shipped=False)
     assert cache.get(entry(1).key) is None
     cache.look_again()
@@ -216,7 +216,7 @@ def test_a_layer_by_url_answers_from_its_copy(tmp_path, url):
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_what_a_writer_left_half_written_is_left_out(tmp_path, url):
-    SharedPlace(url, tmp_path / "theirs").put([entry(1, 1)])
+    SharedPlace(url, tmp_path / "theirs", may_be_new=True).put([entry(1, 1)])
     name, raw = pack(entry(2, 2))
     (tmp_path / "team" / name).write_bytes(raw[:-9])
     os.mkfifo(tmp_path / "team" / ("f" * 32 + ".pack"))

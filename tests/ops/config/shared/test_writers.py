@@ -20,15 +20,16 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.ops.config.shared.stores import entry
+from ejkernel.ops.config.shared import upkeep
 from ejkernel.ops.config.shared.exchange import SharedPlace
 
 url, folder, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-place = SharedPlace(url, folder)
+place = SharedPlace(url, folder, may_be_new=True)
 for number in range(first, first + int(sys.argv[4])):
     place.put([entry(number, number), entry(0, number, speedup=1.0 + number)])
     print(number, flush=True)
     if number % 7 == 3:
-        place.merge()
+        upkeep.merge(place)
 print("done", flush=True)
 """
 

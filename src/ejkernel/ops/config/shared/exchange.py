@@ -76,29 +76,39 @@ class FolderPlace:
 
 
 class SharedPlace:
-    """A shared cache, which has an entry for each key and provenance class; its copy here is brought up to date.
+    """A shared cache, which has an entry for each key and provenance class.
+
+    Its copy here is brought up to date; what is damaged of that is fetched again.
 
     Args:
         url: See `Store`.
         cache_dir: The folder that the copy is kept in.
+        may_be_new: Whether it is no surprise if there is no such place yet.
+
+    Attributes:
+        store: The place itself.
+        layer: Its copy here, and when it was brought up to date.
+        fetched: How many packs were fetched for that.
     """
 
     has_classes = True
 
-    def __init__(self, url: str, cache_dir: Path) -> None:
-        self._store = Store(url)
-        self.layer = SharedLayer(url, cache_dir, connect=lambda _: self._store)
+    def __init__(self, url: str, cache_dir: Path, *, may_be_new: bool = False) -> None:
+        self.store = Store(url)
+        self.layer = SharedLayer(url, cache_dir, connect=lambda _: self.store)
+        self.copy.verify()
         self.fetched = self.layer.refresh()
-        self.layer.tell()
+        if self.layer.is_there or not may_be_new:
+            self.layer.tell()
         self._is_empty = self.layer.is_empty
 
     def __str__(self) -> str:
-        return shown(self._store.url)
+        return shown(self.store.url)
 
     @property
     def copy(self) -> LocalCopy:
         """The copy of it."""
-        assert self.layer.copy is not None  # it was brought up to date
+        assert self.layer.copy is not None  # it was given a folder
         return self.layer.copy
 
     def variants(self) -> Iterator[list[StoredEntry]]:
@@ -113,33 +123,9 @@ class SharedPlace:
     def put(self, entries: Sequence[StoredEntry]) -> None:
         """See `Place`: into new objects, so that nothing of another writer's can be lost."""
         for name, raw in packed(map(line_of, entries)):
-            self._store.write(name, raw)
+            self.store.write(name, raw)
             self.copy.add(name, raw)
             self._is_empty = False
-
-    def merge(self) -> int:
-        """Make as few packs as can be of those that are there; return how many fewer there are.
-
-        What is removed was read before, and all of it that was not worse than something else is kept by then; so
-        whoever does the same, or adds a pack meanwhile, loses nothing.
-
-        Raises:
-            UnusableError: the copy is damaged; nothing is changed.
-            OSError: the place cannot be read or written.
-        """
-        before = self._store.sizes()
-        if not before.keys() <= frozenset().union(*(pack.names for pack in self.copy.packs())):
-            self.layer.refresh()
-        read = frozenset().union(*(pack.names for pack in self.copy.packs())) & before.keys()
-        new = dict(packed(self.copy.best_lines()))
-        for name, raw in new.items():
-            if name not in before:
-                self._store.write(name, raw)
-        gone = read - new.keys()
-        for name in gone:
-            self._store.remove(name)
-        self.layer.refresh()
-        return len(gone) - len(new.keys() - before.keys())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ class SharedLayer:
         self._lock = threading.Lock()
         self._warned = False
         self.problem = ""
-        self.is_empty = False  # whether the place, when it was last read, had nothing; a copy of it may have
+        # of the place, when it was last read; a copy of it may have what it has not
+        self.is_empty, self.is_there = False, True
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -116,8 +117,11 @@ class SharedLayer:
             if listed == before:  # else others merge meanwhile: what is gone may be in what was not listed yet
                 # An empty place may be one that is not mounted; else what was removed there, or merged, goes here too.
                 self.copy.remove(gone if listed else [])
+                self.copy.remove_damaged()
                 break
-        self.is_empty = not listed
+        self.is_empty, self.is_there = not listed, store.is_there
+        if not self.is_there:
+            self.problem = "there is no such place, or nothing was ever put there; is the URL right?"
         self._tidy()
         return fetched
 
@@ -125,7 +129,7 @@ class SharedLayer:
         """Add those packs to the copy that it has not; return how many, and leave in `problem` what is of no use."""
         copy = self.copy
         assert copy is not None
-        stay = [pack for pack in copy.packs() if pack.names <= listed.keys()]
+        stay = [pack for pack in copy.whole_packs() if pack.names <= listed.keys()]
         known = frozenset().union(*(pack.names for pack in stay))
         new = {name: size for name, size in sorted(listed.items()) if name not in known}
         usable = [size for size in new.values() if size <= LARGEST]
@@ -145,7 +149,7 @@ class SharedLayer:
             copy.add(name, raw)
             return ""
 
-        found = _side_by_side(fetch, new)
+        found = side_by_side(fetch, new)
         problems = sorted(filter(None, found))
         self.problem = f"{counted(len(problems), 'pack')} cannot be used, such as {problems[0]}" if problems else ""
         return found.count("")
@@ -175,8 +179,8 @@ def copy_folder(url: str, cache_dir: Path) -> Path:
     return cache_dir / FOLDER / f"{slug(shown(url))}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
-def _side_by_side(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
-    """Return what `do` makes of items, in whatever order.
+def side_by_side(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
+    """Return what `do` makes of items, in whatever order; what it raises ends this.
 
     On threads that keep no process from ending, as those of a pool would while a network does not answer.
     """

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config._writing import write_chunks
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.errors import ConfigError, EjkernelError
@@ -50,7 +49,7 @@ class Store:
         return f"Store({shown(self.url)!r})"
 
     def sizes(self) -> dict[str, int]:
-        """Return the names of the packs that are there, with their sizes; an empty place has none.
+        """Return the names of the packs that are there, with their sizes; a place that is not there has none.
 
         Raises:
             UnreachableError: they cannot be listed.
@@ -61,7 +60,9 @@ class Store:
             try:
                 found = system.ls(root, detail=True)
             except FileNotFoundError:
-                return {}
+                found, self.is_there = [], False
+            else:
+                self.is_there = True
         sizes = {posixpath.basename(item["name"]): item.get("size") for item in found if item.get("type") == "file"}
         ours = {name: size for name, size in sizes.items() if packs.is_name(name) and type(size) is int}
         if len(ours) > MOST:
@@ -75,6 +76,18 @@ class Store:
             UnusableError: it is no such pack, or too large.
             UnreachableError: it cannot be read.
         """
+        raw = self.raw(name)
+        if raw is not None:
+            packs.check(name, raw)
+        return raw
+
+    def raw(self, name: str) -> bytes | None:
+        """Return what is there under the name of a pack, or `None` if it is gone.
+
+        Raises:
+            DamagedError: it is larger than any pack.
+            UnreachableError: it cannot be read.
+        """
         with self._errors("read"):
             system, root = self._system()
             try:
@@ -82,8 +95,7 @@ class Store:
             except FileNotFoundError:  # merged, since it was listed
                 return None
         if len(raw) > packs.LARGEST:
-            raise UnusableError(f"it has more than {packs.LARGEST} bytes")
-        packs.check(name, raw)
+            raise packs.DamagedError(f"it has more than {packs.LARGEST} bytes")
         return raw
 
     def write(self, name: str, raw: bytes) -> None:
