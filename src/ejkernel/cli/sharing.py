@@ -88,7 +88,7 @@ def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     theirs = _told(lambda: place_of(one, folder))
     ours = _told(lambda: place_of(other or str(folder), folder))
     found = [step for step in plan([theirs], ours).steps if step.action != "same"]
-    missing = [step for step in plan([ours], theirs).steps if step.action == "added"]
+    missing = [step for step in plan([ours], theirs).steps if step.ours is None]
     if as_json:
         report.echo_json({"left": str(ours), "right": str(theirs), **_sides(found, missing)})
     else:

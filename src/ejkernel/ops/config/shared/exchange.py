@@ -6,13 +6,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ejkernel.ops.config._files import UnusableError, identity, is_url, location, warn_of
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.entries import StoredEntry, entry_in, text_of
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.shared.choice import Verdict, by_preference, judge, provenance_class
+from ejkernel.ops.config.shared.choice import (
+    Verdict,
+    by_preference,
+    evidence,
+    judge,
+    provenance_class,
+    together,
+)
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.packs import line_of, packed
@@ -128,8 +135,7 @@ class SharedPlace:
             self._is_empty = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What becomes of an entry at another place.
 
     Attributes:
@@ -146,7 +152,7 @@ class Step:
     def action(self) -> str:
         """`added`, `replaced`, `kept`, or `same`."""
         if self.ours is None:
-            return "added"
+            return "added" if self.verdict.takes else "kept"
         if line_of(self.ours) == line_of(self.theirs):
             return "same"
         return "replaced" if self.verdict.takes else "kept"
@@ -171,22 +177,70 @@ class Plan:
 
 
 def plan(sources: Iterable[Place], target: Place) -> Plan:
-    """Return what comes of bringing the entries of some places to another one; nothing is changed yet."""
-    found: list[Step] = []
-    put: dict[tuple[str, ...], StoredEntry] = {}
+    """Return what comes of bringing the entries of some places to another one; nothing is changed yet.
+
+    Calls that were tuned together come together: if one of them has something there that is to stay, none comes.
+    """
+    planner = _Planner(target)
     for source in sources:
+        planner.take(source)
+    return Plan(tuple(planner.steps), tuple(planner.put.values()))
+
+
+class _Planner:
+    """What is to become of entries.
+
+    Args:
+        target: Where they come.
+
+    Attributes:
+        steps: What becomes of each entry.
+        put: What is to be put there, by what it stands for.
+    """
+
+    def __init__(self, target: Place) -> None:
+        self._target = target
+        self.steps: list[Step] = []
+        self.put: dict[tuple[str, ...], StoredEntry] = {}
+
+    def take(self, source: Place) -> None:
+        """Take the entries of a place; where one has room there, the first of them."""
+        sets: dict[str, list[list[StoredEntry]]] = {}
         for variants in source.variants():
-            for entry in variants if target.has_classes else variants[:1]:
-                slot = (identity(entry.key), *(provenance_class(entry) if target.has_classes else ()))
-                step = _step(entry, put.get(slot) or target.rival(entry))
-                found.append(step)
-                if step.action in ("added", "replaced"):
-                    put[slot] = entry
-    return Plan(tuple(found), tuple(put.values()))
+            choices = [[entry] for entry in variants] if self._target.has_classes else [variants]
+            for choice in choices:
+                search = evidence(choice[0]).search
+                if search:
+                    sets.setdefault(search, []).append(choice)
+                else:
+                    self._note([self._step(choice[0])])
+        for members in sets.values():
+            self._take_set(members)
 
+    def _take_set(self, members: Sequence[list[StoredEntry]]) -> None:
+        steps = [self._step(choice[0]) for choice in members]
+        stays = [step for step in steps if step.action == "kept"]
+        if not stays:
+            self._note(steps)
+            return
+        verdict = Verdict(False, f"tuned together with a call that stays: {stays[0].verdict.why}", is_conflict=True)
+        self._note([step if step.action in ("kept", "same") else step._replace(verdict=verdict) for step in steps])
+        for choice in members:  # what is better of the same calls, tuned alone, may come all the same
+            alone = next((entry for entry in choice[1:] if not together(entry)), None)
+            if alone is not None:
+                self._note([self._step(alone)])
 
-def _step(theirs: StoredEntry, ours: StoredEntry | None) -> Step:
-    return Step(theirs, ours, Verdict(True, "") if ours is None else judge(ours, theirs))
+    def _note(self, steps: Sequence[Step]) -> None:
+        self.steps += steps
+        self.put |= {self._slot(step.theirs): step.theirs for step in steps if step.action in ("added", "replaced")}
+
+    def _step(self, entry: StoredEntry) -> Step:
+        ours = self.put.get(self._slot(entry)) or self._target.rival(entry)
+        return Step(entry, ours, Verdict(True, "") if ours is None else judge(ours, entry))
+
+    def _slot(self, entry: StoredEntry) -> tuple[str, ...]:
+        """Return what there is room for one entry of."""
+        return (identity(entry.key), *(provenance_class(entry) if self._target.has_classes else ()))
 
 
 def place_of(name: str, cache_dir: Path) -> FolderPlace | SharedPlace:
