@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel import settings
 from ejkernel.cli import main
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
 from ejkernel.ops.config import staleness
@@ -225,3 +226,27 @@ def test_what_is_no_folder_is_said(tmp_path, capsys, monkeypatch, command):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
     assert main(command) == 1
     assert "is no folder" in capsys.readouterr().err
+
+
+COMMANDS = ["path", "verify", "list", "prune --older-than 1d", "clear --yes --dry-run", "diff {0} {0}", "merge {0}"]
+NEEDED = {"list": ["EJKERNEL_CACHE_LAYERS"]}  # which reads them; all others are about one folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_bad_variable_that_a_command_does_not_need_is_nothing_to_it(capsys, clean, monkeypatch, command):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(clean))
+    for name in settings._READ:
+        if name.startswith("EJKERNEL_") and name not in ("EJKERNEL_CACHE_DIR", *NEEDED.get(command, ())):
+            monkeypatch.setenv(name, "banana,,")
+    status, _, err = run(capsys, *command.format(clean).split())
+    assert (status, err.count("error")) == (0, 0)
+
+
+def test_a_bad_variable_that_a_command_needs_is_an_error_that_names_it(capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", "/a,,")
+    status, _, err = run(capsys, "list")
+    assert (status, "EJKERNEL_CACHE_LAYERS must" in err) == (1, True)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "s3://team/ejkernel")
+    for command in ("path", "verify", "push"):
+        status, _, err = run(capsys, command)
+        assert (status, "URLs are for EJKERNEL_CACHE_LAYERS" in err) == (1, True)

@@ -153,7 +153,7 @@ def _item(path: Path, kind: str, provenance: Mapping[str, Any]) -> Item:
 
 def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -> int:
     """Run `ejkernel cache verify`; return 1 if a file cannot be used."""
-    store = opened(cache)
+    store = opened(cache, alone=True)
     if imports:
         look_here()
     for name in imports:
@@ -204,14 +204,14 @@ def _space_of(entry: StoredEntry) -> str | None:
 
 def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache prune`."""
-    store = opened(cache)
+    store = opened(cache, alone=True)
     now = store.clock()
     _remove(store, [item for item in items(store) if wanted.has(item, now)], dry_run=dry_run, as_json=as_json)
 
 
 def run_clear(cache: Path | None, *, yes: bool, dry_run: bool, as_json: bool) -> int:
     """Run `ejkernel cache clear`; return 1 if the user does not want to."""
-    store = opened(cache)
+    store = opened(cache, alone=True)
     found = [item for item in items(store) if not item.problem or _OURS.fullmatch(item.path.name)]
     if found and not yes and not dry_run:
         if not sys.stdin.isatty():

@@ -62,7 +62,7 @@ def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_j
 
 def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache prune URL`."""
-    store = opened(cache)
+    store = opened(cache, alone=True)
     target, now = _shared(url, _folder(cache)), store.clock()
     if not dry_run:
         _told(lambda: upkeep.mend(target))
@@ -171,7 +171,7 @@ def _entries(count: int) -> str:
 
 def _folder(cache: Path | None) -> Path:
     """Return the cache's own folder."""
-    folder = opened(cache).path
+    folder = opened(cache, alone=True).path
     assert folder is not None  # else `opened` raises
     _told(lambda: folder.mkdir(parents=True, exist_ok=True))
     return folder

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 from tests.ops.config.shared.stores import entry
 
-from ejkernel import settings
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, ConfigSpace, Invocation, Kernel, PersistentCache
 from ejkernel.ops.config import staleness
 from ejkernel.ops.config._files import location
@@ -18,6 +17,7 @@ from ejkernel.ops.config.entries import text_of
 from ejkernel.ops.config.spaces.digest import space_digest
 from ejkernel.ops.config.staleness import Difference, StalePolicy, differences, made_with, usual_stale_policy
 from ejkernel.ops.errors import ConfigError
+from ejkernel.settings import Settings
 
 
 class Spaced(Kernel):
@@ -184,10 +184,16 @@ def test_the_environment_says_it(monkeypatch, text, policy):
     assert usual_stale_policy() == policy
 
 
-@pytest.mark.parametrize("text", ["always", "jax", "jax=maybe", "python=use"])
+@pytest.mark.parametrize("text", ["always", "jax", "jax=maybe", "python=use", "retune,jax=use", "jax=retune=use"])
 def test_a_bad_variable_is_an_error(text):
     with pytest.raises(ConfigError, match=r"EJKERNEL_STALE must be .*got"):
-        settings.Settings.from_env({"EJKERNEL_STALE": text, "HOME": "/"})
+        _ = Settings({"EJKERNEL_STALE": text}).stale
+
+
+@pytest.mark.parametrize("text", ["jax=retune,jax=refuse", "jax=retune, JAX = use", "jax=use,driver=use,jax=use"])
+def test_what_is_said_twice_of_one_difference_is_an_error(text):
+    with pytest.raises(ConfigError, match=r"EJKERNEL_STALE must .*got"):
+        _ = Settings({"EJKERNEL_STALE": text}).stale
 
 
 def test_a_bad_policy_is_an_error():

@@ -181,9 +181,14 @@ def _read_other(file: Traversable, largest: int) -> bytes:
 
 def warn_of(place: str, reason: Exception) -> None:
     """Warn, once a place, that what is there is ignored."""
+    warn_once(place, f"ignoring cache entry {place}: {reason}", stacklevel=6)
+
+
+def warn_once(place: str, text: str, *, stacklevel: int) -> None:
+    """Warn of a place, unless this process has done so."""
     if place not in _warned:
         _warned.add(place)
-        warnings.warn(f"ignoring cache entry {place}: {reason}", CacheWarning, stacklevel=5)
+        warnings.warn(text, CacheWarning, stacklevel=stacklevel)
 
 
 def forget_warning(file: Path) -> None:

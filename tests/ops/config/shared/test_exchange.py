@@ -13,6 +13,7 @@ from ejkernel.ops.config.entries import text_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared import exchange, upkeep
 from ejkernel.ops.config.shared.exchange import FolderPlace, SharedPlace, place_of, plan
+from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.errors import CacheWarning, ConfigError
 
 
@@ -212,6 +213,21 @@ def test_a_layer_by_url_answers_from_its_copy(tmp_path, url):
     cache.look_again()
     assert cache.get(entry(1).key) == {"rows": 1}
     assert PersistentCache(tmp_path / "mine", layers=[url], shipped=False).get(entry(1).key) == {"rows": 1}
+
+
+@both
+def test_a_store_says_whether_the_place_is_there(url):
+    store = Store(url)
+    assert (store.sizes(), store.is_there) == ({}, False)
+    name, raw = pack(entry(1))
+    store.write(name, raw)
+    assert (len(store.sizes()), store.is_there) == (1, True)
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
+def test_a_folder_without_packs_is_there(tmp_path, url):
+    (tmp_path / "team").mkdir()
+    assert rows(SharedPlace(url, tmp_path / "mine")) == []
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)

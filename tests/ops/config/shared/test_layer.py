@@ -194,6 +194,19 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, store):
         SharedLayer("fake://team", tmp_path, connect=store).look_again()
 
 
+def test_a_place_that_is_not_there_is_one_warning_that_names_it(layer, store, clock):
+    store.objects, store.is_there = {}, False
+    with pytest.warns(CacheWarning, match=r"shared cache fake://team .*there is no such place, .*is the URL right"):
+        layer.look_again()
+    clock.now += AGAIN
+    layer.look_again()
+
+
+def test_a_place_that_is_there_and_is_empty_is_no_warning(layer, store):
+    store.objects = {}
+    layer.look_again()
+
+
 # --- in a chain ---
 
 
@@ -239,7 +252,7 @@ def test_explain_says_what_the_shared_cache_had(cache, inv):
 def test_layers_of_the_environment_are_read(tmp_path, monkeypatch):
     folder = tmp_path / "others"
     PersistentCache(folder).put(entry(5).key, {"rows": 5})
-    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f" fake://user:secret@team/x , {folder},")
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f" fake://user:secret@team/x , {folder}")
     cache = PersistentCache()
     assert [str(layer) for layer in cache.layers] == ["fake://team/x", str(folder)]
     assert cache.get(entry(5).key) == {"rows": 5}

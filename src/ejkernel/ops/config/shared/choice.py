@@ -2,8 +2,8 @@
 """Which of several entries of one key is better, and why.
 
 Calls may have been tuned together, for one configuration (`ejkernel tune --shapes`). To take the better measured of
-each would leave them with several, so all that is asked here of such an entry has one answer for the whole set: it is of
-a class of its own, which no entry that was tuned alone takes the place of, and is judged by the mean of all its calls.
+each would leave them with several, so all that is asked here of such an entry has one answer for the whole set: it is
+of a class of its own, which no entry that was tuned alone takes the place of, and is judged by the mean of all calls.
 """
 
 from __future__ import annotations
