@@ -79,20 +79,38 @@ class Resolution(Generic[Cfg]):
         return tier_named(self.source)
 
 
-_Answer = Resolution[Any] | tuple[Resolution[Any], str] | str  # an answer, also with a note; or why there is none
+@dataclasses.dataclass(frozen=True, slots=True)
+class _NotTaken:
+    """Why what is saved for a call is no answer here, by the policy."""
+
+    why: str
+
+
+# an answer, also with a note; or why there is none
+_Answer = Resolution[Any] | tuple[Resolution[Any], str] | _NotTaken | str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Consulted:
-    """What one tier said: an answer, with a note where there is more to say of it, or a note why it had none."""
+    """What one tier said: an answer, with a note where there is more to say of it, or a note why it had none.
+
+    Attributes:
+        tier: Its name.
+        resolution: Its answer, or `None`.
+        note: What else there is to say.
+        is_not_taken: Whether it has something for the call, which the policy for stale entries does not take from it.
+    """
 
     tier: str
     resolution: Resolution[Any] | None
     note: str = ""
+    is_not_taken: bool = False
 
     @classmethod
     def of(cls, tier: Tier, answer: _Answer) -> Consulted:
         """Return what a tier said, of what it answered."""
+        if isinstance(answer, _NotTaken):
+            return cls(tier.name, None, answer.why, is_not_taken=True)
         if isinstance(answer, str):
             return cls(tier.name, None, answer)
         return cls(tier.name, *answer) if isinstance(answer, tuple) else cls(tier.name, answer)
@@ -190,11 +208,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         Raises:
             NoConfigError: no tier had an answer.
         """
-        tried = []
+        tried: list[Consulted] = []
         request = self._request(inv, kernel, dry=False)
         self._warn_of_namesake(kernel)
         for consulted in self._consult(request):
-            tried.append(consulted.tier)
+            tried.append(consulted)
             if consulted.resolution is not None:
                 self._remember(consulted.resolution, shared=overrides(kernel, "bucket"))
                 if consulted.resolution.tier.is_provisional:
@@ -205,7 +223,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         key, call = request.key, ""
         if key is not None:
             call = f"{arguments(inv.description)}, key {key.call} on {key.device}"
-        raise NoConfigError(inv.op_id, tuple(tried), call)
+        not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_not_taken)
+        raise NoConfigError(inv.op_id, tuple(consulted.tier for consulted in tried), call, "; ".join(not_taken))
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return what every tier says, down to the one that answers; nothing is measured or remembered."""
@@ -380,7 +399,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             if action == wanted:
                 return (request.answer(config, tier), why) if why else request.answer(config, tier)
             notes.append(f"{why}: the policy says {action}")
-        return "; ".join(dict.fromkeys(notes)) or "no entry"
+        return _NotTaken("; ".join(dict.fromkeys(notes))) if notes else "no entry"
 
     def _from_stale(self, request: _Request) -> _Answer:
         return self._saved(request, STALE, "retune")
