@@ -23,6 +23,11 @@ T = TypeVar("T")
 class Span:
     """The devices of a program that several processes run, or may run.
 
+    A lowering rule learns how many devices a program has, and not which: JAX takes what it lowered for some devices for
+    others of that number. (Its `prim_requires_devices_during_lowering` would change that, but refuses programs with two
+    meshes.) So programs on one device are local, those under a `shard_map` that was given its mesh are known, and all
+    others on several devices count as being of several processes, which does not hurt them.
+
     Attributes:
         devices: How many there are; 0 if that is not known.
         processes: Indices of the processes that they belong to; empty if JAX does not say.

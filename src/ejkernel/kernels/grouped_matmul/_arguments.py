@@ -126,6 +126,7 @@ def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
     if preferred is None:
         return None
     try:
+        # Without 64 bits JAX has float32 for float64, and equal calls have one key.
         wanted = jax.dtypes.canonicalize_dtype(preferred)
     except TypeError as error:
         raise ArgumentError(f"preferred_element_type must be a dtype or None, got {preferred!r}.") from error

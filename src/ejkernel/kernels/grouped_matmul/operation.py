@@ -128,6 +128,7 @@ class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
 
         def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
             out = compute(*primals)
+            # It is linear in each operand: a tangent in the place of its operand makes the same call.
             parts = [
                 self(*primals[:index], tangent, *primals[index + 1 :], **options)
                 for index, tangent in enumerate(tangents)
@@ -280,6 +281,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
         own = arguments.canonical_groups(group_sizes, first_group, arguments.canonical_count(groups))
         said = arguments.said_options(lhs.dtype, preferred_element_type=preferred_element_type, precision=precision)
+        # Where all groups are here their sizes say how many: said again, it would make another key of an equal call.
         count = {"groups": groups} if isinstance(own, tuple) else {}
         return (lhs, rhs, own), said | count | {"implementation": self.requested(implementation)}
 

@@ -36,7 +36,7 @@ from ejkernel.ops.config.tiers import (
 )
 from ejkernel.ops.config.tiers import Consulted as Consulted
 from ejkernel.ops.config.tiers import Resolution as Resolution
-from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.context import current_scope, is_measuring
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import (
@@ -224,7 +224,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     def _note_miss(self, request: _Request, source: str) -> None:
         key, persistent = request.key, self.persistent
-        if key is None or services.is_measuring():
+        if key is None or is_measuring():
             return
         note_missed(request.kernel, request.inv, key)
         if request.policy.note_misses and persistent is not None and persistent.path is not None:

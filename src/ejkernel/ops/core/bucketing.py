@@ -72,7 +72,8 @@ def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node:
         return inv
     spec, types = stand_in
     args, kwargs = spec.join(types)
-    # Without `array_types`: those of batches, residuals and cotangents follow from the arguments where they are needed.
+    # Nodes hold no shapes, so this call's will do. Without `array_types`: those of batches, residuals and cotangents
+    # follow from the arguments where they are needed, on the measuring thread, where no trace of the caller is open.
     other = dataclasses.replace(
         inv, args=args, kwargs=kwargs, array_types=(), _node=None if node is None else with_spec(node, spec)
     )

@@ -2,7 +2,8 @@
 """The primitive `ejkernel_call`: a kernel's call that JAX carries through its transformations unopened.
 
 Its configuration is resolved in its lowering rule, where everything that decides is known at last: the axes of every
-enclosing `vmap`, the platform, the overlay in force - and only what really runs arrives there.
+enclosing `vmap`, the platform, the overlay in force - and only what really runs arrives there. `custom_vjp` around
+`custom_vmap` would have no forward mode, would resolve calls that never run, and would not know the platform.
 """
 
 from __future__ import annotations
@@ -114,7 +115,11 @@ class Call:
 
     @functools.cached_property
     def weak(self) -> Call:
-        """The same for what outlives the call: it keeps neither executor nor kernel nor the user's objects alive."""
+        """The same for what outlives the call: it keeps neither executor nor kernel nor the user's objects alive.
+
+        What is traced for a program holds them all the same: a kernel that `run` makes for itself would be gone when
+        the trace that calls it is lowered.
+        """
         held = held_weakly(self.held()) if isinstance(self.held, Strong) else self.held
         return dataclasses.replace(self, held=held, node=with_spec(self.node, self.node.spec.weak()))
 
@@ -316,7 +321,8 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
 
 
 def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
-    # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it.
+    # Equal calls of a program come here once: JAX keeps what the first becomes, and repeats it. A call that is there
+    # once takes 4 % longer for it, and 24 equal ones as long as plain JAX's, rather than 2.6 times that.
     body = call.host.body_of(call, platform, ctx.avals_in, ctx.avals_out)
     if body.jaxpr is None:
         return _lower_computed(ctx, body, call, *values)
@@ -349,6 +355,7 @@ compat.register_lowering(call_p, _lower)
 def _batch(axis_data: Any, arrays: Sequence[object], axes: Sequence[Any], *, call: Call) -> tuple[Any, Any]:
     named = compat.is_named(axis_data.name)
     alike = all(axis is None for axis in axes)  # also called when nothing is batched
+    # Left out of this `vmap`, a collective over its name would find another axis of that name, or none.
     if alike and not (named and axis_data.name in _axes_of(call, [jax.typeof(array) for array in arrays])):
         out = call_p.bind(*arrays, call=call)
         return out, [None] * len(out)
@@ -391,6 +398,8 @@ def _differentiate(
 ) -> tuple[Any, Any]:
     avals = [jax.typeof(p) for p in primals]
     if any(map(compat.is_reference, avals)):
+        # JAX differentiates what writes to one where the value does not depend on what is differentiated, which of a
+        # call that is not opened cannot be told; in the open it would have another key than the call that is tuned.
         raise GradientError(
             f"{call.node.spec.kernel.op_id}: a call that takes a reference (jax.Ref) has no gradient; pass the "
             "reference's value, and write the result back outside."
@@ -402,7 +411,7 @@ def _differentiate(
     outs = tuple(is_inexact(aval) for aval in plain_types.avals)
     forward, linear = differentiate(call.node, wrt, outs, trees)
     results = call_p.bind(*primals, call=dataclasses.replace(call, node=forward))
-    if trees is not None:
+    if trees is not None:  # here, since a policy of `jax.checkpoint` looks at the program's own equations alone
         results = _named(results, len(outs), call.node.spec.kernel.op_id)
     out, saved = results[: len(outs)], results if trees is not None else ()
     derived = dataclasses.replace(call, node=linear, linear=len(tangents))

@@ -203,7 +203,10 @@ def _check_types(
     expected: Sequence[HasType] | None,
     out: Sequence[Any],
 ) -> None:
-    """Raise if the results are not what the call was traced with: then shapes depend on the configuration."""
+    """Raise if the results are not what the call was traced with: then shapes depend on the configuration.
+
+    Otherwise MLIR's verifier would, and it names neither kernel nor configuration.
+    """
     if expected is None:
         return
     want = [(tuple(aval.shape), aval.dtype) for aval in expected]

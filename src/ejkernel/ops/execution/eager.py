@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager calls: one compiled function for each sort of call, found without looking at any shape."""
+"""Eager calls: one compiled function for each sort of call, found without looking at any shape.
+
+It is found by the types of the arguments, where these tell which are arrays and where `==` tells the others apart;
+shapes are left to jit's own C++ cache. All other calls are scanned once, which gives the arrays and a key of the rest.
+"""
 
 from __future__ import annotations
 

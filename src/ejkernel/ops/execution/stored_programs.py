@@ -21,6 +21,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.declared_names import type_name
 from ejkernel.ops.core.invocation import invocation_of
 from ejkernel.ops.core.kernel import hook
 from ejkernel.ops.core.primitive import Call
@@ -30,7 +31,6 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 from ejkernel.ops.utils.values.signature import HasType
-from ejkernel.ops.utils.values.typenames import type_name
 
 logger = logging.getLogger(__name__)
 

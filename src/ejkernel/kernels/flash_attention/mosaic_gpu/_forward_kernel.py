@@ -51,6 +51,8 @@ def launch(plan: ForwardPlan, inputs: Inputs, outputs: Outputs, interpret: Any =
         grid_names=("program",),
         num_threads=plan.params.warpgroups + 1,
         thread_name="warpgroup",
+        # No thread both stores to and loads from the same shared memory, which is what the barriers that Pallas would
+        # put around every access are for.
         compiler_params=mgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
@@ -95,6 +97,7 @@ class _Program:
         full = mgpu.Barrier(num_barriers=stages)
         free = mgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
         return Barriers(
+            # A warpgroup waits for its own rows alone, and who copies for all that read the tile.
             query_full=mgpu.Barrier(num_barriers=self.params.query_buffers * warpgroups),
             query_free=mgpu.Barrier(num_arrivals=warpgroups, num_barriers=self.params.query_buffers),
             key_full=full,
@@ -204,6 +207,7 @@ class _Program:
             def _() -> None:
                 mgpu.barrier_wait(barrier.at[stage])
 
+        # In the order in which they are needed: scores, what is added to them, and only then values.
         when_free(wait.key_free)
         mgpu.copy_gmem_to_smem(self.inputs.key.at[at], shared.key.at[stage], wait.key_full.at[stage])
         if wait.extra_free is not None:
@@ -243,7 +247,7 @@ class _Program:
     def _compute(self, warpgroup: Any) -> None:
         wait, last = self.wait, self.params.warpgroups - 1
         if self.params.ping_pong:
-
+            # Somebody has to give the first turn away.
             @pl.when(warpgroup == last)
             def _first_turn() -> None:
                 mgpu.barrier_arrive(wait.turn.at[0])
@@ -252,6 +256,7 @@ class _Program:
             return Rows(self.memory, self._part(tile, warpgroup, number)).run(step)
 
         self._each_tile(tile, jnp.int32(0))
+        # The turn that was passed on last: no barrier is left with an arrival that nobody saw.
         if self.params.ping_pong:
 
             @pl.when(warpgroup == 0)

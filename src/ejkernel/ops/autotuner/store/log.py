@@ -24,13 +24,13 @@ from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
+from ejkernel.ops.core.declared_names import PLAIN, decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.storage.sealed import check_schema, read_lines, sealed_lines
 from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, to_data
-from ejkernel.ops.utils.values.typenames import PLAIN, decode_config, type_name
 
 logger = logging.getLogger(__name__)
 

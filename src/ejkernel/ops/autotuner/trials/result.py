@@ -12,6 +12,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config.cache import ConfigCache, Overlay, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
@@ -19,7 +20,6 @@ from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
 from ejkernel.ops.utils.validation import check_argument
-from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 _SCHEMA = 2
 

@@ -3,6 +3,11 @@
 
 The first process that lowers a call decides: it puts its configuration into the key-value store of JAX's coordination
 service, unless one is there; the others take what is there. Nobody waits for another process.
+
+What is sent is plain data, and all processes decode it, also the one that decided: so all have the same, and what does
+not survive it is found where it is decided. It must run as well: a saved configuration is traced before it is offered,
+because the heuristic cannot stand in for it later. Calls without a key are not agreed on, for their heuristic is the
+same everywhere, nor is `cfg=`, which the digest has all the same.
 """
 
 from __future__ import annotations
@@ -21,14 +26,13 @@ from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.config.tiers import AGREED, OVERLAY
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared_names import note_config_types
+from ejkernel.ops.core.declared_names import decode_config, note_config_types, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import AgreementError, AgreementWarning, ConfigError, SerializationError, UnstableKeyError
 from ejkernel.ops.utils.storage.serialize import from_data, stable_json, to_data
 from ejkernel.ops.utils.values.signature import describe
-from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 _DIGITS: Final = 16
 

@@ -26,7 +26,10 @@ from ejkernel.ops.errors import GradientError
 
 @dataclasses.dataclass(frozen=True)
 class Discharged(Around):
-    """`of` on the values of references: its results are followed by the values that the references have then."""
+    """`of` on the values of references: its results are followed by the values that the references have then.
+
+    So JAX can move a call that takes references to where they are made, and needs no rule for what it does to them.
+    """
 
     of: Node
     references: tuple[bool, ...]
@@ -128,7 +131,9 @@ class Jvp(Linear):
 
         def tangents(*arrays: jax.Array) -> tuple[Any, ...]:
             primals = arrays[: self.count]
-            if choice.types_only:  # tangents have the types of the results
+            if choice.types_only:
+                # Tangents have the types of the results. To differentiate for them would ask JAX for the derivative of
+                # a kernel that it may not be able to differentiate, although the kernel has a rule for when it counts.
                 compute = self.of.flat(choice) if choice.as_call is None else choice.as_call(self.of)
                 return self._selected(compute(*primals))
             all_tangents = self._all_tangents(primals, arrays[self.count :])

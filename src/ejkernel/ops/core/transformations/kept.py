@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX keeps of a forward to differentiate it, as residuals of a kernel that writes no rule of its own."""
+"""What JAX keeps of a forward to differentiate it, as residuals of a kernel that writes no rule of its own.
+
+It has to be asked for (`Kernel.keeps_residuals`): what is kept of a loop over chunks depends on the chunks, and of the
+same shapes it may mean something else under another configuration, which nobody can tell.
+"""
 
 from __future__ import annotations
 

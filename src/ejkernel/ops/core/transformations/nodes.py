@@ -233,6 +233,8 @@ class Forward:
             return self._custom_vjp(choice)
         if has_residual_form(kernel):
             return self._vjp_through_residuals(choice)
+        # Of `run`, and not of the jaxpr that its types came from: the small jitted functions that it calls JAX has
+        # differentiated before; a jaxpr has them inlined, and takes three times as long.
         return autodiff_vjp(self.flat(choice), count)
 
     def _custom_vjp(self, choice: Choice) -> Flat:
@@ -341,5 +343,7 @@ def _fit(op: str, name: str, primal: jax.Array, gradient: Any) -> jax.Array | No
         raise GradientError(
             f"{op}: the gradient of {name} must have its shape {primal.shape}, got {jnp.shape(gradient)}."
         )
+    # Of an argument that is the same on all devices of a `shard_map` each device has found another gradient: it is the
+    # sum of them.
     fitted: jax.Array = compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
     return fitted

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients against differences of results, for kernels that are their own only truth."""
+"""Gradients against differences of results along a few directions, for kernels that are their own only truth.
+
+That is where nothing independent has a derivative: no reference, and JAX cannot differentiate `run`, or finds the
+kernel's own rule inside it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions under `vmap` and differentiation, computed together, and the truth about them one example at a time."""
+"""Functions under `vmap` and differentiation, computed together, and the truth about them one example at a time.
+
+A batch is compared with its examples, because a batched reference could share the fault. All programs of a
+configuration are one, compiled without optimising, since compiling is what takes the time; only if that fails is each
+compiled alone, to learn which one it was.
+"""
 
 from __future__ import annotations
 
