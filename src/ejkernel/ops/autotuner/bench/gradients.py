@@ -87,6 +87,8 @@ def rule_fault(oracle: Oracle) -> str:
     # Without either, the gradient is JAX's own derivative of `run`, and there is nothing to hold it against.
     if not (has_reference or has_gradient_rule(kernel)) or inv.direction == "jvp":
         return ""
+    if has_reference and (inv.direction == "bwd" or not oracle.has_reference):
+        return ""  # the baseline was held against JAX's derivative as each candidate was, or nothing can be
     choice = oracle.choice
     oracle.begin("checking the gradient rule")
     try:
@@ -103,12 +105,17 @@ def rule_fault(oracle: Oracle) -> str:
     # A rule that is wrong under every configuration alike would pass where candidates are compared with the heuristic,
     # and would reject them all where they are compared with the reference. So the heuristic's is held against JAX's
     # derivative before anybody wins; then tuning goes on by the heuristic's, for the fault is no candidate's.
-    truth_node = node if has_reference else without_rule(node, choice)
     try:
-        truth = _run_once(truth_node, dataclasses.replace(choice, reference=True), inputs, inv.platform)
+        if has_reference:
+            truth = oracle.truth_about(node, inputs)
+        else:
+            of_run = dataclasses.replace(choice, reference=True)
+            truth = _run_once(without_rule(node, choice), of_run, inputs, inv.platform)
     except Exception as error:  # noqa: BLE001 - what JAX cannot differentiate, nobody can be compared with
         logger.info("%s: gradients are not checked, JAX finds none: %s", inv.op_id, error)
         return ""
+    if has_reference and not oracle.has_reference:
+        return ""  # there was no time for it
     try:
         oracle.compare(gradients, truth, names)
     except CandidateError as error:
