@@ -29,7 +29,7 @@ _SHOWN: Final = 50  # rows of a table; `--json` has all
 def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache push`."""
     folder = _folder(cache)
-    target = _shared(url or _only_layer(), folder, may_be_new=True)
+    target = _shared(url or _only_layer(), folder, may_be_new=True, bounded=not merge)
     if not dry_run and (mended := _told(lambda: upkeep.mend(target))):
         click.echo(f"{target}: {counted(mended, 'pack')} damaged there, and written again", err=True)
     _bring([place_of(str(folder), folder)], target, dry_run=dry_run, as_json=as_json)
@@ -63,7 +63,7 @@ def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_j
 def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache prune URL`."""
     store = opened(cache, alone=True)
-    target, now = _shared(url, _folder(cache)), store.clock()
+    target, now = _shared(url, _folder(cache), bounded=False), store.clock()
     if not dry_run:
         _told(lambda: upkeep.mend(target))
     found = _told(
@@ -191,10 +191,10 @@ def _only_layer() -> str:
     return found[0]
 
 
-def _shared(url: str, folder: Path, *, may_be_new: bool = False) -> SharedPlace:
+def _shared(url: str, folder: Path, *, may_be_new: bool = False, bounded: bool = True) -> SharedPlace:
     if not is_url(url):
         raise ConfigError(f"{url!r} is no URL, such as s3://bucket/prefix or file:///shared/ejkernel.")
-    return _told(lambda: SharedPlace(url, folder, may_be_new=may_be_new))
+    return _told(lambda: SharedPlace(url, folder, may_be_new=may_be_new, bounded=bounded))
 
 
 def _told(do: Callable[[], _T]) -> _T:

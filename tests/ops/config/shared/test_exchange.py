@@ -161,8 +161,8 @@ def test_two_that_merge_at_once_lose_nothing(tmp_path, store, shared):
     slow, quick = (SharedPlace("fake://team", tmp_path / name) for name in ("slow", "quick"))
     sizes = store.sizes
 
-    def sizes_then_merge():
-        listed = sizes()
+    def sizes_then_merge(*most):
+        listed = sizes(*most)
         store.sizes = sizes
         upkeep.merge(quick)
         quick.put([entry(7, 7)])

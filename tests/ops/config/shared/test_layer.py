@@ -109,7 +109,7 @@ def test_a_store_that_is_down_is_one_warning_and_the_copy_answers(layer, store, 
 def test_a_store_that_does_not_answer_is_waited_for_once(layer, store):
     answers = threading.Event()
     sizes = store.sizes
-    store.sizes = lambda: answers.wait() and sizes()
+    store.sizes = lambda *most: answers.wait() and sizes(*most)
     with pytest.warns(CacheWarning, match="it has not answered for 0.01 s"):
         layer.look_again(0.01)
     layer.look_again(600)  # returns at once: the first call has waited
@@ -164,7 +164,7 @@ def test_what_others_merge_while_it_is_listed_is_not_lost(layer, store):
     merged = pack(entry(1), entry(2), entry(9))
     listings = [dict([pack(entry(5))]), dict([pack(entry(5)), merged])]  # the first has neither the old nor the new
 
-    def sizes():
+    def sizes(*_):
         store.objects = listings.pop(0) if len(listings) > 1 else listings[0]
         return {name: len(raw) for name, raw in store.objects.items()}
 

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from tests.ops.config.shared.stores import FakeStore, entry, pack
 
 from ejkernel.ops.config.shared import exchange, upkeep
+from ejkernel.ops.config.shared import layer as layers
 from ejkernel.ops.config.shared.copies import MOST_PACKS
 from ejkernel.ops.config.shared.exchange import SharedPlace
 from ejkernel.ops.config.shared.packs import SCHEMA, check
+from ejkernel.ops.config.shared.stores import UnreachableError
 from ejkernel.ops.errors import CacheWarning
 
 
@@ -176,8 +178,8 @@ def test_two_that_prune_and_merge_at_once_lose_nothing_that_is_wanted(store, pla
     slow, quick = place("slow"), place("quick")
     sizes = store.sizes
 
-    def sizes_then_merge():
-        listed = sizes()
+    def sizes_then_merge(*most):
+        listed = sizes(*most)
         store.sizes = sizes
         upkeep.merge(quick)
         quick.put([entry(7, 7)])
@@ -233,3 +235,15 @@ def test_a_damaged_object_that_somebody_writes_meanwhile_stays(store, place):
     upkeep.prune(mine, lambda stored: False, unreadable=True)
     store.raw = read
     assert rows(place("third")) == [1]
+
+
+def test_a_place_that_is_too_large_for_programs_is_made_small_by_whoever_is_asked_to(store, tmp_path, monkeypatch):
+    store.objects.update(pack(entry(number, number)) for number in range(5))
+    monkeypatch.setattr(layers, "MOST", 4)
+    monkeypatch.setattr(layers, "_MOST", 10)
+    with pytest.raises(UnreachableError, match="too many"):
+        SharedPlace("fake://team", tmp_path / "mine")
+    assert upkeep.merge(SharedPlace("fake://team", tmp_path / "mine", bounded=False)) == 4
+    with pytest.raises(OSError, match="more than 10 bytes; `ejkernel cache prune URL` makes few of many"):
+        SharedPlace("fake://team", tmp_path / "theirs")
+    assert rows(SharedPlace("fake://team", tmp_path / "theirs", bounded=False)) == [0, 1, 2, 3, 4]

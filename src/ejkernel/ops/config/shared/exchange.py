@@ -91,6 +91,7 @@ class SharedPlace:
         url: See `Store`.
         cache_dir: The folder that the copy is kept in.
         may_be_new: Whether it is no surprise if there is no such place yet.
+        bounded: Whether it is refused if it is too large to be read by every program.
 
     Attributes:
         store: The place itself.
@@ -100,9 +101,9 @@ class SharedPlace:
 
     has_classes = True
 
-    def __init__(self, url: str, cache_dir: Path, *, may_be_new: bool = False) -> None:
+    def __init__(self, url: str, cache_dir: Path, *, may_be_new: bool = False, bounded: bool = True) -> None:
         self.store = Store(url)
-        self.layer = SharedLayer(url, cache_dir, connect=lambda _: self.store)
+        self.layer = SharedLayer(url, cache_dir, connect=lambda _: self.store, bounded=bounded)
         self.copy.verify()
         self.fetched = self.layer.refresh()
         if self.layer.is_there or not may_be_new:

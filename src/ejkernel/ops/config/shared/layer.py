@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import threading
 import time
 import warnings
@@ -17,7 +18,7 @@ from ejkernel.ops.config._files import UnusableError, slug
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.packs import LARGEST
-from ejkernel.ops.config.shared.stores import Store, shown
+from ejkernel.ops.config.shared.stores import MOST, REMEDY, Store, shown
 from ejkernel.ops.errors import CacheWarning, EjkernelError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import counted
@@ -41,6 +42,7 @@ class SharedLayer:
         cache_dir: The folder of the cache that this is a layer of, which the copy is kept in; `None`: there is none.
         connect: Opens a store.
         clock: Seconds that only grow.
+        bounded: Whether a place is refused that is too large to be read by every program.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class SharedLayer:
         *,
         connect: Callable[[str], Store] = Store,
         clock: Callable[[], float] = time.monotonic,
+        bounded: bool = True,
     ) -> None:
         self.url = url
+        self._bounded = bounded
         self.copy = None if cache_dir is None else LocalCopy(copy_folder(url, cache_dir))
         self._connect = connect
         self._clock = clock
@@ -108,12 +112,12 @@ class SharedLayer:
         """
         if self.copy is None:
             raise OSError("there is no folder to keep a copy in; set EJKERNEL_CACHE_DIR")
-        store, fetched = self._connect(self.url), 0
-        listed = store.sizes()
+        store, fetched, most = self._connect(self.url), 0, MOST if self._bounded else math.inf
+        listed = store.sizes(most)
         for _ in range(_LISTINGS):
             fetched += self._fetch(store, listed)
             gone = [pack for pack in self.copy.packs() if not pack.names <= listed.keys()]
-            before, listed = listed, store.sizes() if gone else listed
+            before, listed = listed, store.sizes(most) if gone else listed
             if listed == before:  # else others merge meanwhile: what is gone may be in what was not listed yet
                 # An empty place may be one that is not mounted; else what was removed there, or merged, goes here too.
                 self.copy.remove(gone if listed else [])
@@ -133,8 +137,8 @@ class SharedLayer:
         known = frozenset().union(*(pack.names for pack in stay))
         new = {name: size for name, size in sorted(listed.items()) if name not in known}
         usable = [size for size in new.values() if size <= LARGEST]
-        if sum(usable) > _MOST - sum(pack.size for pack in stay):
-            raise OSError(f"its copy would have more than {_MOST} bytes")
+        if self._bounded and sum(usable) > _MOST - sum(pack.size for pack in stay):
+            raise OSError(f"its copy would have more than {_MOST} bytes; {REMEDY}")
 
         def fetch(name: str) -> str | None:
             """Return `""`, or why a pack is of no use; `None` if it is gone."""

@@ -20,7 +20,8 @@ from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.printable import printable
 
-MOST: Final = 10_000  # objects that a store is listed for; `ejkernel cache push --merge` makes one of many
+MOST: Final = 10_000  # objects that a store is listed for
+REMEDY: Final = "`ejkernel cache prune URL` makes few of many"
 _USER: Final = re.compile(r"//[^/@]*@")
 
 
@@ -48,11 +49,11 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({shown(self.url)!r})"
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, most: float = MOST) -> dict[str, int]:
         """Return the names of the packs that are there, with their sizes; a place that is not there has none.
 
         Raises:
-            UnreachableError: they cannot be listed.
+            UnreachableError: they cannot be listed, or are more than `most`.
         """
         with self._errors("listed"):
             system, root = self._system()
@@ -65,8 +66,8 @@ class Store:
                 self.is_there = True
         sizes = {posixpath.basename(item["name"]): item.get("size") for item in found if item.get("type") == "file"}
         ours = {name: size for name, size in sizes.items() if packs.is_name(name) and type(size) is int}
-        if len(ours) > MOST:
-            raise UnreachableError(f"{shown(self.url)} holds more than {MOST} packs; `ejkernel cache push --merge`.")
+        if len(ours) > most:
+            raise UnreachableError(f"{shown(self.url)} holds more than {most} packs; {REMEDY}.")
         return ours
 
     def read(self, name: str) -> bytes | None:

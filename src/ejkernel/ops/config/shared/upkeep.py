@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable
 
 from ejkernel.ops.config._files import UnusableError
@@ -44,7 +45,7 @@ def mend(place: SharedPlace) -> int:
         OSError: the place cannot be read or written.
     """
     held = {name: pack for pack in place.copy.whole_packs() for name in pack.names}
-    listed = place.store.sizes().keys()
+    listed = place.store.sizes(math.inf).keys()
     damaged = _damaged(place, listed & held.keys())
     own = {name for name in damaged if held[name].path.name == name}
     for name in own:
@@ -84,7 +85,7 @@ def prune(
         UnusableError: the copy is damaged; nothing is changed.
         OSError: the place cannot be read or written.
     """
-    listed = place.store.sizes()
+    listed = place.store.sizes(math.inf)
     if not listed.keys() <= _names(place.copy.packs()):
         place.layer.refresh()
     sources = [pack for pack in place.copy.packs() if pack.names <= listed.keys()]
@@ -97,7 +98,7 @@ def prune(
     if dry_run:
         fewer = len(known) + len(damaged) - len(dict(packed(kept)))
     else:
-        now = place.store.sizes() if damaged else listed
+        now = place.store.sizes(math.inf) if damaged else listed
         gone = known | {name for name in damaged if now.get(name) == listed[name]}  # else somebody is writing it
         fewer = _put_instead(place, kept, gone, there=listed.keys())
     return Pruned(entries=len(every.union(saved)) - len(kept), packs=fewer, damaged=len(damaged))
