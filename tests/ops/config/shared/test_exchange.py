@@ -225,6 +225,13 @@ def test_a_store_says_whether_the_place_is_there(url):
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
+def test_a_file_is_no_place(tmp_path, url):
+    (tmp_path / "team").write_text("")
+    with pytest.warns(CacheWarning, match="there is no such place"):
+        assert rows(SharedPlace(url, tmp_path / "mine")) == []
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_a_folder_without_packs_is_there(tmp_path, url):
     (tmp_path / "team").mkdir()
     assert rows(SharedPlace(url, tmp_path / "mine")) == []

@@ -143,7 +143,7 @@ class SharedLayer:
         def fetch(name: str) -> str | None:
             """Return `""`, or why a pack is of no use; `None` if it is gone."""
             try:
-                if not 0 < new[name] <= LARGEST:
+                if new[name] > LARGEST:
                     raise UnusableError(f"it has {new[name]} bytes, and none has more than {LARGEST}")
                 raw = store.read(name)
             except UnusableError as error:

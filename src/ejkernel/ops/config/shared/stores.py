@@ -62,8 +62,8 @@ class Store:
                 found = system.ls(root, detail=True)
             except FileNotFoundError:
                 found, self.is_there = [], False
-            else:
-                self.is_there = True
+            else:  # what is listed as itself is a file
+                self.is_there = [item["name"] for item in found] != [root]
         sizes = {posixpath.basename(item["name"]): item.get("size") for item in found if item.get("type") == "file"}
         ours = {name: size for name, size in sizes.items() if packs.is_name(name) and type(size) is int}
         if len(ours) > most:
