@@ -112,11 +112,14 @@ class CoordinationStore:
     def __init__(self, client: Any) -> None:
         self.client = client
         self._questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        # One thread for all questions: one that the service never answers keeps it, and who asks next is told after the
+        # same patience.
         threading.Thread(target=self._work, name="ejkernel-coordination", daemon=True).start()
 
     def get(self, key: str) -> str | None:
         """Return the value of a key, or `None`."""
         try:
+            # Never the blocking call: nobody waits for another process.
             return str(self._answer(lambda: self.client.key_value_try_get(key)))
         except _RefusedError as refusal:
             if not refusal.says("NOT_FOUND"):

@@ -111,6 +111,8 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
         operands = ["rows inner", rhs, axes_of_groups(inv), *[rhs] * gated, *["rows"] * scaled]
         split = SPLIT | {"split": "rows groups columns"}
+        # What is kept for the backward is added up as the result is: a residual has to be one array for all devices.
+        # Against that, the gradients of both products by the rows are one sum, and not two.
         products = ", ".join(["rows columns"] * (1 + gated))
         return ShardingRule(f"{', '.join(operands)} -> rows columns", residuals=products, **split)
 

@@ -35,7 +35,8 @@ from .epilogue import scaled_rows
 
 REFERENCE_BLOCK = 512
 GROUPS = 2  # which argument the groups are
-# Rows and matrices that are sharded over the same devices: which of them are cheaper to move depends on their sizes.
+# Rows and matrices that are sharded over the same devices cannot both stay there: what is moved is `g * k * n` numbers
+# of matrices, or `m * (k + n)` of rows and results, whichever is less.
 SPLIT: Final[Any] = {"split": "rows groups inner columns", "cheapest": True}
 _Cfg = TypeVar("_Cfg", bound=OperationConfig)
 

@@ -147,6 +147,7 @@ def check_key(entry: StoredEntry, canonical: str) -> None:
     Raises:
         UnusableError: it is not.
     """
+    # A file's name has eight digits of its key's digest, and somebody may have renamed it.
     if identity(entry.key) != canonical:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
 

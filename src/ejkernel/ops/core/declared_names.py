@@ -42,6 +42,7 @@ def _code(code: object) -> Any:
     """Return what a function does, whatever lines of whatever file it is on."""
     if not isinstance(code, types.CodeType):
         return None
+    # As texts, for 1, 1.0 and True are equal.
     constants = tuple(_code(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts)
     return code.co_code, code.co_names, constants
 
@@ -74,6 +75,7 @@ def _config_types() -> Iterator[type]:
 
     Those come last that only the annotations of a class's hooks name, for it takes longer to read these.
     """
+    # The latest first, for a class that was defined again has the name of the one before.
     silent = []
     for cls in reversed(list(_subclasses(Kernel))):
         declared = config_type_of(cls)

@@ -8,15 +8,14 @@ import math
 
 import numpy as np
 
+from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
 
 from .availability import DTYPES
 from .params import ForwardParams
 
 ROWS = 64  # of queries that a warpgroup owns: those of one tensor-core instruction
-MULTIPROCESSORS = 132  # of an H100 or H200 in an SXM module; a persistent launch is right on any other number
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}  # of a thread that copies and one that computes, by warpgroups
-LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,8 +163,8 @@ def plan_of(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
         keys=call.key[1],
         heads=call.query[2],
         groups=call.key[2],
-        head_dim=padded_dim(call.query[3]),
-        value_dim=padded_dim(call.value[3]),
+        head_dim=whole_dim(call.query[3]),
+        value_dim=whole_dim(call.value[3]),
         dtype=call.dtype,
         rules=call.rules,
         params=params,
@@ -187,7 +186,7 @@ def _kind(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
     return "keys" if shape[2] == 1 else "block"
 
 
-def padded_dim(size: int) -> int:
+def whole_dim(size: int) -> int:
     """Return the width, which swizzles divide, that heads of `size` are filled up to with zeros."""
     return -(-size // 16) * 16
 

@@ -116,7 +116,7 @@ class QueriesKernel:
         # Under a causal mask the last queries see most: they come first, and the short ones fill the gaps.
         number, head = self.query_blocks - 1 - lax.div(rest, heads), lax.rem(rest, heads)
         tiles = Range.load(arrays.ranges, example, number)
-        limit = limit_of(self.problem, arrays, example)
+        limit = limit_of(self.problem, arrays, example, self.params.kv_block)
         block = Block(arrays, output, scratch, example, head, number * self.rows, tiles, limit)
 
         @pl.when(wg == warpgroups)

@@ -174,7 +174,8 @@ class KeyBlockKernel:
         warpgroups = self.params.warpgroups
         wg, index = lax.axis_index("wg"), lax.axis_index("block")
         number, example, part = self._place(index)
-        tiles, limit = Range.load(arrays.ranges, example, number), limit_of(self.problem, arrays, example)
+        tiles = Range.load(arrays.ranges, example, number)
+        limit = limit_of(self.problem, arrays, example, self.params.keys)
         block = Block(arrays, sums, outputs, scratch, example, part, number * self.params.keys, tiles, limit)
 
         @pl.when(wg == warpgroups)

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..common import EMPTY_ROW_LSE, AttentionCall, Rules
+from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Rules
+
 from .availability import DTYPES
 
-LOG2_E = math.log2(math.e)
 _NATIVE_DIMS = (32, 64, 128, 192, 256)
 
 
@@ -133,8 +133,14 @@ class Problem:
 
 
 def row_shift(lse: jax.Array, problem: Problem) -> jax.Array:
-    """Return what turns a row's scores into exponents, in the units of the products of query and key, or base 2."""
-    return lse * (-1 / problem.rules.scale) if problem.shift_in_scores else lse * -LOG2_E
+    """Return what turns a row's scores into exponents.
+
+    It is in the units of the products of query and key, or base 2, or with a bias in those of the scores: of a row that
+    the lowest float hides altogether the log-sum-exp is that float, which any factor would make infinite.
+    """
+    if problem.shift_in_scores:
+        return lse * (-1 / problem.rules.scale)
+    return lse * -LOG2_E if problem.bias is None else -lse
 
 
 def padded_dim(dim: int) -> int:

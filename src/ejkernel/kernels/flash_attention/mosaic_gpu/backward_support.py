@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ejkernel.kernels._hopper import MULTIPROCESSORS
 from ejkernel.kernels.flash_attention.common import AttentionCall
 
 from .availability import SHARED_MEMORY, unavailable
@@ -15,7 +16,7 @@ from .backward_problem import Problem, padded_dim, problem_of
 _LARGEST_DIM = 256
 # Wider heads have room in registers only as division='products', which computes no gradient of a bias.
 _LARGEST_DIM_WITH_BIAS = 128
-_LEAST_KEYS = 132 * 128  # of all heads together: a block of threads for each multiprocessor
+_LEAST_KEYS = MULTIPROCESSORS * 128  # of all heads together: a block of threads for each multiprocessor
 _LEAST_BLOCKS = 250  # nearly two for each, of which one may be long and the other short
 # Of a thread that computes, by how many warpgroups do, less what addresses and a tile's numbers take at least.
 # That is 32 of what it has: with 16, parameters passed that spilled.

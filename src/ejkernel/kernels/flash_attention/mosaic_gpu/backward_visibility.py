@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..common import Rules
+from ejkernel.kernels.flash_attention.common import Rules
 
 Array = jax.Array | np.ndarray
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe
 
-from ._forward_plan import ForwardPlan, padded_dim, plan_of, swizzle
+from ._forward_plan import ForwardPlan, plan_of, swizzle, whole_dim
 from .params import ForwardParams
 from .visibility import block_table, dropout_words, lengths_as_segments, packed
 
@@ -32,8 +32,8 @@ def forward(
 
     operands, by_row = _without_row_terms(lengths_as_segments(unify_varying(operands)), rules)
     plan = plan_of(describe(operands, rules), params)
-    # Copies move whole tiles; `padded_dim(1)` is what all widths that the kernel has are multiples of.
-    query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, padded_dim(1)) for x in operands[:3])
+    # Copies move whole tiles; `whole_dim(1)` is what all widths that the kernel has are multiples of.
+    query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, whole_dim(1)) for x in operands[:3])
     types = Outputs(
         jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
         # Copies of one axis are not cut off where the array ends, so that this one has room for whole tiles.

@@ -92,6 +92,7 @@ class AutotuningResult:
     def __enter__(self) -> AutotuningResult:
         overlay = Overlay({ConfigKey(self.device, e.op_id_v, e.call_key): e.cfg for e in self.entries})
         scope = current_scope()
+        # A context of its own for each entry, on this thread's stack: JAX leaks one that is entered twice.
         context = entered(dataclasses.replace(scope, layers=(*scope.layers, overlay)))
         context.__enter__()
         _entered.stack.append(context)
@@ -108,6 +109,7 @@ class AutotuningResult:
         """
         if not isinstance(other, AutotuningResult):
             return NotImplemented
+        # Times of two devices are not comparable, and an overlay is for one.
         if other.device != self.device:
             raise ConfigError(f"results of different devices cannot be merged: {self.device!r} and {other.device!r}.")
         merged = {(e.op_id_v, e.call_key): e for e in (*self.entries, *other.entries)}

@@ -120,6 +120,7 @@ class Jvp(Linear):
 
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
+        # Without `outs`, which follow from the types of the results.
         return [*self.of.steps(), ["jvp", list(self.wrt)]]
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
@@ -171,6 +172,7 @@ class Vjp(Linear):
             primals = arrays[: self.count]
             if choice.types_only:  # gradients have the types of the arguments
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
+            # Shapes of results are needed where some have no cotangent: to find them is to trace the forward.
             results = jax.eval_shape(self.of.flat(choice), *primals) if not all(self.outs) else self.outs
             given = iter(arrays[self.count :])
             cts = [next(given) if has else no_cotangent(r.shape) for r, has in zip(results, self.outs, strict=True)]
@@ -260,6 +262,7 @@ class ResidualVjp(ThroughResiduals):
             saved, primals, given = self._split(arrays)
             if choice.types_only:
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
+            # A reference leaves no residuals: JAX differentiates it as a whole.
             if choice.reference:
                 return Vjp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
             remaining = iter(given)
@@ -280,6 +283,7 @@ def differentiate(
     """
     if trees is None:
         return node, Jvp(node, len(wrt), wrt, outs)
+    # The `vmap`s go around both, for the kernel's hooks see one example.
     levels = []
     while isinstance(node, Vmapped):
         levels.append(node.level)
@@ -291,6 +295,7 @@ def differentiate(
     for level in reversed(levels):
         tangent_axes = [axis for axis, has in zip(level.axes, wrt, strict=True) if has]
         forward = Vmapped(forward, level)
+        # Outputs and residuals come batched along their first axis; a tangent is batched as its argument is.
         axes = (*[0] * lead, *level.axes, *tangent_axes)
         linear = LinearVmapped(linear, dataclasses.replace(level, axes=axes), lead + len(wrt))
     return forward, linear

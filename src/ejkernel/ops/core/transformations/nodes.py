@@ -198,6 +198,7 @@ class Forward:
             out = self._compute(choice, args, kwargs)
             if choice.trees is not None:
                 parts = out if self.residuals else (out,)
+                # On the side, for a function that JAX traces may return nothing but arrays.
                 choice.trees[:] = [jax.tree.structure(part) for part in parts]
             return tuple(jnp.asarray(leaf) for leaf in jax.tree.leaves(out))
 
@@ -257,6 +258,7 @@ class Forward:
         return gradients
 
     def _out_tree(self, choice: Choice, primals: Sequence[jax.Array]) -> Any:
+        # To trace the forward for it takes as long as to trace it for its result.
         known = None if choice.out_tree is None else choice.out_tree(self, primals)
         if known is not None:
             return known
@@ -345,5 +347,6 @@ def _fit(op: str, name: str, primal: jax.Array, gradient: Any) -> jax.Array | No
         )
     # Of an argument that is the same on all devices of a `shard_map` each device has found another gradient: it is the
     # sum of them.
+    # In the array's dtype: `jax.custom_vjp` would hand on a float32 gradient of a bfloat16 array as it is.
     fitted: jax.Array = compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
     return fitted

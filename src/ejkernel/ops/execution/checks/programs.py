@@ -98,6 +98,7 @@ class Pattern:
 
 
 def _sum(gradients: Sequence[jax.Array]) -> Any:
+    # By NumPy, which compiles nothing.
     return jnp.asarray(sum(np.asarray(gradient) for gradient in gradients))
 
 
@@ -110,6 +111,7 @@ def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:
     found = [Pattern("vmap", (((0,) * count, 3),)), Pattern("vmap of vmap", (((0,) * count, 2), (last, 3)))]
     if count > 1:
         alone = ((number, name) for number, name in enumerate(names))
+        # Alone, for then the others are not batched, and a gradient of theirs is a sum over the examples.
         found += [Pattern(f"vmap over {name}", ((_only(number, count), 3),)) for number, name in alone]
     return found
 
