@@ -109,6 +109,28 @@ def test_a_damaged_copy_is_found_and_removed(capsys, url, theirs, tmp_path, monk
     assert not (tmp_path / "third" / ".layers").exists()
 
 
+def test_pull_fetches_again_what_was_damaged_here(capsys, url, theirs, tmp_path, monkeypatch):
+    run(capsys, "push", url, cache=theirs)
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", url)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "third"))
+    run(capsys, "pull")
+    (pack,) = (tmp_path / "third").glob(".layers/*/*.pack")
+    whole = pack.read_bytes()
+    pack.write_bytes(whole.replace(b'"rows":13', b'"rows":14'))
+    assert run(capsys, "verify")[0] == 1
+    assert run(capsys, "pull") == (0, f"{url}: 1 pack fetched; 3 entries here\n", "")
+    assert (run(capsys, "verify")[0], pack.read_bytes()) == (0, whole)
+
+
+def test_one_place_that_cannot_be_read_keeps_no_other_from_being_pulled(capsys, url, theirs, tmp_path, monkeypatch):
+    run(capsys, "push", url, cache=theirs)
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f"nosuchkind://x,{url}")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "third"))
+    status, out, err = run(capsys, "pull")
+    assert (status, out) == (1, f"{url}: 1 pack fetched; 3 entries here\n")
+    assert "nosuchkind" in err
+
+
 def test_push_writes_again_what_was_damaged_there(capsys, url, mine, tmp_path):
     run(capsys, "push", url, cache=mine)
     (pack,) = (tmp_path / "team").iterdir()

@@ -44,13 +44,20 @@ def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> N
     if url:
         _bring([_shared(url, folder)], place_of(str(folder), folder), dry_run=dry_run, as_json=as_json)
         return
-    places = [_shared(layer, folder) for layer in _layers()]
+    places, problems = [], []
+    for layer in _layers():
+        try:
+            places.append(_shared(layer, folder))
+        except EjkernelError as error:  # the others' copies are brought up to date all the same
+            problems.append(str(error))
     found = [(str(place), place.fetched, sum(1 for _ in place.copy.variants())) for place in places]
     if as_json:
         report.echo_json([{"url": place, "fetched": fetched, "entries": count} for place, fetched, count in found])
-        return
-    for place, fetched, count in found:
-        click.echo(f"{place}: {counted(fetched, 'pack')} fetched; {_entries(count)} here")
+    else:
+        for place, fetched, count in found:
+            click.echo(f"{place}: {counted(fetched, 'pack')} fetched; {_entries(count)} here")
+    if problems:
+        raise ConfigError("; ".join(problems))
 
 
 def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
