@@ -224,6 +224,18 @@ def test_a_store_says_whether_the_place_is_there(url):
     assert (len(store.sizes()), store.is_there) == (1, True)
 
 
+@both
+def test_an_object_without_content_is_damaged_and_is_written_again(tmp_path, url):
+    mine = SharedPlace(url, tmp_path / "mine", may_be_new=True)
+    mine.put([entry(1, 1)])
+    (name,) = mine.store.sizes()
+    mine.store.write(name, b"")
+    with pytest.warns(CacheWarning, match="1 pack cannot be used"):
+        SharedPlace(url, tmp_path / "theirs")
+    assert upkeep.mend(mine) == 1
+    assert rows(SharedPlace(url, tmp_path / "theirs")) == [1]
+
+
 @pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_a_file_is_no_place(tmp_path, url):
     (tmp_path / "team").write_text("")

@@ -45,6 +45,7 @@ class Store:
     def __init__(self, url: str) -> None:
         self.url = url
         self._opened: tuple[Any, str] | None = None
+        self._empty: frozenset[str] = frozenset()  # objects that had nothing when they were listed
 
     def __repr__(self) -> str:
         return f"Store({shown(self.url)!r})"
@@ -68,6 +69,7 @@ class Store:
         ours = {name: size for name, size in sizes.items() if packs.is_name(name) and type(size) is int}
         if len(ours) > most:
             raise UnreachableError(f"{shown(self.url)} holds more than {most} packs; {REMEDY}.")
+        self._empty = frozenset(name for name, size in ours.items() if size == 0)
         return ours
 
     def read(self, name: str) -> bytes | None:
@@ -89,6 +91,8 @@ class Store:
             DamagedError: it is larger than any pack.
             UnreachableError: it cannot be read.
         """
+        if name in self._empty:  # of which S3 has no range
+            return b""
         with self._errors("read"):
             system, root = self._system()
             try:
@@ -105,6 +109,7 @@ class Store:
         Raises:
             UnreachableError: it cannot be written.
         """
+        self._empty -= {name}
         with self._errors("written"):
             system, root = self._system()
             path = posixpath.join(root, name)
