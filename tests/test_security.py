@@ -568,8 +568,6 @@ def test_only_these_places_turn_names_or_bytes_into_code():
         ("ops/autotuner/process/lifetime.py", "ctypes.CDLL"),  # the C library that this process has
         ("ops/__init__.py", "importlib.import_module"),  # our own modules
         ("ops/autotuner/process/serve.py", "pickle.loads"),  # between a process and its own child
-        ("kernels/flash_attention/mosaic_gpu/_forward_kernel.py", "importlib.import_module"),  # JAX's own module
-        ("kernels/flash_attention/mosaic_gpu/_forward_rows.py", "importlib.import_module"),  # the same
         ("ops/implementation.py", "importlib.import_module"),  # what an operation lists
         ("ops/utils/values/nameable.py", "importlib.import_module"),  # of a fixed list
         ("ops/utils/values/signature.py", "importlib.import_module"),  # of a fixed list
