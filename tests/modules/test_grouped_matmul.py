@@ -74,7 +74,7 @@ def assert_equal(expected, actual):
         ({"preferred_element_type": "int8"}, "preferred_element_type must be a floating-point dtype, got int8"),
         ({"preferred_element_type": "number"}, "preferred_element_type must be a dtype or None, got 'number'"),
         ({"precision": "exact"}, "precision must be one of default, high, highest"),
-        ({"implementation": "cudnn"}, "implementation must be one of mosaic_gpu, jax_mgpu, xla, megablox, or None; got 'cudnn'"),
+        ({"implementation": "cudnn"}, "one of mosaic_gpu, jax_mgpu, xla, megablox, or None; got 'cudnn'"),
     ],
 )
 def test_a_wrong_argument_is_named(changes, words):
