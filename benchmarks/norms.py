@@ -30,7 +30,7 @@ from ejkernel.ops import Invocation
 ROUNDS = 15
 SHAPES = ((4096, 1024), (16384, 2048), (8192, 3072), (8192, 4096), (16384, 5120), (8192, 7168), (16384, 8192))
 SHORT_SHAPES = ((1048576, 64), (524288, 128), (262144, 192), (262144, 256))
-SHORT_OCCUPANCIES = (4, 8, 16)
+SHORT_OCCUPANCIES = (4, 16)
 DIRECTIONS = ("forward", "both")
 Function = Callable[..., Any]
 
@@ -165,7 +165,7 @@ def table(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, and keep it with `--out`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.norms", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write norms_<device>.json and .md there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write norms_<platform>.json and .md there")
     parser.add_argument("--rows", choices=("long", "short", "all"), default="all", help="which shapes")
     args = parser.parse_args(argv)
     shapes = SHAPES * (args.rows != "short") + SHORT_SHAPES * (args.rows != "long")
@@ -177,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found[call] = measured(operation, rows, dim, direction)
                 print(call, json.dumps(found[call]), file=sys.stderr, flush=True)
     if args.out is not None:
-        report.write(args.out, f"norms_{report.platform_name()}", found, table(found))
+        name = "norms_short" if args.rows == "short" else "norms"
+        report.write(args.out, f"{name}_{report.platform_name()}", found, table(found))
     print(table(found))
     return 0
 
