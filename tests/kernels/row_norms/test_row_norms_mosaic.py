@@ -144,6 +144,9 @@ def test_short_rows_are_taken_sixteen_at_a_time_as_far_as_there_are_registers():
     assert "320 registers of a thread, and there are 256" in found.params_fault(
         call, RowNormParams(block_rows=64, stages=1)
     )
+    assert "reads 32768 elements at once" in found.params_fault(
+        dataclasses.replace(call, backward=False), RowNormParams(block_rows=128, stages=1)
+    )
     assert {params.block_rows for params in found.space(call)} == {16, 32}
     assert found.heuristic(call) in list(found.space(call))
 

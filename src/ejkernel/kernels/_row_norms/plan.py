@@ -15,7 +15,9 @@ MINOR = 256  # elements along an axis that one copy takes
 SHORT = 512  # elements: of shorter rows a warpgroup has several at once, in registers
 SLAB = 16  # of them
 _CHUNK = 1024  # elements of a longer row that are in registers at once
-_REGISTERS = 256  # of a thread: up to this guess of what it needs, compilers were not seen to spill any
+# Of a thread, by a guess of what it needs, and elements of one array that a warpgroup has read: up to both of them no
+# compiler was seen to spill.
+_REGISTERS, _ELEMENTS = 256, 24_576
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,8 @@ class RowNormPlan:
         if block_rows % SLAB or stages != 1:
             asked = f"block_rows a multiple of {SLAB}, and stages 1"
             return f"rows of {self.dim} elements take {asked}; they are {block_rows} and {stages}."
+        if block_rows * self.dim > _ELEMENTS:
+            return f"it reads {block_rows * self.dim} elements at once, and registers have room for {_ELEMENTS}."
         if self.registers() > _REGISTERS:
             return f"it takes about {self.registers()} registers of a thread, and there are {_REGISTERS}."
         return None
