@@ -182,6 +182,7 @@ def _blocks(call: GroupedMatmulCall, params: MegabloxParams) -> tuple[int, int]:
 
 def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
     """Return the number of rows in front of the groups that there are matrices of, and the sizes of these."""
+    # Rows in front are a group more, whose matrix is never read, so that no rows are moved.
     starts, ends = row_spans(groups, call.rows, call.groups)
     return jnp.concatenate([starts[:1], ends - starts])
 
