@@ -59,7 +59,6 @@ def interpret_megablox(monkeypatch):
         monkeypatch.setattr(compat, name, functools.partial(getattr(compat, name), interpret=True))
 
 
-MEGABLOX = Backend(dtypes=("float32",), params=(MegabloxParams(block_m=16), None), simulate=interpret_megablox)
 SUBJECT = Subject(
     operation=GroupedMatmul(),
     calls={
@@ -74,7 +73,9 @@ SUBJECT = Subject(
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "jax_mgpu": Backend(dtypes=("bfloat16",)),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=7),) * 2),
-        "megablox": MEGABLOX,
+        "megablox": Backend(
+            dtypes=("float32",), params=(MegabloxParams(block_m=16), None), simulate=interpret_megablox
+        ),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"16 groups": in_use(), "16 groups, transposed": in_use(transpose_rhs=True)},

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from tests.kernels.conformance import Backend, Subject
-from tests.kernels.grouped_matmul_cases import MEGABLOX, SIZES, random_arrays
+from tests.kernels.grouped_matmul_cases import SIZES, random_arrays
 
 from ejkernel.kernels.grouped_matmul.xla import XlaParams
 from ejkernel.modules import GroupedMatmulWgrad
@@ -36,7 +36,7 @@ SUBJECT = Subject(
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=7),) * 2),
-        "megablox": MEGABLOX,
+        "megablox": Backend(),  # interpreted in a test of its own
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"16 groups": in_use},
