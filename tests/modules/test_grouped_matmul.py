@@ -109,6 +109,13 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
         XlaParams(block_rows=0)
 
 
+def test_types_in_the_place_of_arrays_are_told():
+    with pytest.raises(
+        ArgumentError, match=r"grouped_matmul: an argument is a type, float32\[20, 8\], .* jax.eval_shape"
+    ):
+        grouped_matmul(jax.ShapeDtypeStruct((20, 8), "float32"), RHS, SIZES)
+
+
 def test_our_kernels_are_strict_about_the_device():
     with pytest.raises(UnsupportedError, match="'mosaic_gpu'"):
         jax.jit(functools.partial(grouped_matmul, implementation="mosaic_gpu")).lower(LHS, RHS, SIZES).compile()
