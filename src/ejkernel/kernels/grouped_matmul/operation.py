@@ -149,6 +149,7 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
             "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)),
             "jax_mgpu": LazyImplementation(f"{__package__}.jax_mgpu:JaxMgpu", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
+            "megablox": LazyImplementation(f"{__package__}.megablox:Megablox", platforms=("tpu",)),
         }
     )
 
@@ -258,6 +259,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
                 f"{__package__}.mosaic_gpu.implementation:MosaicGpuWgrad", platforms=("gpu",)
             ),
             "xla": f"{__package__}.xla:XlaWgrad",
+            "megablox": LazyImplementation(f"{__package__}.megablox:MegabloxWgrad", platforms=("tpu",)),
         }
     )
 
