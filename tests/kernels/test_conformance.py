@@ -152,7 +152,7 @@ def test_output_residuals_and_gradients_match_the_reference(on_device, tested, n
     arrays, joined = split(args)
     run = by_implementation(tested.implementation, tested.successor, calls, tested.backend.params, joined)
     out, residuals, gradients = compute(run, *arrays)
-    expected, expected_gradients = by_reference(tested.subject.operation, args, options, dtype)
+    expected, expected_gradients = by_reference(tested.subject, name, args, options, dtype)
     assert jax.tree.map(lambda x: (x.shape, jnp.dtype(dtype)), expected) == jax.tree.map(
         lambda x: (x.shape, x.dtype), out
     )
