@@ -37,7 +37,8 @@ def bucketed(array: object, *axes: int, least: int = 1) -> Any:
         least: They become at least this, a power of two.
 
     Raises:
-        ArgumentError: `array` is none, has no such axis, or `least` is not a power of two.
+        ArgumentError: `array` is none, has no such axis, or `least` is not a power of two; or a size that is to be
+            rounded is a symbol, in a program that is exported for many.
     """
     if array is None:
         return None
@@ -50,8 +51,17 @@ def bucketed(array: object, *axes: int, least: int = 1) -> Any:
     for axis in axes:
         if not -len(shape) <= axis < len(shape):
             raise ArgumentError(f"axes must be axes of an array of shape {tuple(shape)}, got {axis!r}.")
-        shape[axis] = max(least, 1 << (like.shape[axis] - 1).bit_length()) if like.shape[axis] else 0
+        shape[axis] = _rounded(like.shape[axis], axis, least)
     return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
+
+
+def _rounded(size: Any, axis: int, least: int) -> int:
+    if not isinstance(size, int):
+        raise ArgumentError(
+            f"axis {axis} has the size {size}, which stands for many and cannot be rounded; export for shapes that are "
+            "numbers, or give the kernel a bucket that leaves such calls alone."
+        )
+    return max(least, 1 << (size - 1).bit_length()) if size else 0
 
 
 def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node: Node | None) -> Invocation[Any, Any]:
@@ -71,10 +81,13 @@ def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node:
         return inv
     spec, types = stand_in
     args, kwargs = spec.join(types)
-    # Without `array_types`: those of batches, residuals and cotangents follow from the arguments where they are needed.
+    # Nodes hold no shapes, so this call's will do. Without `array_types`: those of batches, residuals and cotangents
+    # follow from the arguments where they are needed, on the measuring thread, where no trace of the caller is open.
     other = dataclasses.replace(
         inv, args=args, kwargs=kwargs, array_types=(), _node=None if node is None else with_spec(node, spec)
     )
+    # Were the representative in another bucket than its call, the key under which tuning remembers would be another
+    # one.
     again = _asked(kernel, other, stand_in)
     if again != stand_in:
         raise KernelError(
@@ -105,6 +118,8 @@ def _asked(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], own: _StandIn) -
                 f"of array {index}, {like.dtype}{list(like.shape)}."
             )
     return spec, [
+        # Weak types are a part of the key, and a hook that makes types by hand does not know of them: they stay the
+        # call's.
         jax.ShapeDtypeStruct(mine.shape, like.dtype, weak_type=like.weak_type)
         for mine, like in zip(types, own[1], strict=True)
     ]

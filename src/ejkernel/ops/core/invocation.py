@@ -32,6 +32,7 @@ DEFAULT_PRNG: Final = "threefry2x32"
 DEFAULT_PROMOTION: Final = "standard"
 
 
+# By identity: to compare arrays is to compute, and tracers have no truth.
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Invocation(Generic[Cfg, Out]):
     """A call: its kernel, its arguments as `run` sees them, and what surrounds it.
@@ -135,12 +136,18 @@ class Invocation(Generic[Cfg, Out]):
     @property
     def input_bytes(self) -> int:
         """Bytes of all arrays that the call takes; one that a `vmap` maps over counts for every example."""
-        arrays, examples = self.array_types, 1
-        if not arrays:
-            leaves = jax.tree.leaves(abstract_tree([list(self.args), dict(self.kwargs)]))
-            arrays = tuple(leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
-            examples = math.prod(self.batch_sizes)
-        return examples * sum(int(math.prod(array.shape) * array.dtype.itemsize) for array in arrays)
+        if self.array_types:
+            return sum(_bytes_of(array) for array in self.array_types)
+        leaves = jax.tree.leaves(abstract_tree([list(self.args), dict(self.kwargs)]))
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+        return sum(self._examples_of(index) * _bytes_of(array) for index, array in enumerate(arrays))
+
+    def _examples_of(self, index: int) -> int:
+        """Return how many examples of an array the enclosing `vmap`s map over; of each, if they do not say which."""
+        if self.batch_axes is None:
+            return math.prod(self.batch_sizes)
+        levels = zip(self.batch_axes, self.batch_sizes, strict=True)
+        return math.prod(size for axes, size in levels if axes[index] is not None)
 
     @functools.cached_property
     def device_fingerprint(self) -> str:
@@ -159,6 +166,7 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             KernelError: the kernel's `bucket` returns what cannot stand for the call.
         """
+        # Most kernels have none: to ask the default would take the call apart for nothing.
         if self.kernel is None or not overrides(self.kernel, "bucket"):
             return self
         return representative_of(self, self.kernel, self._node)
@@ -184,6 +192,7 @@ class Invocation(Generic[Cfg, Out]):
         if self.array_types:
             return self.array_types
         own = [abstract(leaf) for leaf in jax.tree.leaves((self.args, dict(self.kwargs))) if is_array(leaf)]
+        # Behind a function, for a heuristic is asked only where residuals or results must be traced.
         choice = Choice(platform=self.platform, config_for_types=lambda *_: self._heuristic_of_the_forward())
         return tuple(self.node.argument_types(choice, own))
 
@@ -215,6 +224,7 @@ class Invocation(Generic[Cfg, Out]):
             "args": self._described(tuple(args)),
             "kwargs": {name: self._described(value, name) for name, value in sorted(kwargs.items())},
         }
+        # What says nothing is left out, so that the keys of other calls stay as they are when something is added.
         return described | {name: value for name, value in optional.items() if value}
 
     @functools.cached_property
@@ -312,6 +322,10 @@ def _promotion(numerics: compat.Numerics) -> str:
     return compat.settings_name(numerics.numpy_dtype_promotion)
 
 
+def _bytes_of(array: HasType) -> int:
+    return int(math.prod(array.shape) * array.dtype.itemsize)
+
+
 def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:
     """Return one tuple of axes a level; a flat sequence of axes is one level."""
     if all(axis is None or isinstance(axis, int) for axis in batch_axes):
@@ -375,5 +389,6 @@ def default_key_builder_with_sharding(
         else Invocation(kernel=kernel, args=tuple(args), kwargs=dict(kwargs or {}))
     )
     shardings = [sharding_fingerprint(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs)))]
+    # Here alone: of automatic axes nothing is known while a program is traced, so the usual key has no shardings.
     text = json.dumps([inv.call_key, shardings])
     return inv.key._replace(call=hashlib.sha256(text.encode("ascii")).hexdigest()[:16])

@@ -24,13 +24,13 @@ from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
+from ejkernel.ops.core.declared_names import PLAIN, decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.storage.sealed import check_schema, read_lines, sealed_lines
-from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, to_data
-from ejkernel.ops.utils.values.typenames import PLAIN, decode_config, type_name
+from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, stable_json, to_data
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,7 @@ class _Standing:
         """
         figures = (self.rival_us, self.heuristic_us, self.confidence, 1.0 if self.speedup is None else self.speedup)
         won = (self.rival_faster, self.heuristic_faster)
+        # Figures of a file are shown and compared: whatever was written there must make sense together.
         possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
         if self.verdict not in list(CameOut) or not possible:
             raise UnusableError(f"line 1: its standing makes no sense: {self}")
@@ -213,11 +214,14 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         SerializationError: a configuration has no JSON form.
     """
     configs = [to_data(outcome.config) for outcome in data.outcomes]
+    place = {stable_json(config): at for at, config in enumerate(configs)}  # in which 1, 1.0 and True differ
     # Names of fields are written once, and not with each of hundreds of outcomes.
     fields = list(configs[0]) if isinstance(configs[0], dict) else None
     if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
         fields = None
+    # Of several types none can be named for all, and they come back as plain data.
     types = {type_name(outcome.config) for outcome in data.outcomes}
+    # Only where there are several: readers of before know no such column.
     columns = [name for name in _COLUMNS if data.cases or name != "cases_us"]
     header = _Header(
         schema=SCHEMA,
@@ -230,7 +234,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         outcomes=len(configs),
         columns=columns,
         provenance=dict(provenance),
-        twins=[(i, configs.index(to_data(o.twin))) for i, o in enumerate(data.outcomes) if o.twin is not None],
+        twins=[(i, place[stable_json(to_data(o.twin))]) for i, o in enumerate(data.outcomes) if o.twin is not None],
         why=shortened(data.why),
         standing=None if data.standing is None else _Standing(**data.standing.data()),
         undecided=data.undecided,

@@ -109,7 +109,9 @@ def _cells(rows: Sequence[CheckRow]) -> tuple[str, ...]:
 
 def _share(row: CheckRow) -> float:
     assert row.error is not None  # only rows that compared anything get here
-    return row.error / row.allowed if row.allowed else math.inf * bool(row.error) if row.error else 0.0
+    if row.allowed:
+        return row.error / row.allowed
+    return math.inf if row.error else 0.0
 
 
 def _reasons(rows: Sequence[CheckRow]) -> list[str]:
@@ -117,6 +119,7 @@ def _reasons(rows: Sequence[CheckRow]) -> list[str]:
     told = [row for row in rows if row.status == CheckStatus.FAILED] or [row for row in rows if row.reason]
     by_reason: dict[str, list[CheckRow]] = {}
     for row in told:
+        # A kernel mostly fails under all configurations for one reason, which is told once.
         by_reason.setdefault(row.reason, []).append(row)
     lines: list[str] = []
     for reason, same in list(by_reason.items())[:_SHOWN]:
