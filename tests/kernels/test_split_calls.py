@@ -146,7 +146,7 @@ def test_sequence_that_is_split_is_moved_to_examples_or_heads(batch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"), [(P(None, "model"), "axis 1 of array 0"), (P("data", None, None, "model"), "axis 3")]
+    ("spec", "says"), [(P(None, "model"), "axis 1 of query"), (P("data", None, None, "model"), "axis 3 of query")]
 )
 def test_explicit_axis_that_cannot_be_split_is_an_error_that_says_what_to_do(spec, says):
     mesh = mesh_of("explicit")
@@ -158,7 +158,7 @@ def test_arrays_that_ask_for_different_explicit_axes_are_an_error():
     mesh = mesh_of("explicit")
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"array 1, .* over 'model', and it can be split over data"),
+        pytest.raises(ValueError, match=r"key, .* over 'model', and it can be split over data"),
     ):
         jax.jit(attention)(*placed(ATTENTION[2], [P("data"), P("model"), P("data")], mesh))
 
@@ -270,7 +270,7 @@ def test_grouped_product_with_an_activation_is_split_by_columns_alone(axis, mode
 
 def test_grouped_product_with_an_activation_refuses_what_is_summed_over_on_an_explicit_axis():
     function, arrays = activated()
-    with pytest.raises(ArgumentError, match=r"axis 1 of array 0.* every device needs all of it"):
+    with pytest.raises(ArgumentError, match=r"axis 1 of lhs.* every device needs all of it"):
         compiled(
             function, arrays, [P(None, "model"), P(None, "model"), P(), P(None, "model"), P()], mesh_of("explicit")
         )

@@ -91,6 +91,8 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
         grouped_matmul_wgrad(LHS, DOUT, SIZES, first_group=1)
     with pytest.raises(ArgumentError, match=r"groups must be an int >= 0, or None; got 2\.0"):
         grouped_matmul_wgrad(LHS, DOUT, SIZES, groups=2.0)
+    with pytest.raises(ArgumentError, match=rf"groups must be {len(SIZES)}, .* or come with first_group, .*; got 2"):
+        grouped_matmul_wgrad(LHS, DOUT, SIZES, groups=2)
     with pytest.raises(ConfigError, match="block_rows must be an int >= 1, or None; got 0"):
         XlaParams(block_rows=0)
 

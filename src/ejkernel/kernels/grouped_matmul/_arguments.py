@@ -99,6 +99,17 @@ def canonical_count(groups: Any) -> int | None:
     return groups
 
 
+def check_count(groups: int | None, group_sizes: Any, first_group: Any) -> None:
+    """Raise unless it is said which groups a result of some of them is of."""
+    if first_group is not None or groups is None or not is_array(group_sizes) or len(group_sizes.shape) != 1:
+        return
+    if group_sizes.shape[0] != groups:
+        raise ArgumentError(
+            f"groups must be {group_sizes.shape[0]}, as many as group_sizes has, or come with first_group, which says "
+            f"which they are; got {groups}."
+        )
+
+
 def _canonical_first(first_group: Any, groups: int) -> Any:
     is_number = type(first_group) is int or (
         is_array(first_group) and jnp.issubdtype(first_group.dtype, jnp.integer) and first_group.shape == ()

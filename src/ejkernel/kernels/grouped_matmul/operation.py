@@ -280,7 +280,9 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         arguments.check_operand("lhs", lhs, "[m, k]")
         arguments.check_operand("rhs", rhs, "[m, n]")
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
-        own = arguments.canonical_groups(group_sizes, first_group, arguments.canonical_count(groups))
+        count_asked = arguments.canonical_count(groups)
+        arguments.check_count(count_asked, group_sizes, first_group)
+        own = arguments.canonical_groups(group_sizes, first_group, count_asked)
         said = arguments.said_options(lhs.dtype, preferred_element_type=preferred_element_type, precision=precision)
         # Where all groups are here their sizes say how many: said again, it would make another key of an equal call.
         count = {"groups": groups} if isinstance(own, tuple) else {}
