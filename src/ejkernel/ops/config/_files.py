@@ -162,7 +162,9 @@ def opened(path: str | Path) -> tuple[int, int]:
 def _read_path(path: str | Path, largest: int) -> bytes:
     descriptor, size = opened(path)
     try:
-        raw = os.read(descriptor, min(size, largest) + 1)
+        if size > largest:
+            raise UnusableError(f"it has more than {largest} bytes")
+        raw = os.read(descriptor, size + 1)
         while len(raw) <= largest and len(raw) != size:  # a file system that is read piece by piece, or grew
             chunk = os.read(descriptor, largest + 1 - len(raw))
             if not chunk:
