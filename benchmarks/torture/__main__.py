@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Try to break what the library promises: `python -m benchmarks.torture [PART...]`.
 
-Parts that have a number of things to try end when they have tried them; the others run for as long as `--seconds` says,
-each, or until they have had so many `--inputs` of each kind. With the same `--seed` all of it is the same again, but for
-the moments at which processes are killed. What must not be is printed with the command that repeats it, and makes the
-exit status 1.
+Parts that have a number of things to try end when they have tried them; each of the others runs for as long as
+`--seconds` says, or until it has had so many `--inputs` of each kind. With the same `--seed` all of it is the same
+again, but for the moments at which processes are killed and threads switched. What must not be is printed with the
+command that repeats it, and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -61,7 +62,8 @@ def run(name: str, budget: Budget) -> Tally:
 
 def repeats(part: str, finding: Finding, seed: int) -> str:
     """Return the command that repeats what was found."""
-    return f"python -m benchmarks.torture {part} --seed {seed} --only {finding.where!r} --first {finding.number} --inputs 1"
+    which = f"--only {shlex.quote(finding.where)} --first {finding.number} --inputs 1"
+    return f"python -m benchmarks.torture {part} --seed {seed} {which}"
 
 
 def shown(tally: Tally, seed: int) -> str:

@@ -12,8 +12,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from benchmarks.torture.formats import Format, body_of, formats, quiet
+from benchmarks.torture.formats import Format, body_of, formats
 from benchmarks.torture.fuzzing import Judge
+from benchmarks.torture.material import quiet
 from benchmarks.torture.part import Budget, Tally
 
 _MOST_MEMORY: Final = 2 << 30  # bytes that a reader may take; the largest file that is read has half of it

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from tests.ops.faulty_kernels import BEST, CLOSING, RAISED, SHAPE, Faulty
 
 from benchmarks.torture.commands import status_of
-from benchmarks.torture.formats import quiet
+from benchmarks.torture.material import quiet
 from benchmarks.torture.part import Budget, Tally
 from ejkernel.ops import AutotunePolicy, Autotuner, ConfigSelectorChain, Invocation, PersistentCache
 from ejkernel.ops.autotuner.bench.limits import Limits

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines of all kinds: an answer, or a message and a status, and never a traceback.
 
-Words name only what lies in a folder of ours, and modules that there are not: a command that removes files may come out.
+Words name only what lies in a folder of ours, and no module that there is: a command that removes files may come out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.torture.formats import quiet, write
+from benchmarks.torture.material import quiet, write
 from benchmarks.torture.mutation import mutated
 from benchmarks.torture.part import Budget, Tally
 from ejkernel.cli import main

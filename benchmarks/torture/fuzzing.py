@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.torture.formats import Format, body_of, formats, quiet
+from benchmarks.torture.formats import Format, body_of, formats
+from benchmarks.torture.material import quiet
 from benchmarks.torture.mutation import json_text, mutated, spoilt
 from benchmarks.torture.part import Budget, Tally
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["ejkernel.ops", "ejkernel.cli"]):
-    from benchmarks.torture.formats import body_of, formats, quiet
+    from benchmarks.torture.formats import body_of, formats
     from benchmarks.torture.fuzzing import Judge, input_of
+    from benchmarks.torture.material import quiet
     from benchmarks.torture.part import Tally
 
 _PLAIN, _SEALED = b"\0", b"\1"  # how an input begins: whether its digests are to be made right

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import resource
@@ -22,7 +23,7 @@ from typing import Any, Final
 
 from benchmarks.torture.commands import status_of
 from benchmarks.torture.crashes import Plan, started
-from benchmarks.torture.formats import Files, Tile, call, quiet, search_of, write
+from benchmarks.torture.material import Files, Tile, call, quiet, search_of, write
 from benchmarks.torture.part import Budget, Tally
 from ejkernel.cli.files import calls_in_file, missed_calls
 from ejkernel.cli.shapes import calls_of_shapes
@@ -247,7 +248,7 @@ NODES: Final[dict[str, Callable[[Path], Any]]] = {
     "a link to /dev/full": lambda place: place.symlink_to("/dev/full"),
     "a link to /proc/self/mem": lambda place: place.symlink_to("/proc/self/mem"),
     "a link to /proc/self/environ": lambda place: place.symlink_to("/proc/self/environ"),
-    "a pipe": lambda place: os.mkfifo(place),
+    "a pipe": os.mkfifo,
     "a socket": _socket,
     "a terabyte of nothing": _sparse,
     "a file that may not be read": _not_readable,
@@ -353,7 +354,7 @@ def clocks(budget: Budget, tally: Tally) -> None:
         chance = budget.random("clock", number)
         times = [_time(chance.choice(_TIMES), chance.randrange(-3600, 3600)) for _ in range(12)]
         folder = budget.folder / f"{number}"
-        tally.try_("clock", number, lambda f=folder, t=times, n=number: _under(f, t, n, tally, chance))
+        tally.try_("clock", number, functools.partial(_under, folder, times, number, tally, chance))
         shutil.rmtree(folder, ignore_errors=True)
         tally.counts["clock"] += 1
 

@@ -18,7 +18,7 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 
-from benchmarks.torture.formats import DOUBLE, Tile, quiet
+from benchmarks.torture.material import DOUBLE, Tile, quiet
 from benchmarks.torture.part import Budget, Tally
 from ejkernel.ops import (
     AutotuningResult,
