@@ -101,7 +101,7 @@ def input_of(format: Format, random: random.Random, others: Sequence[bytes]) -> 
     body = body_of(original) if sealed else original
     if format.is_json and random.random() < 0.6:
         body = _other_json(format, random, original)
-        body = body.removesuffix(b"\n}") if sealed else body
+        body = body.removesuffix(b"}").rstrip() if sealed and format.is_json == "one" else body
     else:
         body = mutated(random, body, others)
     if sealed and format.seal is not None:
@@ -114,9 +114,9 @@ def _other_json(format: Format, random: random.Random, original: bytes) -> bytes
     if format.is_json == "one":
         data = json.loads(original)
         data.pop("sha256", None)
-        return json_text(random, spoilt(random, data), indent=2)
+        return json_text(random, spoilt(random, data))
     lines = [json.loads(line) for line in body_of(original).splitlines()]
-    return b"".join(json_text(random, line, separators=(",", ":")) + b"\n" for line in _spoilt_lines(random, lines))
+    return b"".join(json_text(random, line) + b"\n" for line in _spoilt_lines(random, lines))
 
 
 def _spoilt_lines(random: random.Random, lines: list[Any]) -> list[Any]:

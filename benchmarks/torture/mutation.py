@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 TOKENS: Final[Sequence[bytes]] = (
@@ -80,7 +80,7 @@ _CHANGES: Final[Sequence[_Change]] = (_flip, _flip, _overwrite, _cut, _insert, _
 def spoilt(random: random.Random, data: Any) -> Any:
     """Put other values, or none, in some places of JSON data, and return them."""
     for _ in range(random.choice((1, 1, 2, 3))):
-        holders = list(places(data))
+        holders = places(data)
         if not holders:
             return random.choice(VALUES)
         holder, name = random.choice(holders)
@@ -95,16 +95,21 @@ def spoilt(random: random.Random, data: Any) -> Any:
     return data
 
 
-def places(data: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every list and object inside with each of its indices or names."""
-    if isinstance(data, dict | list):
-        for name in data if isinstance(data, dict) else range(len(data)):
-            yield data, name
-            yield from places(data[name])
+def places(data: Any) -> list[tuple[Any, Any]]:
+    """Return every list and object inside with each of its indices or names."""
+    found: list[tuple[Any, Any]] = []
+    waiting = [data]
+    for holder in waiting:
+        if isinstance(holder, dict | list):
+            for name in holder if isinstance(holder, dict) else range(len(holder)):
+                found.append((holder, name))
+                waiting.append(holder[name])
+    return found
 
 
-def json_text(random: random.Random, data: Any, **how: Any) -> bytes:
-    """Return data as JSON, sometimes in another form than ours."""
+def json_text(random: random.Random, data: Any) -> bytes:
+    """Return data as JSON, sometimes in another form."""
+    how: dict[str, Any] = {"separators": (",", ":")}
     if random.random() < 0.1:
-        how = {"ensure_ascii": random.random() < 0.5, "indent": random.choice((None, 0, 7))}
+        how = {"ensure_ascii": random.random() < 0.5, "indent": random.choice((None, 2))}
     return json.dumps(data, **how).encode("utf-8", "surrogatepass")
