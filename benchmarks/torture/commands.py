@@ -34,7 +34,7 @@ _VALUED: Final = (
     *("--target", "--output", "--log", "--older-than"),
 )
 _WORDS: Final = (
-    *("", "double", "0", "1", "-1", "1e999", "nan", "inf", "30d", "999999w", "here", "nvidia_h200", "none:such", ":"),
+    *("", "tortured", "0", "1", "-1", "1e999", "nan", "inf", "30d", "999999w", "here", "nvidia_h200", "none:such", ":"),
     *("none.such", "memory://team", "nosuch://x", "file://", "MODULE:FUNCTION", "\x1b[2J", "\u202e", "a" * 5000, "é"),
     *("none", "json", "1" * 400, "0x10", "\udc80"),
 )

@@ -129,7 +129,7 @@ class Readers:
         self.files.pack.write_bytes(raw)
         copy = LocalCopy(self.files.pack.parent)
         entries = copy.find(self.key)
-        for variants in copy.variants("double"):
+        for variants in copy.variants("tortured"):
             judge(self._entry, variants[0])
         configs = [decoded(entry, Tile) for entry in entries]
         list(copy.best_lines())

@@ -56,7 +56,7 @@ class Double(Kernel[Tile, jax.Array]):
         return Tile(1)
 
 
-DOUBLE: Final = Double("double")
+DOUBLE: Final = Double("tortured")
 X: Final = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 WRITTEN: Final = Tile(2)
 _FIRST: Final = Tile(1)
@@ -110,7 +110,7 @@ def write(folder: Path) -> Files:
     _write_bundle(folder / "bundle", inv)
     _write_programs(folder)
     lines = (
-        {"kernel": "double", "args": [f"f32[{n},8]"], "kwargs": {"causal": True}, **more}
+        {"kernel": "tortured", "args": [f"f32[{n},8]"], "kwargs": {"causal": True}, **more}
         for n, more in ((16, {"weight": 2}), (32, {}), (8, {"set": "other"}))
     )
     (folder / "shapes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
