@@ -83,14 +83,13 @@ from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.shared import packs, stores
 from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.stores import Store
-from ejkernel.ops.core.declared_names import names_of
+from ejkernel.ops.core.declared_names import decode_config, names_of
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.program_text import calls_in_text
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
 from ejkernel.ops.utils.values.signature import JAX_MODULES, describe
-from ejkernel.ops.utils.values.typenames import decode_config
 from ejkernel.settings import Settings
 
 SOURCE = Path(ejkernel.__file__).parent

@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str] | None) -> int:
     try:
+        # Not standalone, where click would end the process, and a test's with it.
         status = cli.main(arguments, prog_name="ejkernel", standalone_mode=False, obj=Process(arguments is None))
     except click.UsageError as error:
         error.show()
@@ -115,6 +116,7 @@ def _echo_error(message: str) -> None:
 
 def _what_is_left(arguments: Sequence[str]) -> str:
     """Say what an interrupt leaves behind, where that is something."""
+    # Each search of `tune` is saved when it is over.
     if "tune" not in arguments[:1] or "--compile-only" in arguments or "--dry-run" in arguments:
         return ""
     return "; what was tuned so far is saved, run it again to go on"

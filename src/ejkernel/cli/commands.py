@@ -113,6 +113,7 @@ def _compile(options: dict[str, Any], device: str, output: Path | None) -> int:
 
 def _leave_devices_alone() -> None:
     """Leave the devices to the worker, in a process that is the command's."""
+    # What is set before JAX's first use of a device holds for the whole process, and a test's is not ours alone.
     if click.get_current_context().obj.is_ours:
         from ejkernel import compat
 

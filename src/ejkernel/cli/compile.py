@@ -47,6 +47,7 @@ def run_compile(
     console = messages()
     aim = Target.named(device)
     source = Source.of(target, imports, shapes=shapes, platform=aim.platform)
+    # Programs are traced for the target: what they are may depend on it.
     with aim.entered():
         found = find(source)
     console.print(report.found(found.name, found.calls, aim.fingerprint), soft_wrap=True)
@@ -54,12 +55,14 @@ def run_compile(
         raise TuningError(found.empty)
     started = time.monotonic()
     processes = _processes(aim) if processes is None else processes
+    # Calls that share a configuration need one list: a candidate that one of them lacks cannot be measured.
     candidates = _shared_candidates(found, aim) if found.sets else None
     with bars(console, len(found.calls), "compiling") as step:
         bundled = compile_bundle(found.calls, aim, output, candidates=candidates, processes=processes, progress=step)
     click.echo(report.bundle(bundled))
     made = [candidate for call in bundled for candidate in call.candidates]
     compiled = sum(candidate.program is not None for candidate in made)
+    # The kernels must be there where it is measured, and a bundle imports nothing.
     modules = source.imports or ((source.program.module,) if source.program is not None else ())
     again = [] if shapes is None else [f"--shapes {shapes}"]
     measure = " ".join(["ejkernel tune --from", str(output), *again, *(f"--import {module}" for module in modules)])

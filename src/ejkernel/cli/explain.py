@@ -36,6 +36,7 @@ def run_explain(target: str, imports: tuple[str, ...], *, missed: bool, cache: P
     source = Source.of(target, imports, missed=store.path if missed else None)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, whatever the program prints
         found = find(source)
+        # Made behind the program's import, which may have set a default executor of its own.
         chooser = _chooser(store if cache is not None else None)
         explained = [explain_call(chooser, inv, DEFAULT_PREFIX) for inv in found.calls]
     click.echo(report.found(found.name, found.calls, found.device), err=True)
@@ -55,6 +56,7 @@ def _chooser(store: PersistentCache | None) -> Any:
     usual = default_executor().chooser
     if not isinstance(usual, ConfigSelectorChain):
         return usual
+    # With an empty memory: a program that starts has nothing remembered, and that is what is asked about.
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
         ConfigCache(), usual.persistent if store is None else store, policy=usual.policy
     )

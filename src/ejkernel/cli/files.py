@@ -78,6 +78,7 @@ def calls_in_file(path: Path) -> Found:
     program = calls_in_text(text)
     if not program.labels:
         _check_program(path, text)
+    # The partitioner asks for the parts of such a call while XLA compiles, and a text does not ask.
     if SPLIT in text:
         _warn(
             f"{text.count(SPLIT)} calls of {path} split themselves over devices, and a text does not say how; tune the "
@@ -141,6 +142,7 @@ def missed_calls(cache_dir: Path) -> Found:
     calls, refused, elsewhere = [], 0, 0
     for note in notes.entries():
         key = note.config_key
+        # It would be measured, and saved, for the device that is here.
         if key.device != device:
             elsewhere += 1
             continue
@@ -165,10 +167,12 @@ def _program_text(path: Path) -> str:
     if data is None:
         raise ArgumentError(f"there is no file {path}.")
     if data.startswith(_BYTECODE):
+        # Not parsed: MLIR's reader does not come back from some programs with a flipped byte.
         raise ArgumentError(f"{path} is MLIR bytecode; write the program as text, as lowered.as_text() gives it.")
     if b"\0" not in data:
         return data.decode("utf-8", "replace")  # labels are ASCII, whatever else is there
     try:
+        # An exported program is searched for its strings too: `jax.export.deserialize` calls what users registered.
         return text_of_bytecode(data)
     except ValueError as error:
         raise ArgumentError(

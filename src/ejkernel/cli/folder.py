@@ -209,6 +209,7 @@ def run_clear(cache: Path | None, *, yes: bool, dry_run: bool, as_json: bool) ->
     store = opened(cache)
     found = [item for item in items(store) if not item.problem or _OURS.fullmatch(item.path.name)]
     if found and not yes and not dry_run:
+        # A prompt that nobody sees would wait for ever.
         if not sys.stdin.isatty():
             raise click.UsageError("nobody is there to be asked; pass --yes, or --dry-run to see what would go.")
         counts = _counts(collections.Counter(item.kind for item in found))

@@ -19,6 +19,7 @@ from ejkernel.ops.utils.fingerprint import device_fingerprint
 def run_list(imports: Sequence[str], *, as_json: bool) -> None:
     """Run `ejkernel list`."""
     look_here()
+    # Operations are made where their modules are imported, and `ops` imports none.
     importlib.import_module("ejkernel.modules")
     rows = [row for op, kernel in _kernels(ours=True) for row in _rows(kernel.op_id, kernel)]
     for module in map(module_named, imports):

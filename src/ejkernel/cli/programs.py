@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program that `MODULE:FUNCTION` names; this is what imports and runs the user's code, and tells of its errors."""
+"""The program that `MODULE:FUNCTION` names; this is what imports and runs the user's code, and tells of its errors.
+
+A path counts only as far as it says which module is meant, and where it is found: workers and pickled kernels know
+modules by name. So a file whose name another module has already is refused.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,7 @@ def look_in(folder: Path) -> None:
 
 def look_here() -> None:
     """Let modules of the working directory be found, as `python -m` does."""
+    # An empty entry, as of `python -c`, stands for it already.
     if "" not in sys.path:
         look_in(Path.cwd())
 
@@ -69,6 +74,8 @@ def located(target: str) -> Program:
     names, folder = [], file
     if file.name != "__init__.py":
         names.append(file.stem)
+    # By the name that the rest of the package imports it by: under two names it would be there twice, and so would its
+    # kernels.
     while (folder := folder.parent).joinpath("__init__.py").is_file():
         names.insert(0, folder.name)
     if any("." in name for name in names):
@@ -104,6 +111,7 @@ def _module_file(path: Path, function: str) -> Path:
         raise ArgumentError(
             f"{path} is not a Python file, and a function belongs to one; to tune a text, leave it out."
         )
+    # Not resolved: a link may have the name that the module is imported by.
     return Path(os.path.abspath(path))
 
 
@@ -124,6 +132,7 @@ def _what_to_type(target: str) -> str:
 def _first_function(path: Path) -> str:
     """Return a function of a module that could be meant, found without importing it."""
     try:
+        # Read, since what was typed was wrong, and nothing of it is to be run.
         body = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
         return "FUNCTION"
@@ -175,6 +184,7 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # Another module that is missing is missing to the user's own import, whose line is then shown.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise ArgumentError(f"there is no module {name!r} here ({Path.cwd()}) or on sys.path.") from error
@@ -228,6 +238,7 @@ def _users_lines(error: BaseException) -> str:
     """Return the lines of a traceback that are not of this package, of JAX or of Python's own library."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     left_out = len(frames) - _SHOWN
+    # Where it began and where it ended; of what is between there may be hundreds.
     lines = traceback.format_list(frames if left_out <= 0 else frames[:1] + frames[-_SHOWN + 1 :])
     if left_out > 0:
         lines.insert(1, f"  ... {left_out} more ...\n")

@@ -104,6 +104,7 @@ def bundle(calls: Sequence[BundledCall]) -> str:
 def candidates(tuned: AutotuneData) -> str:
     """Return the fate of every candidate of a search, the fastest first: `*` is the winner, `h` the heuristic."""
     rows = []
+    # A row for a program and not for a candidate: configurations that make one program have one time.
     for program in ranked(tuned.outcomes):
         outcome = program[0]
         measured, seconds = outcome.measurement, outcome.compile_seconds

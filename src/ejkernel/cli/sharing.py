@@ -102,6 +102,7 @@ def _row(step: Step, *, only_left: bool = False) -> tuple[str, ...]:
     call = arguments(entry.call) if entry.call is not None else call
     left = entry if only_left else step.ours
     better = "" if step.ours is None else "unknown" if step.verdict.is_conflict else _stays(step)
+    # Nobody's place is ours in a comparison of two.
     better = {"ours": "left", "theirs": "right"}.get(better, better)
     configs = ("-" if left is None else compact(left.config), "-" if only_left else compact(entry.config))
     why = step.verdict.why.replace("ours", "left").replace("theirs", "right")

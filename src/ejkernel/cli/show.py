@@ -31,6 +31,7 @@ def opened(cache: Path | None) -> PersistentCache:
         raise ConfigError("there is no home folder that a cache could be in; choose one with --cache.")
     if store.path.exists() and not store.path.is_dir():
         raise ConfigError(f"{store.path} is no folder; choose one with --cache, or with EJKERNEL_CACHE_DIR.")
+    # A folder that was named and is not there is a slip of the keyboard; the usual one is made when something is saved.
     if cache is not None and not store.path.exists():
         raise ConfigError(f"there is no folder {store.path}; `ejkernel cache path` prints the usual one.")
     return store
@@ -99,6 +100,7 @@ def _median(times: Any) -> str:
 
 def _speedup(entry: StoredEntry) -> str:
     speedup = (entry.measured or {}).get("speedup")
+    # An entry says whatever its file says.
     return ratio(speedup if isinstance(speedup, float) else None)
 
 
@@ -111,6 +113,7 @@ def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
     found: dict[Any, StoredSearch] = {}
     for search in MeasurementStore(cache).searches():
         if search.key.call.startswith(prefix) or search.key.op.startswith(prefix):
+            # The newest of a call comes first.
             found.setdefault(search.key, search)
     if not found:
         raise ConfigError(f"no search is stored in {cache.path} whose call or operation begins with {prefix!r}.")

@@ -64,6 +64,7 @@ class Source:
         Raises:
             ArgumentError: it names nothing.
         """
+        # A Python file is a module without its function, and the error says so.
         is_text = bool(target) and Path(target).is_file() and Path(target).suffix != ".py"
         source = cls(
             program=located(target) if target and not is_text else None,
@@ -98,6 +99,7 @@ def find(source: Source) -> Found:
         found = Found(name=target, calls=tuple(calls), empty=f"the program of {target} calls no kernel of ejkernel.")
     else:
         found = _in_files(source)
+    # To ask for the device is to open it, which a process that compiles for another place need not.
     return found if source.platform else dataclasses.replace(found, device=device_fingerprint())
 
 
@@ -124,6 +126,7 @@ def find_sendable(source: Source) -> Found:
     calls = []
     for inv in found.calls:
         try:
+            # Asked here, where the module is imported, since one that cannot be sent would end the whole answer.
             pickled(inv)
         except TuningError as error:
             text = (
@@ -139,6 +142,7 @@ def find_sendable(source: Source) -> Found:
         found,
         calls=tuple(calls),
         empty=found.empty if len(calls) == len(found.calls) else empty,
+        # A set is tuned whole: a configuration for some of its calls is not what was asked for.
         sets=tuple(each for each in found.sets if all(call.inv.key in keys for call in each)),
     )
 

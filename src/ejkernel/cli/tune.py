@@ -69,6 +69,7 @@ class TuneOptions:
 
 def messages(file: IO[str] | None = None) -> Console:
     """Return where messages go: stderr, with colours where that is a terminal and `NO_COLOR` is not set."""
+    # Without markup and emoji, since names of files and messages of kernels may look like either.
     return Console(file=file, stderr=file is None, emoji=False, markup=False)
 
 
@@ -79,6 +80,7 @@ def run_tune(options: TuneOptions) -> None:
         return
     from ejkernel.ops.autotuner.process.worker import worker_session
 
+    # One worker for finding and for all searches, because starting JAX and a device takes seconds.
     with worker_session():
         _run(options)
 
@@ -86,6 +88,7 @@ def run_tune(options: TuneOptions) -> None:
 def _run(options: TuneOptions) -> None:
     console = messages()
     store = PersistentCache(options.cache)
+    # Found out first: a search of hours must not end with nothing saved.
     reason = None if options.dry_run else store.why_not_writable()
     if reason is not None:
         raise ConfigError(f"{store.path} cannot be written: {reason}; choose a folder with --cache.")
@@ -180,7 +183,9 @@ def _find_of_mesh(source: Source, count: int, finding: WorkerStatus) -> Found:
 
     with shared_worker() as worker:
         device: str = worker.call(device_fingerprint)
+    # Lowered for the device that is here, whose kernels are the ones to tune.
     elsewhere = dataclasses.replace(source, platform=device.partition(":")[0])
+    # Another process, since JAX has one number of devices for good, and these are the CPU's.
     many = Worker()
     try:
         found: Found = many.call(find_for_mesh, elsewhere, count, doing=finding)
@@ -195,6 +200,7 @@ def _processes(options: TuneOptions, device: str) -> int:
         return options.compile_processes
     from ejkernel.ops.autotuner.compile.processes import usual_processes  # imports multiprocessing
 
+    # Each worker has its own, and all of them share the cores.
     return -(-usual_processes(Target.of(device)) // options.devices)
 
 
@@ -229,6 +235,7 @@ def _all_known(chain: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall]
     """Return whether calls were tuned; of several, together, and with these weights."""
     if not all(_known(chain, call.inv, budget) for call in calls):
         return False
+    # An entry of each call alone, or for other weights, may be another configuration.
     return len(calls) == 1 or all(_are_alike(_weights_of(chain, call.inv), _shares(calls)) for call in calls)
 
 
@@ -260,6 +267,7 @@ def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budg
         return False
     seconds = measured.get("seconds")
     spent = seconds if isinstance(seconds, float) else 0.0  # an entry says whatever its file says
+    # A search that time cut short is gone on with only where there is much more time now.
     return not measured.get("skipped") or (budget is not None and budget < _MORE * spent)
 
 
@@ -271,6 +279,7 @@ def _tune(
     *,
     verbose: bool,
 ) -> AutotuningResult:
+    # Of searches that are over, to be shown where Ctrl-C ends the rest.
     done: list[AutotuneData] = []
 
     def note(event: Event) -> None:
@@ -299,6 +308,7 @@ def _saying_that_it_stops(console: Console) -> Iterator[None]:
     """Answer the first Ctrl-C at once: the search under way may take a while to end."""
 
     def stopping(number: int, frame: FrameType | None) -> None:
+        # So that the second one ends it at once.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         console.print("stopping with the best so far; Ctrl-C again stops at once", highlight=False)
         signal.default_int_handler(number, frame)

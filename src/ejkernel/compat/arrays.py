@@ -23,6 +23,7 @@ def key_implementation(dtype: Any) -> str:
 
 def weakly_typed(value: Any) -> Any:
     """Return `value` as an array whose type gives way to others', as that of a Python number does."""
+    # The public function makes no weak types.
     from jax._src.lax.lax import _convert_element_type
 
     return _convert_element_type(value, jnp.dtype(value.dtype), weak_type=True)

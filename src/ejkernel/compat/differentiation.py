@@ -35,6 +35,7 @@ def zeros_of_tangent(value: Any) -> Any:
     dtype = jax.typeof(value).to_tangent_aval().dtype
     if dtype == jax.dtypes.float0:
         return np.zeros(value.shape, dtype)
+    # Inside `shard_map` a tangent must vary over the mesh as its primal does, which fresh zeros do not.
     return match_varying(value, jnp.zeros(value.shape, dtype))
 
 

@@ -25,6 +25,7 @@ def gpu_topology_sharding(description: str) -> Any:
     from jax._src import xla_bridge
     from jax.experimental import topologies
 
+    # A process that has used no device yet knows no platform's compiler.
     xla_bridge._discover_and_register_pjrt_plugins()
     topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("target",))

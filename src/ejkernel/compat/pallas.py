@@ -31,7 +31,7 @@ def simulated_races() -> bool:
 
 
 def store_untiled(target: Any, values: Any) -> None:
-    """Write to shared memory of a Mosaic GPU kernel that has neither tiles nor swizzles, if several banks at a time."""
+    """Write to shared memory of a Mosaic GPU kernel that has no swizzle, where threads may meet at a bank and wait."""
     from jax.experimental.pallas import mosaic_gpu
 
     store: Any = getattr(mosaic_gpu, "store", None)

@@ -21,6 +21,7 @@ _core: Any = core
 _config: Any = config
 _compiler: Any = compiler
 _sharding_impls: Any = sharding_impls
+# A number of many different prime factors has more orders than can be tried.
 _MOST_ORDERS = 64
 _NO_MESH = AbstractMesh((), ())
 
@@ -96,6 +97,7 @@ def over_explicit_axes(
                 in_specs=tuple(given),
                 out_specs=tuple(split),
                 axis_names=set(explicit_sizes(mesh)),
+                # Varying types do not reach into a part: sums over manual axes around it are made after it.
                 check_vma=False,
             )
             return resharded(summed(parts(*arguments), sums), wanted)
@@ -114,6 +116,8 @@ def on_one_device() -> Iterator[None]:
 
     XLA, which asks for the part, makes a text of an error; whoever compiles the program gets the error itself.
     """
+    # Under `jax.set_mesh` JAX 0.11.2 and 0.12 put shardings into the part, which XLA refuses: "No registered
+    # implementation for untyped custom call to Sharding".
     with jax.sharding.use_abstract_mesh(_NO_MESH), _keeping_errors():
         yield
 
@@ -273,13 +277,17 @@ def lower_to_be_split(
             tuple(NamedSharding(mesh.auto, spec) for spec in specs)
             for specs in (found.result_specs, found.operand_specs)
         ]
+        # Inside a partly manual `shard_map` the part's collectives need the whole mesh, while shardings that name it
+        # would end the process: XLA shows the automatic axes alone.
         return mesh.everything or mesh.auto, found.part, *placed
 
+    # Without varying types, which do not reach into a part; what they would add up is added up after it.
     plain = [_core.ShapedArray(aval.shape, aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
     arguments = plain[: len(ctx.avals_in)]
     span = span_of_number((meshes[0].everything or meshes[0].auto).size)
     setattr(partition, _KEPT, Kept(asked, meshes, arguments, tuple(ctx.module_context.platforms), span))
     rule = SdyShardingRule(*[tuple(ArrayMapping(*names) for names in arrays) for arrays in axes])
+    # Around the whole call and not around each implementation, which would have no batching and no derivative.
     split: Any = custom_partitioning(lambda *arrays: tuple(whole(*arrays)))
     split.def_partition(partition, infer_sharding_from_operands=None, decode_shardings=False, sharding_rule=rule)
     # The rule of `custom_partitioning` takes devices and names from the context, and knows no manual axes.
@@ -307,6 +315,7 @@ def _keeping_errors() -> Iterator[None]:
 
 
 def _own_error(raised: Any) -> Exception | None:
+    # By its name in XLA's text, for what was kept may be of an earlier compilation that somebody has caught.
     own = _failed.pop() if _failed else None
     return own if own is not None and type(own).__name__ in str(raised) else None
 

@@ -23,6 +23,11 @@ T = TypeVar("T")
 class Span:
     """The devices of a program that several processes run, or may run.
 
+    A lowering rule learns how many devices a program has, and not which: JAX takes what it lowered for some devices for
+    others of that number. (Its `prim_requires_devices_during_lowering` would change that, but refuses programs with two
+    meshes.) So programs on one device are local, those under a `shard_map` that was given its mesh are known, and all
+    others on several devices count as being of several processes, which does not hurt them.
+
     Attributes:
         devices: How many there are; 0 if that is not known.
         processes: Indices of the processes that they belong to; empty if JAX does not say.
@@ -107,11 +112,14 @@ class CoordinationStore:
     def __init__(self, client: Any) -> None:
         self.client = client
         self._questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        # One thread for all questions: one that the service never answers keeps it, and who asks next is told after the
+        # same patience.
         threading.Thread(target=self._work, name="ejkernel-coordination", daemon=True).start()
 
     def get(self, key: str) -> str | None:
         """Return the value of a key, or `None`."""
         try:
+            # Never the blocking call: nobody waits for another process.
             return str(self._answer(lambda: self.client.key_value_try_get(key)))
         except _RefusedError as refusal:
             if not refusal.says("NOT_FOUND"):

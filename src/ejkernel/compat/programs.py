@@ -35,6 +35,7 @@ def lowering_platforms(ctx: Any) -> tuple[str, ...]:
     return tuple(ctx.module_context.platforms)
 
 
+# By context and not by argument: kernels ask, deep inside what is being lowered.
 _axis_context: contextvars.ContextVar[Any] = contextvars.ContextVar("axis_context", default=None)
 _platforms: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("platforms", default=())
 

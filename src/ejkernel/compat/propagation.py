@@ -53,7 +53,9 @@ def split_operations(lowered: Any) -> Iterator[SplitOperation]:
     if module is None:
         return
     with module.context:
+        # Propagation writes into the program, which somebody may still compile or print.
         copied = module.operation.clone()
+        # Most programs have none, and to inline and to propagate takes tens of milliseconds.
         if not any(True for _ in _operations(copied.operation)):
             return
         _inline(copied.operation)
@@ -133,6 +135,7 @@ def _split(operation: Any, kept: Any, meshes: dict[str, list[tuple[str, int]]]) 
     shardings = [*map(_sharding_of_value, operation.operands), *map(_sharding_of_value, operation.results)]
     mesh = _mesh_of(shardings, kept.meshes, meshes, manual)
     specs = [_spec(sharding, mesh, meshes, manual) for sharding in shardings]
+    # What XLA would ask while it compiles, asked now: the answers are the same.
     asked = kept.splitting(dict(mesh.shape), specs)
     types = [
         jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(aval.shape), aval.dtype)

@@ -103,6 +103,8 @@ def register_batching(primitive: Any, rule: Callable[..., tuple[Any, Any]]) -> N
 
     The rule is told of the axis: its name, its size and its `spmd_name`.
     """
+    # Not the plain table, whose rules do not hear of a `vmap` that batches no argument: a collective over its name
+    # would find no axis.
     batching.fancy_primitive_batchers[primitive] = rule
 
 
@@ -185,6 +187,7 @@ def evaluate_without_arguments(jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
     inner = opened(jaxpr)
     # one name an argument, which `traced` does not give
     names = inner.debug_info._replace(arg_names=("",) * len(inner.invars))
+    # What is not wanted may depend on arguments that there are none of.
     pruned, used = _partial_eval.dce_jaxpr(inner.replace(debug_info=names), list(wanted))
     assert not any(used)  # who asks has looked at `origins`
     closed = pruned if _has_consts(pruned) else _core.ClosedJaxpr(pruned, jaxpr.consts)

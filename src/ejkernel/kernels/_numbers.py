@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+LOG2_E = math.log2(math.e)  # exponentials are base 2 on the chip
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:

@@ -92,8 +92,8 @@ def flash_attention(  # type: ignore[misc]  # the options above are these
         deterministic: Run only what gives the same bits each time, gradients included. So do all calls of a process
             whose `XLA_FLAGS` have `--xla_gpu_deterministic_ops`.
         return_lse: Return the log-sum-exp as well. It has a gradient.
-        implementation: Run this one (`xla`, `cudnn`, `cudnn_packed`), or one of these, the one to prefer first, or
-            raise; `None` leaves the choice to the configuration.
+        implementation: Run this one (`mosaic_gpu`, `cudnn`, `cudnn_packed`, `xla`), or one of these, the one to prefer
+            first, or raise; `None` leaves the choice to the configuration.
         bucket_lengths: Run with what was tuned for lengths that are rounded up to powers of two, so that a program
             whose lengths vary is tuned once a power. Nothing is padded, and the result is the same.
         cfg: The configuration to run with, for this call and its gradient; `None` resolves one. Where it has no
@@ -110,6 +110,7 @@ def flash_attention(  # type: ignore[misc]  # the options above are these
             reason, that is found when the program is lowered.
     """
     run = _bucketed_flash_attention if bucket_lengths else _flash_attention
+    # What is no array passes for a call of four axes: the operation says what is wrong with it.
     batch = None if getattr(query, "ndim", 4) == 4 else batches.batch_of(query, key, value)
     if batch is not None:
         query, key, value, query_lengths, key_lengths = (
@@ -126,6 +127,7 @@ def flash_attention(  # type: ignore[misc]  # the options above are these
         attention_mask = batches.fold_mask(attention_mask, batch)
         segment_ids = batches.fold_segments(segment_ids, batch)
     arrays: list[Any] = [query, key, value, bias, attention_mask, segment_ids]
+    # Arguments that came later: where none is given the call has the key that it had before.
     if query_lengths is not None or key_lengths is not None or sinks is not None or dropout_key is not None:
         arrays += [(query_lengths, key_lengths), sinks, dropout_key]
     # Every option that is passed takes time of an eager call.

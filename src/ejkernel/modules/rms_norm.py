@@ -95,9 +95,11 @@ def rms_norm(
         # What is not said takes no time.
         return _rms_norm(x, weight, *more, eps=eps, implementation=implementation, cfg=cfg)
     options: dict[str, Any] = {"eps": eps, "weight_offset": weight_offset, "implementation": implementation, "cfg": cfg}
+    # What is no array has no axes to be told apart: the operation says what is wrong with it.
     if not is_array(x) or (is_integer(axis) and axis in (-1, len(x.shape) - 1)):
         return _rms_norm(x, weight, *more, **options)
     axes = _normalized_axes(axis, len(x.shape))
+    # Implementations know rows alone, which several axes become together.
     moved, *others = (jnp.moveaxis(y, axes, range(-len(axes), 0)) for y in (x, *given_residual(residual, x)))
     kept, dims = moved.shape[: -len(axes)], moved.shape[-len(axes) :]
     if weight is not None and (not is_array(weight) or tuple(weight.shape) != dims):

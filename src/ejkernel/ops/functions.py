@@ -156,13 +156,13 @@ def tune(
         if not isinstance(version, str):
             raise KernelError(f"{declared.called}: version must be a text, got {version!r}.")
         members: dict[str, Any] = {
-            "__module__": getattr(function, "__module__", __name__),
+            "__module__": getattr(function, "__module__", __name__),  # by which kernels are found, shown and pickled
             "run": _run(function, declared),
             "version": version,
             "keeps_residuals": bool(keeps_residuals),
         }
         if bwd_heuristic is not None:
-            members["bwd_heuristic_cfg"] = TunedFunction.heuristic_cfg
+            members["bwd_heuristic_cfg"] = TunedFunction.heuristic_cfg  # which looks at the direction
         if example_inputs is not None:
             members["example_inputs"] = _example_inputs(example_inputs)
         if reference is not None:
@@ -171,7 +171,8 @@ def tune(
             members["bucket"] = _bucket(bucket)
         if sharding_rule is not None:
             members["sharding_rule"] = _sharding_rule(sharding_rule, declared.called)
-        # A class for each function, because a hook is something that a kernel's class has.
+        # A class for each function, because hooks, signature and version belong to a kernel's class; and one instance
+        # of it, which looks like the function.
         cls = type(declared.called, (TunedFunction,), members)
         made: TunedFunction[Out] = cls(function, declared, name)
         return made
@@ -284,7 +285,7 @@ class _Declared:
         found = {} if heuristic is None else asked(f"{self.called}: heuristic", heuristic, inv)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{self.called}: heuristic must return a dictionary, got {found!r}.")
-        merged = {**self._defaults, **found, **self._fixed(inv)}
+        merged = {**self._defaults, **found, **self._fixed(inv)}  # what the call says comes last: nothing overrides it
         return self.checked_config(merged, f"{self.called}: what heuristic returns, with the defaults,")
 
     def config_space(self, inv: Invocation[Any, Any]) -> Collection[Config]:
@@ -308,7 +309,7 @@ class _Declared:
         Raises:
             ConfigError: it is not, or it is of another type than the values that it may have.
         """
-        value = plain(value, f"{self.called}: {name}")
+        value = plain(value, f"{self.called}: {name}")  # a dtype would be another object in the next process
         types = self._types.get(name)
         if types and type(value) not in types and not (type(value) is int and float in types):
             wanted = " or ".join(sorted(kind.__name__ for kind in types))
@@ -357,7 +358,7 @@ class _Declared:
     def _values(self, name: str, values: object, base: Config) -> Sequence[Any]:
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise KernelError(f"{self.called}: space[{name!r}] must be a sequence of values, got {values!r}.")
-        if isinstance(values, range):
+        if isinstance(values, range):  # not gone through: it may have millions of values
             return values or ([base[name]] if name in base else [])
         listed = [plain(value, f"{self.called}: a value of {name}") for value in values]
         return listed or ([base[name]] if name in base else [])
@@ -459,7 +460,7 @@ def _sharding_rule(rule: Rule, called: str) -> Callable[..., Any]:
 
 def _example_inputs(examples: Examples) -> Callable[..., Any]:
     def called(self: TunedFunction[Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> Any:
-        found = examples(inv, rng)
+        found = examples(inv, rng)  # a tuple of arrays will do: most functions take nothing else
         is_whole = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         return found if is_whole else (found if isinstance(found, tuple | list) else (found,), dict(inv.kwargs))
 

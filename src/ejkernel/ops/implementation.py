@@ -150,6 +150,7 @@ class Implementation(Generic[CallT]):
 
 
 def _gradient(gradient: Any) -> Any:
+    # Of integers: rules say `None` for what JAX says with a type of its own.
     return None if gradient.dtype == jax.dtypes.float0 else gradient
 
 
@@ -235,6 +236,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
         unknown = sorted(call.features - found.features)
         if not unknown:
             return None
+        # To be told of one that is for another platform helps nobody here.
         others = [name for name in self if not self.platforms(name) and call.features <= self[name].features]
         where = "the gradient of " if call.backward else ""
         return (
@@ -248,6 +250,7 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
         module, _, attribute = declared.target.partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)()
+        # What it needs may be missing here, which is a reason as any other.
         except ImportError as error:
             raise UnsupportedError(
                 f"implementation={name!r} needs {module}, which cannot be imported: {error_text(error)}"
@@ -264,6 +267,8 @@ def _loaded(name: str, declared: Declared) -> Implementation[Any]:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OperationConfig:
     """How one call of an operation runs. An operation has a subclass of its own, which it is declared with.
+
+    A tagged union: the name decides of which types the parameters are, in memory and in files.
 
     Passed as `cfg=`, it is for the call and for its gradient. What is found for a call holds the parameters of that
     call's direction.
@@ -301,6 +306,7 @@ class OperationConfig:
     def field_types(cls, data: Mapping[str, object]) -> dict[str, Any]:
         """Return the types of the fields of stored data, which the implementation's name among them decides."""
         name: Any = data.get("implementation")
+        # A file may say any name, and one of a later version.
         if name not in cls.implementations:
             return {"implementation": str, "fwd": Any, "bwd": Any}  # refused in __post_init__, with the names there are
         found = cls.implementations[name]

@@ -62,6 +62,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             raise KernelError(
                 f"{config.__name__} is the configuration's type of another operation; give {cls.__name__} its own."
             )
+        # So that configurations check themselves, and files are decoded, without the kernel at hand.
         config.implementations = cls.implementations
 
     # --- what an operation declares ---
@@ -97,6 +98,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             raise ArgumentError(
                 f"implementation must be one of {self.implementations.names}, or None; got {implementation!r}."
             )
+        # One form for equal requests, and so one key.
         return cast(str, names[0]) if len(names) == 1 else tuple(dict.fromkeys(names))
 
     def call_of(self, inv: Invocation[OpCfg, Out]) -> CallT:
@@ -160,6 +162,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             call = able.get(config.implementation)
             return config.implementation, None if call is None else _params_of(config, call)
 
+        # A search over several implementations begins with the heuristic of each.
         seeds = {name: self.implementations[name].heuristic(call) for name, call in able.items()}
         return alternatives(spaces, lambda name, params: self._config(name, able[name], params), read, seeds)
 
@@ -170,6 +173,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         def output(running: _Running, *args: Any) -> Any:
             return running.implementation.output(running.call, *args, params=running.params)
 
+        # Not `forward` and its first result: cuDNN has a kernel that does not write the log-sum-exp, and is asked for
+        # that here.
         return self._differentiable(output, running, args)
 
     def fwd_with_residuals(self, *args: Any, cfg: OpCfg, **options: Any) -> tuple[Any, Any]:
@@ -196,6 +201,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     # --- which implementation ---
 
     def _config(self, name: str, call: CallT, params: Any) -> OpCfg:
+        # What is tuned has the parameters of one direction; the other's are found apart, or are its heuristic's.
         config_type = cast("type[OpCfg]", self.config_type)
         return config_type(implementation=name, **{"bwd" if call.backward else "fwd": params})
 
@@ -207,6 +213,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         """
         found, reasons = self._sorted_out_for(inv)
         if not found and not inv.array_types:
+            # No platform: whether it runs here is no longer the question, and other reasons hold anywhere.
             away = dataclasses.replace(self.call_of(inv), platform=None, device_fingerprint="")
             names = self._names(inv.kwargs) or self.implementations
             elsewhere = [name for name in names if inv.platform not in self._platforms(name)]
@@ -261,6 +268,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                 reasons[name] = reason
         able = [name for name in asked if name not in reasons]
         kept = self._of_one_contract(able, asked, call)
+        # Why a contract was passed over is told as well: `explain` shows a reason for each that does not run.
         reasons |= {
             name: f"implementation={name!r} does not go with the residuals of others."
             for name in able
@@ -279,6 +287,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         known = self.implementations.loadable(asked)
         if len({found.residuals for found in known}) < 2:
             return able
+        # In both directions alike: the backward's configurations are chosen apart, and must take what any forward
+        # leaves.
         forward, backward = (dataclasses.replace(call, backward=backward) for backward in (False, True))
         for contract in dict.fromkeys(found.residuals for found in known):
             own = [found.name for found in known if found.residuals == contract]
@@ -314,6 +324,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                 chosen, params = self._stand_in(chosen, reason, call, names), None
         if params is None:
             params = chosen.heuristic(call)
+        # Refused before it is lowered: such parameters may hang or corrupt the device.
         fault = chosen.params_fault(call, params)
         if fault is not None:
             raise ConfigError(f"{self._called(call)}: {params!r} is not for this call: {fault}")
@@ -324,6 +335,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     ) -> Implementation[Any]:
         if call.backward or call.partitioned:
             found, _ = self._sorted_out(call, names, named=False)
+            # Who takes the residuals that the forward has left.
             for other in self.implementations.loadable(name for name, _ in found):
                 if other.residuals == chosen.residuals:
                     return other
@@ -346,6 +358,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             filled = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
             return function(running, *jax.tree.unflatten(tree, filled))
 
+        # Tangents rather than a gradient rule, so that both modes are there, and higher derivatives follow.
         @jax.custom_jvp
         def computed(*arrays: Any) -> Any:
             return compute(running, arrays)
@@ -358,6 +371,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def _source_of_tangents(self, running: _Running) -> _Running | None:
         for name in self.implementations:
+            # One that runs everywhere, since the platform need not be known yet.
             if self.implementations.platforms(name) or not self.implementations[name].differentiable:
                 continue
             other, reason = self.implementations[name], self.implementations.unsupported(name, running.call)
@@ -377,12 +391,14 @@ def _params_of(config: OperationConfig, call: Any) -> Any:
 def _faultless(implementation: Implementation[Any], call: object) -> Collection[Any]:
     """Return an implementation's space without what must not run; of a `ConfigSpace` that is for its constraints."""
     space = implementation.space(call)
+    # To list it would go through millions; its author has the faults as constraints.
     if isinstance(space, ConfigSpace):
         return space
     return [params for params in space if implementation.params_fault(call, params) is None]
 
 
 def _is_partitioned() -> bool:
+    # Where devices are known, an implementation can tell XLA how it is split.
     return compat.is_partitioned() and not compat.knows_devices()
 
 

@@ -74,11 +74,12 @@ def clear_invocations() -> None:
 def missed() -> Invocations:
     """Return the calls of this process that nothing was measured for, in the form of `get_invocations()`.
 
-    They were answered by the heuristic, or by what was found for their forward. `autotune_recorded(missed())` tunes
-    them, and what was tuned is no longer among them.
+    A provisional tier answered them, such as the heuristic, or what was found for their forward.
+    `autotune_recorded(missed())` tunes them, and what was tuned is no longer among them.
     """
     found: Invocations = {}
     with _lock:
+        # A copy, since kernels that are collected take their entries out.
         noted = list(_missed.items())
     for (device, op, call), (owner, inv) in noted:
         kernel = owner()
@@ -90,6 +91,7 @@ def missed() -> Invocations:
 def note_missed(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], key: ConfigKey) -> None:
     """Keep a call that nothing was measured for, as long as somebody else keeps its kernel."""
     if key not in _missed:
+        # Weakly: a miss was noted and not asked for, and must not keep a kernel that its user has dropped.
         owner = weakref.ref(kernel, lambda _: _missed.pop(key, None))
         _missed[key] = owner, inv.abstract().without_kernel()
 
@@ -108,6 +110,8 @@ def recording() -> Iterator[list[Invocation[Any, Any]]]:
     """
     seen: list[Invocation[Any, Any]] = []
     with _lock:
+        # The number is in the key of JAX's caches, which have one value for the whole context: with a new one JAX
+        # compiles anew all that runs in the block.
         token = _unused.pop() if _unused else next(_tokens)
         _collectors[token] = seen
     try:

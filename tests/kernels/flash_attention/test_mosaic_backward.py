@@ -144,6 +144,49 @@ def test_rows_without_keys_have_zero_gradients(mosaic):
     assert error(expected[0], found[0]) < 2e-3
 
 
+def test_a_tile_behind_the_last_key_has_no_weight_however_small_all_scores_are(mosaic):
+    """A score of zero has an infinite weight in a row whose log-sum-exp is far below."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    case = Small(queries=64, keys=192)
+    operands, _, dout, _ = operands_and_residuals(case)
+    operands = operands._replace(query=operands.query + 6, key=operands.key - 6)
+    wide = [x.astype(jnp.float32) for x in operands[:3]]
+
+    def function(*arrays):
+        return attention(operands._replace(**dict(zip(NAMES, arrays, strict=True))), case.rules)
+
+    (out, lse), pull = jax.vjp(function, *wide)
+    assert lse.max() < -128  # as a power of two it is infinite
+    expected = pull((dout.astype(jnp.float32), jnp.zeros_like(lse)))
+    run = functools.partial(mosaic.backward, rules=case.rules, params=FUSED, interpret=plgpu.InterpretGPUParams())
+    found = jax.jit(run)(operands, (out.astype(jnp.bfloat16), lse), dout)
+    for wanted, gradient in zip(expected, found, strict=False):
+        assert error(wanted, gradient) < 5e-2
+
+
+@pytest.mark.parametrize("hiding", [jnp.finfo(jnp.float32).min, -1e9])
+def test_a_row_that_a_bias_hides_altogether_spoils_no_gradient(mosaic, hiding):
+    """Masks are made of such numbers, and a row of padding has nothing else; nothing is asked of it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    case = Small(queries=64, keys=64)
+    operands, _, dout, _ = operands_and_residuals(case)
+    operands = operands._replace(bias=jnp.zeros((1, 1, 64, 64), jnp.float32).at[:, :, 3].set(hiding))
+    dout = dout.at[:, 3].set(0)
+    wide = [x.astype(jnp.float32) for x in operands[:4]]
+
+    def function(query, key, value, bias):
+        return attention(operands._replace(query=query, key=key, value=value, bias=bias), case.rules)
+
+    (out, lse), pull = jax.vjp(function, *wide)
+    expected = pull((dout.astype(jnp.float32), jnp.zeros_like(lse)))
+    run = functools.partial(mosaic.backward, rules=case.rules, params=FUSED, interpret=plgpu.InterpretGPUParams())
+    found = jax.jit(run)(operands, (out.astype(jnp.bfloat16), lse), dout)
+    for wanted, gradient in zip(expected, found, strict=True):
+        assert error(wanted, gradient) < 5e-3
+
+
 def test_keys_beyond_the_length_have_zero_gradients(mosaic):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

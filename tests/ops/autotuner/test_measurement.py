@@ -22,9 +22,8 @@ from ejkernel.ops.autotuner.measure.measurement import (
 )
 from ejkernel.ops.autotuner.measure.race import Race, RacePlan
 from ejkernel.ops.autotuner.measure.timers import Timer, TimerError, wall_sample
-from ejkernel.ops.autotuner.process.threads import is_measuring
 from ejkernel.ops.config.cache import overlay_cache
-from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.context import current_scope, is_measuring
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.registry import recording
 

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from ejkernel.ops.autotuner.process import threads
-from ejkernel.ops.autotuner.process.threads import AbandonedError, in_callers_context, is_measuring, on_measuring_thread
+from ejkernel.ops.autotuner.process.threads import AbandonedError, in_callers_context, on_measuring_thread
+from ejkernel.ops.core.context import is_measuring
 
 
 @pytest.fixture

@@ -18,11 +18,10 @@ import pytest
 
 from ejkernel.ops import Invocation, Kernel, KernelError, PersistentCache, nameable, tune
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.declared_names import names_of
-from ejkernel.ops.utils.values import typenames
+from ejkernel.ops.core import declared_names
+from ejkernel.ops.core.declared_names import decode_config, names_of
 from ejkernel.ops.utils.values.nameable import Names, marked, quoted
 from ejkernel.ops.utils.values.signature import describe
-from ejkernel.ops.utils.values.typenames import decode_config
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -282,6 +281,6 @@ def test_what_its_heuristic_returns_is_the_type_of_a_kernel_that_names_none(tmp_
     inv = Invocation(kernel=kernel, args=(jnp.ones(4),))
     cache = PersistentCache(tmp_path, shipped=False)
     cache.put(inv.key, Unnamed(2))
-    typenames._noted.clear()  # as in another process
+    declared_names._noted.clear()  # as in another process
     found = ConfigSelectorChain(persistent=cache).resolve(inv, kernel)
     assert (found.config, found.source) == (Unnamed(2), "persistent")

@@ -59,6 +59,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         """
         if call.backward:
             return 0 if call.examples == 1 else -1
+        # On one H200 rms_norm's forward took 0.96 to 1.08 of our time in XLA, layer_norm's 1.03 to 1.49.
         centred = self.formula(call).centred and call.all_rows * call.dim > _FEW
         return 0 if call.residual or centred else -1
 
@@ -122,6 +123,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         params: RowNormParams,
     ) -> tuple[jax.Array | None, ...]:
         """Return the gradients."""
+        # The sum that was normalised is among the results: what it was made of is not read again.
         x, *vectors, _ = args if call.residual else (*args, None)
         formula = self.formula(call)
         stats = residuals if formula.centred else (residuals,)

@@ -68,6 +68,7 @@ def gradients(
             dx, *sums = gradients(plan, flat, [x.reshape(-1) for x in arrays[slice(*ends)]], **options)
         return dx.reshape(arrays[0].shape), *sums
 
+    # Examples are not folded into the rows, as each has sums of its own.
     found: tuple[jax.Array, ...] = _one_by_one(compute)(*unify_varying((*rows, *stats, *vectors)))
     return found
 

@@ -93,6 +93,8 @@ def _launch(
         out_type=[*written, *beside],
         grid=(plan.programs,),
         grid_names=("program",),
+        # A piece of a row has one layout throughout: what a thread stores it alone loads, and needs none of the
+        # barriers that Pallas would put around every access.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -161,11 +163,13 @@ class _Program:
             for part in self.parts:
                 self.sums[i, part] = self._zero
         for step in range(stages):
+            # A program may have fewer blocks than stages, and each copy has to be waited for.
             pl.when(step < count)(functools.partial(self._fetch, jnp.int32(step)))
 
         @pl.loop(0, count)
         def _step(step: Any) -> None:
             self._compute(row, step)
+            # The stage is free: at the commit in `_compute` all threads have read what they need of it.
             pl.when(step + stages < count)(functools.partial(self._fetch, step + stages))
 
         plgpu.commit_smem()
@@ -192,6 +196,7 @@ class _Program:
         plan = self.plan
         stage, rows = lax.rem(step, plan.params.stages), self._rows(step)
         plgpu.barrier_wait(self._full.at[stage])
+        # One group of copies a step: the results that were last in this stage's buffers have been read.
         plgpu.wait_smem_to_gmem(plan.params.stages - 1, wait_read_only=True)
 
         @pl.loop(0, plan.params.block_rows)
@@ -208,6 +213,7 @@ class _Program:
 def _forward_row(program: _Program, number: Any, read: list[Any], written: list[Any]) -> None:
     formula, values = program.plan.formula, read[0]
     if formula.residual:
+        # Read back as it is rounded: what is normalised is the sum that is returned, as in plain JAX.
         values = written[1]
         for part in program.parts:
             values[part] = (program.load(read[0], part) + program.load(read[1], part)).astype(values.dtype)

@@ -143,6 +143,7 @@ def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
         raise ArgumentError(
             f"dropout_rate must be a number from 0 to 1, 1 excluded, got {rate!r}; it is static under jit."
         )
+    # The key is left out: a call whose dropout drops nothing is the call without one.
     if not rate:
         return 0.0, None
     if key is None:
@@ -174,6 +175,7 @@ def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, 
             f"{window!r}."
         )
     left, right = (None if side is None else int(side) for side in sides)
+    # Who sees no key after its own position is causal, in whichever words that was said.
     if causal or right == 0:
         return True, None if left is None else (left, 0)
     return False, None if left is None and right is None else (left, right)
@@ -208,6 +210,7 @@ def canonical_more(
 def _cast(x: Any, dtype: Any) -> Any:
     if x is None or x.dtype == dtype:
         return x
+    # Calls are also prepared from types alone, as those that are read from a program's text.
     return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 

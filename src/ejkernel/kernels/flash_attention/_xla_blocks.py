@@ -86,7 +86,7 @@ class RowBlocks(NamedTuple):
     delta: jax.Array  # likewise
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)  # equality of arrays is an array
 class Grid:
     """How one call is cut into blocks.
 
@@ -165,6 +165,7 @@ def split(operands: Operands, grid: Grid) -> Blocks:
 
 def missing(length: int, block: int) -> int:
     """Return how much padding makes whole blocks of a length."""
+    # A symbol, which is one block, has no remainder that is known.
     return 0 if length == block else -length % block
 
 

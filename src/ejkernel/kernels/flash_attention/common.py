@@ -110,6 +110,7 @@ class AttentionCall(OperationCall):
         asked = {
             "query_lengths": self.query_lengths,
             "key_lengths": self.key_lengths,
+            # Every forward has it; what takes more is its cotangent.
             "return_lse": self.return_lse and self.backward,
             "deterministic": self.deterministic,
             "soft_cap_after_bias": self.rules.cap_after_bias,
@@ -163,6 +164,7 @@ class AttentionImplementation(Implementation[AttentionCall]):
         operands, lse, dlse = operands_of(args), residuals, None
         dout = cotangents[0]
         if call.return_lse:
+            # A row that sees no key has minus infinity, which no argument moves.
             out, dlse = out[0], jnp.where(lse == EMPTY_ROW_LSE, 0, cotangents[1].astype(lse.dtype))
         more = {} if dlse is None else {"dlse": dlse}
         found = self.differentiate(operands._replace(sinks=None), (out, lse), dout, call.rules, params, **more)
@@ -240,7 +242,11 @@ def describe(
 
 
 def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: Rules) -> jax.Array | None:
-    """Return `[queries, keys]`, true where the rules let a query see a key; `None` if they let it see every key."""
+    """Return `[queries, keys]`, true where the rules let a query see a key; `None` if they let it see every key.
+
+    Positions are those of the arrays, whatever the lengths of an example: with lengths' ends aligned it would be known
+    only as the program runs which blocks a causal mask hides.
+    """
     ahead = key_positions[None, :] - query_positions[:, None]
     visible = None if rules.right is None else ahead <= rules.right
     if rules.left is None:

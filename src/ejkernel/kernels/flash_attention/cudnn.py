@@ -42,6 +42,7 @@ class Cudnn(AttentionImplementation):
     def output(self, call: AttentionCall, /, *args: Any, params: Any) -> Any:
         """See `Implementation`; the log-sum-exp is left out where nothing else needs it."""
         operands = operands_of(args)
+        # Empty rows, which a mask or a bias may leave, are told by their log-sum-exp.
         if call.return_lse or any(array is not None for array in operands[3:]):
             return super().output(call, *args, params=params)
         return _attended(operands, call.rules, None, (None, None), with_lse=False)[0]
@@ -62,6 +63,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     """Return why cuDNN does not run `call`, and what would; `None` if it does."""
     if not is_known(*call.query, *call.key, *call.value):
         return "it needs shapes that are numbers, and this program is exported for many; use 'xla'"
+    # The platform first: on another one, no change of the arguments would help.
     return platform_reason(call) or _arguments_reason(call) or _masking_reason(call) or _length_reason(call)
 
 
@@ -144,6 +146,7 @@ def _length_reason(call: AttentionCall) -> str | None:
 def _static(operands: Operands, rules: Rules) -> dict[str, Any]:
     # A lone query is the last one: causal attention hides nothing from it.
     causal = rules.right == 0 and operands.query.shape[1] > 1
+    # cuDNN counts the query's own position as well.
     window = rules.left + 1 if causal and rules.left is not None else 0
     return {"scale": rules.scale, "causal": causal, "window": window}
 
@@ -159,6 +162,7 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
         return out, jnp.where(counts[:, None], lse, EMPTY_ROW_LSE)
     if total is None:  # then every query sees a key
         return out, lse
+    # Not `<=`, which says of NaN that the row is not empty.
     empty = ~(lse > _HIDDEN[str(out.dtype)] / 2)
     out = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out)
     return out, jnp.where(empty, EMPTY_ROW_LSE, lse)
@@ -213,6 +217,7 @@ def backward(
             found[3] = found[3].sum(axis=1, keepdims=True)
         return tuple(found), (True,) * len(found)
 
+    # What was done to the bias before cuDNN had it, the cast, the mask and the broadcast, JAX undoes.
     total, to_bias = jax.vjp(lambda bias: _total_bias(bias, operands), operands.bias)
     lengths = _both_lengths(operands)
     found = pull(*operands[:3], total, *residuals, dout.astype(operands.query.dtype), *lengths)

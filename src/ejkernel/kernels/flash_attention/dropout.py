@@ -46,6 +46,7 @@ def query_words(key: jax.Array, rows: jax.Array, queries: jax.Array) -> jax.Arra
 def keeps(words: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
     """Return which weights are kept, given words of their queries and indices of their keys, of one shape in uint32."""
     bits = _mixed(words + keys * jnp.uint32(_ODD))
+    # A rate near 1 is rounded to 2**32, which a word does not hold.
     keep: jax.Array = bits >= jnp.uint32(min(round(rules.dropout_rate * 2**32), 2**32 - 1))
     return keep
 

@@ -30,9 +30,9 @@ class FlashAttentionConfig(OperationConfig):
     """How one call of `flash_attention` runs, forward or backward.
 
     Attributes:
-        implementation: Which implementation runs: `xla`, `cudnn` or `cudnn_packed`.
-        fwd: Its parameters for the forward; `None`: its heuristic's. Those of `xla` are `FwdParams`.
-        bwd: Its parameters for the backward, likewise. Those of `xla` are `BwdParams`.
+        implementation: Which implementation runs, one of `FlashAttention.implementations`.
+        fwd: Its parameters for the forward, such as `FwdParams` of `xla`; `None`: its heuristic's.
+        bwd: Its parameters for the backward, such as `BwdParams` of `xla`; likewise.
     """
 
     implementation: str = "xla"
@@ -44,6 +44,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     Forward and backward are configured apart, and any forward goes with any backward.
     """
 
+    # In this order where none of those that run a call is to be preferred.
     implementations = Implementations(
         {
             "cudnn": LazyImplementation(f"{__package__}.cudnn:Cudnn", platforms=("gpu",)),
@@ -103,6 +104,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             "implementation": requested,
         }
         more = arguments.canonical_more(**more)
+        # Without the two of them there is no order to speak of, and equal calls have one key.
         if cap is None or bias is None:
             more.pop("soft_cap_after_bias", None)
         return _without_trailing(arrays), options | more | ({"dropout_rate": rate} if rate else {})
@@ -202,6 +204,8 @@ def _all_arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _without_trailing(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     given = max((index for index, array in enumerate(arrays) if array is not None), default=0)
+    # The first six have been arguments from the start; those that came later are left out where they say nothing, so
+    # that keys of before stay.
     return arrays[: max(6, given + 1)]
 
 

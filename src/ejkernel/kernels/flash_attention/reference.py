@@ -20,11 +20,13 @@ def attention(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
     repeats = query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
     logits = _logits(query, key, operands, rules)
+    # A bias of minus infinity hides a key as a mask does.
     visible = _visible(operands, rules) & (logits != -jnp.inf)
     # Two selects: the inner one keeps -inf out of the derivative of exp, the outer one keeps empty rows at zero.
     logits = jnp.where(visible, logits, 0)
     top = jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf)
     sink = None if operands.sinks is None else operands.sinks.astype(dtype)[None, :, None, None]
+    # The result does not depend on it.
     top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits - top, 0)), 0)
     total = weights.sum(axis=-1)
@@ -41,6 +43,7 @@ def _logits(query: jax.Array, key: jax.Array, operands: Operands, rules: Rules) 
     def capped(logits: jax.Array) -> jax.Array:
         return logits if rules.soft_cap is None else rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
 
+    # By default GPUs and TPUs may round the operands of float32 products.
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest") * rules.scale
     if operands.bias is None:
         return capped(logits)

@@ -81,6 +81,7 @@ class Xla(AttentionImplementation):
 
     def space(self, call: AttentionCall) -> list[FwdParams | BwdParams]:
         """Return each pair of block sizes that the lengths can tell apart, and whose scores fit in memory."""
+        # Of symbols it cannot be told which blocks differ, nor what fits.
         if not has_blocks(call) or not is_known(*call.query):
             return [_params(call)]
         sizes, most = (_CPU_BLOCKS, 1 << 26) if call.platform == "cpu" else (_BLOCKS, 1 << 28)
@@ -146,6 +147,7 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
         keep = _kept(blocks, rules, grid, pair)
         used = weights if keep is None else jnp.where(keep, weights / (1 - rules.dropout_rate), 0)
         product = dot("bgrqk,bgke->bgrqe", used.astype(value.dtype), value, grid)
+        # The sum is of all weights: a dropout drops what the softmax has found.
         return acc * decay[..., None] + product, new_top, total * decay + weights.sum(axis=-1)
 
     def step(carry: Any, pair: jax.Array) -> tuple[Any, None]:
@@ -188,6 +190,7 @@ def backward(
         delta = delta - dlse.astype(grid.dtype)
     rows = RowBlocks(
         dout=split_queries(dout, grid),
+        # Rows of the padding are such that see no key, and add nothing to any gradient.
         lse=split_rows(lse.astype(grid.dtype), grid, fill=EMPTY_ROW_LSE),
         delta=split_rows(delta, grid, fill=0),
     )

@@ -112,6 +112,7 @@ def _canonical_first(first_group: Any, groups: int) -> Any:
 
 def groups_of_part(part: CallPart, groups: Groups) -> Groups:
     """Return the sizes that groups have in the rows of a part, and which is its first where it has some of them."""
+    # A group begins where all before it end, so that every device has all sizes, which are a few bytes.
     sizes, first = taken_apart(groups)
     if part.is_split("rows"):
         ends = row_ends(groups, part.whole("rows")) - part.start("rows")
@@ -126,6 +127,7 @@ def canonical_dtype(preferred: Any, dtype: Any) -> str | None:
     if preferred is None:
         return None
     try:
+        # Without 64 bits JAX has float32 for float64, and equal calls have one key.
         wanted = jax.dtypes.canonicalize_dtype(preferred)
     except TypeError as error:
         raise ArgumentError(f"preferred_element_type must be a dtype or None, got {preferred!r}.") from error

@@ -111,6 +111,8 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         rhs = "groups columns inner" if inv.kwargs.get("transpose_rhs") else "groups inner columns"
         operands = ["rows inner", rhs, axes_of_groups(inv), *[rhs] * gated, *["rows"] * scaled]
         split = SPLIT | {"split": "rows groups columns"}
+        # What is kept for the backward is added up as the result is: a residual has to be one array for all devices.
+        # Against that, the gradients of both products by the rows are one sum, and not two.
         products = ", ".join(["rows columns"] * (1 + gated))
         return ShardingRule(f"{', '.join(operands)} -> rows columns", residuals=products, **split)
 
@@ -160,6 +162,7 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         lhs, rhs, groups, gate, row_scale = args
         products = [product.astype(accumulator(product.dtype)) for product in residuals]
         activation, own = options.get("activation"), own_rows(groups, lhs.shape[0], rhs.shape[0])
+        # JAX differentiates what is made of products; these are calls, each with a configuration of its own.
         pull = jax.vjp(lambda *given: finished(given[0], own, given[1], activation), products, row_scale)[1]
         dproducts, dscale = pull(cotangents[0].astype(products[0].dtype))
         pairs = zip((rhs, gate), dproducts, strict=False)
@@ -199,6 +202,7 @@ def _differentiable(function: Callable[..., Any], by_calls: Callable[..., Any], 
         return function(*args)
 
     def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        # What is not differentiated costs no products.
         given = {i: t for i, t in enumerate(tangents) if i != GROUPS and not isinstance(t, SymbolicZero | None)}
 
         def of_given(*varied: Any) -> Any:

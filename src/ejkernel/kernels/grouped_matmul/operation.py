@@ -35,7 +35,8 @@ from .epilogue import scaled_rows
 
 REFERENCE_BLOCK = 512
 GROUPS = 2  # which argument the groups are
-# Rows and matrices that are sharded over the same devices: which of them are cheaper to move depends on their sizes.
+# Rows and matrices that are sharded over the same devices cannot both stay there: what is moved is `g * k * n` numbers
+# of matrices, or `m * (k + n)` of rows and results, whichever is less.
 SPLIT: Final[Any] = {"split": "rows groups inner columns", "cheapest": True}
 _Cfg = TypeVar("_Cfg", bound=OperationConfig)
 
@@ -128,6 +129,7 @@ class _Multilinear(GroupedOperation[_Cfg], Generic[_Cfg]):
 
         def tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
             out = compute(*primals)
+            # It is linear in each operand: a tangent in the place of its operand makes the same call.
             parts = [
                 self(*primals[:index], tangent, *primals[index + 1 :], **options)
                 for index, tangent in enumerate(tangents)
@@ -280,6 +282,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
         own = arguments.canonical_groups(group_sizes, first_group, arguments.canonical_count(groups))
         said = arguments.said_options(lhs.dtype, preferred_element_type=preferred_element_type, precision=precision)
+        # Where all groups are here their sizes say how many: said again, it would make another key of an equal call.
         count = {"groups": groups} if isinstance(own, tuple) else {}
         return (lhs, rhs, own), said | count | {"implementation": self.requested(implementation)}
 

@@ -42,6 +42,7 @@ def tiles_of(spans: tuple[jax.Array, jax.Array], rows: int, block: int) -> Tile:
     groups = starts.shape[0]
     counts = lax.div(ends - starts + (block - 1), jnp.int32(block))
     last = jnp.cumsum(counts, dtype=jnp.int32)
+    # Each group may have one tile that is not full, and there are no more tiles than rows.
     number = jnp.arange(min(rows // block + groups, rows), dtype=jnp.int32)
     group = jnp.sum(last[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
     known = jnp.minimum(group, groups - 1)
@@ -75,6 +76,7 @@ def product(
         part = lax.dynamic_slice_in_dim(lhs, tile.start, block)
         matrix = lax.dynamic_index_in_dim(rhs, tile.group, keepdims=False)
         new = lax.dot_general(part, matrix, contracted, precision=precision, preferred_element_type=sum_dtype)
+        # What is read may begin before the tile, or go on behind it: foreign rows stay as they are.
         new = jnp.where(_own(tile, block), new, lax.dynamic_slice_in_dim(out, tile.start, block))
         return lax.dynamic_update_slice_in_dim(out, new, tile.start, 0), None
 
@@ -95,6 +97,7 @@ def weights_gradient(
 
     def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
         own = _own(tile, block)
+        # Both operands: in one alone, zero times NaN would remain.
         left, right = (jnp.where(own, lax.dynamic_slice_in_dim(x, tile.start, block), 0) for x in (lhs, rhs))
         contracted = (((0,), (0,)), ((), ()))
         new = lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=sum_dtype)

@@ -82,6 +82,7 @@ class LayerNorm(Operation[LayerNormConfig, LayerNormCall, Normalized]):
         wide = x.astype(accumulator(x.dtype))
         centred = wide - wide.mean(axis=-1, keepdims=True)
         normal = centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + options["eps"])
+        # JAX may have been told to promote no ranks.
         weight, bias = (y.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + y.shape) for y in (weight, bias))
         out = (normal * weight + bias).astype(x.dtype)
         return (out, x) if residual else out

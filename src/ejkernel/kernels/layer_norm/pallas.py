@@ -87,6 +87,7 @@ class Pallas(Implementation[LayerNormCall]):
         whole = pl.BlockSpec((params.block_rows, dim), lambda i: (i, 0))
         column = pl.BlockSpec((params.block_rows, 1), lambda i: (i, 0))
         vector = pl.BlockSpec((1, dim), lambda i: (0, 0))
+        # Under `shard_map` results have to say over which axes of the mesh they vary.
         struct = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(x).manual_axis_type)
         out, mean, scale = pl.pallas_call(
             functools.partial(_normalize, eps=call.eps),

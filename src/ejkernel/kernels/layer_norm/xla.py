@@ -30,6 +30,7 @@ class Xla(Implementation[LayerNormCall]):
         x = x + residual[0] if residual else x
         wide = x.astype(accumulator(x.dtype))
         mean = wide.mean(axis=-1, keepdims=True)
+        # In two steps: the mean of squares less the square of the mean loses its digits where the mean is large.
         centred = wide - mean
         scale = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + call.eps)
         out = (centred * scale * _as_row(weight, wide) + _as_row(bias, wide)).astype(x.dtype)
@@ -47,6 +48,7 @@ class Xla(Implementation[LayerNormCall]):
     ) -> tuple[jax.Array, ...]:
         """Return the gradients of `x`, the weight, the bias, and what was added to `x`."""
         x, weight, bias, *residual = args
+        # The sum is a result, and so it is there already.
         x = out[1] if residual else x
         weight, x, mean, scale, dout = unify_varying((weight, x, *residuals, cotangents[0]))
         wide, dout = x.astype(scale.dtype), dout.astype(scale.dtype)
@@ -58,10 +60,12 @@ class Xla(Implementation[LayerNormCall]):
         dweight, dbias = (dout * normal).sum(rows).astype(weight.dtype), dout.sum(rows).astype(bias.dtype)
         if not residual:
             return dx.astype(x.dtype), dweight, dbias
+        # The sum is a result of its own, whose cotangent comes on top.
         dx = dx.astype(x.dtype) + cotangents[1]
         return dx, dweight, dbias, dx
 
 
 def _as_row(vector: jax.Array, like: jax.Array) -> jax.Array:
     """Return a vector with as many axes as `like` has, of its dtype."""
+    # JAX may have been told to promote no ranks.
     return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)

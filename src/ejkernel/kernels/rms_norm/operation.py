@@ -88,6 +88,7 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
                 f"weight_offset must be a number, and 0 where there is no weight, got {weight_offset!r}; it is static "
                 "under jit."
             )
+        # It came later: left out where it is 0, it leaves keys of before as they were.
         offset = {"weight_offset": float(weight_offset)} if weight_offset else {}
         return (x, weight, *given_residual(residual, x)), {
             "eps": float(eps),

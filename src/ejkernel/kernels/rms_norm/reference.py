@@ -15,4 +15,5 @@ def normalize(x: jax.Array, weight: jax.Array | None, eps: float, offset: float 
     normal = wide / jnp.sqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
     if weight is None:
         return normal
+    # JAX may have been told to promote no ranks.
     return normal * (weight.astype(wide.dtype) + offset).reshape((1,) * (x.ndim - 1) + weight.shape)

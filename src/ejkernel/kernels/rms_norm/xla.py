@@ -83,10 +83,12 @@ class Xla(Implementation[RmsNormCall]):
     ) -> tuple[jax.Array | None, ...]:
         """Return the gradients of `x`, the weight, and what was added to `x`."""
         x, weight, *residual = args
+        # The sum is a result, and so it is there already.
         x = out[1] if residual else x
         dx, dweight = backward(x, weight, residuals, cotangents[0], params.block_rows, offset=call.weight_offset)
         if not residual:
             return dx, dweight
+        # The sum is a result of its own, whose cotangent comes on top.
         dx = dx + cotangents[1]
         return dx, dweight, dx
 
@@ -103,6 +105,7 @@ def forward(
         block_rows: Rows per block; `None`: one pass over all.
         offset: Added to the weight.
     """
+    # In the wide dtype: a sum with an offset of 1, rounded to bfloat16, keeps few digits of a small weight.
     factor = None if weight is None else (weight.astype(accumulator(x.dtype)) + offset)[None]
 
     def block(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -169,6 +172,7 @@ def _summed_in_blocks(block: Callable[..., Any], size: int, arrays: list[jax.Arr
         dx, dweight = block(*parts)
         return total + dweight, dx
 
+    # Under `shard_map` a loop's carry keeps its type, and blocks vary over the mesh.
     zero = unify_varying((jnp.zeros(arrays[0].shape[-1], arrays[1].dtype), arrays[0]))[0]
     dweight, dx = lax.scan(step, zero, tuple(_cut(x, size) for x in arrays))
     return _join(dx, arrays[0].shape[0]), dweight

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ejkernel.ops.autotuner.process.threads import is_measuring
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -20,6 +19,7 @@ from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
 from ejkernel.ops.config.spaces.digest import space_digest
 from ejkernel.ops.config.tiers import AUTOTUNE
+from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out

@@ -27,6 +27,7 @@ _KEY: Final = frozenset(ConfigKey._fields)
 _SLUG_LENGTH: Final = 48
 _NO_SLUG: Final = "_"
 _NOT_IN_PATHS: Final = re.compile(r"[^a-z0-9._-]+")
+# Without waiting, and without making a terminal this process's: what lies in a file's place may be a device.
 _READ: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://.*", re.IGNORECASE | re.DOTALL)
 _NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
@@ -74,6 +75,7 @@ def is_url(place: object) -> TypeGuard[str]:
 
 def slug(text: str) -> str:
     """Return a text as a part of a path: lower case, short, and without what a file system minds."""
+    # Lower case, because some file systems do not tell the cases apart; unique through the digest in the file's name.
     return _NOT_IN_PATHS.sub("-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG
 
 
@@ -150,6 +152,7 @@ def opened(path: str | Path) -> tuple[int, int]:
     """
     descriptor = os.open(path, _READ)  # a pipe would be waited for otherwise
     try:
+        # Of what was opened; a name could stand for something else a moment later.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UnusableError("it cannot be read: it is no regular file")

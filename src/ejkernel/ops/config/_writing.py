@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole: beside their place first, kept when the machine stops, and tidied up after a crash."""
+"""Files that are written whole: beside their place first, kept when the machine stops, and tidied up after a crash.
+
+A durable write takes milliseconds, which after a search nobody sees. What a killed process left beside a file's place
+is removed when it is older than an hour, by the file system's own clock; a process that stood still for so long finds
+its file gone, and writes it again.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +63,7 @@ def write_chunks(file: Path, chunks: Callable[[], Iterable[bytes]], *, durable: 
     except FileNotFoundError:
         # the folder was removed; or this process stood still for so long that another one took its file for left over
         modified = _written(file, chunks(), durable)
+    # By who writes there, since who reads may not be allowed to remove; once, for it lists the folder.
     if (folder := str(file.parent)) not in _tidied:
         _tidied.add(folder)
         remove_left_over(file.parent, modified)
@@ -107,6 +113,7 @@ def _written(file: Path, chunks: Iterable[bytes], durable: bool) -> float:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+    # The renaming is kept when the folder is; a new folder's own name is in the folder above.
     for folder in (file.parent, *new) if durable else ():
         _sync_folder(folder)
     return modified

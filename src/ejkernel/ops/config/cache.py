@@ -57,6 +57,7 @@ class ConfigCache:
         self._entries: dict[Hashable, Remembered] = {}
         self._answered_provisionally: set[Hashable] = set()  # operations, without what gradients add to their names
         self._lock = threading.Lock()
+        # Weakly: a cache may outlive the executors that listen to it.
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def put(self, *arguments: object) -> None:
@@ -78,6 +79,7 @@ class ConfigCache:
             before = self._entries.get(key)
             self._entries[key] = Remembered(config, source)
         if tier_named(source).is_provisional:
+            # It takes nothing back that was answered before: a measured one does.
             self._answered_provisionally.add(_family(key))
             return
         # What was answered without measuring, here or for a call that asks this one, is answered by this entry now.
@@ -125,6 +127,7 @@ class ConfigCache:
         with self._lock:
             alive = [(reference, reference()) for reference in self._listeners]
             self._listeners = [reference for reference, listener in alive if listener is not None]
+        # Without the lock, for a listener may ask the cache.
         for _, listener in alive:
             if listener is not None:
                 listener()
@@ -132,11 +135,13 @@ class ConfigCache:
 
 def _family(key: Hashable) -> Hashable:
     """Return the operation that a key is of, the same for a forward and for all that is derived from it."""
+    # A backward is answered from its forward, so that an entry of one is news for the other.
     return key.op.partition("@")[0].partition(".")[0] if isinstance(key, ConfigKey) else key
 
 
 def same_config(left: object, right: object) -> bool:
     """Return whether two configurations are of one type and equal as JSON."""
+    # As JSON, for `==` takes 1, 1.0 and True for one, and a user's class may have none.
     return left is right or (type(left) is type(right) and config_token(left) == config_token(right))
 
 
@@ -160,6 +165,7 @@ class Overlay:
 
     def __init__(self, entries: Mapping[object, object]) -> None:
         self._entries = {_overlay_key(key): config for key, config in entries.items()}
+        # Its digest is a part of JAX's keys: equal content must be equal, whatever order it was put together in.
         content = stable_json(sorted([*key, *config_token(config)] for key, config in self._entries.items()))
         self._digest = hashlib.sha256(content.encode("ascii")).hexdigest()
 
@@ -201,6 +207,7 @@ def overlay_cache(cache: ConfigCache | Mapping[object, object]) -> Iterator[None
     Args:
         cache: A `ConfigCache` or a mapping, from `ConfigKey(device, op, call)` to configurations.
     """
+    # What is in force is a value, which must not change while programs are traced under it.
     entries = dict(cache.items()) if isinstance(cache, ConfigCache) else cache
     if not isinstance(entries, Mapping):
         raise ConfigError(f"cache must be a ConfigCache or a mapping, got {type(cache).__name__}.")

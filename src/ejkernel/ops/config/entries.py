@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ejkernel.ops.config._files import UnusableError, file_name, identity, location, provenance, read_file, restored_key
+from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
-from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 SCHEMA: Final = 2  # raise when the layout of an entry changes; entries of another schema are a warned miss
 WHAT: Final = "an entry of this cache"
@@ -147,6 +147,7 @@ def check_key(entry: StoredEntry, canonical: str) -> None:
     Raises:
         UnusableError: it is not.
     """
+    # A file's name has eight digits of its key's digest, and somebody may have renamed it.
     if identity(entry.key) != canonical:
         raise UnusableError(f"it holds another key: {describe(entry.key)}")
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes of calls that nothing was measured for: one small JSON file a call, in `missed/` beside the cache's entries."""
+"""Notes of calls that nothing was measured for: one small JSON file a call, in `missed/` beside the cache's entries.
+
+They are renamed into place as entries are, so two processes that miss one call lose a count at the worst.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Note:
         schema: Layout of the file.
         key: Device, operation and call.
         call: The abstract call, as `Invocation.description` has it.
-        source: Who answered instead: `heuristic`, or `forward`, what was found for the call's forward.
+        source: The tier that answered instead, such as `heuristic` or `forward`; `error` if none did.
         processes: How many processes missed it, as far as they could count.
         first: When it was first missed.
         last: When it was last missed.
@@ -79,6 +82,7 @@ class MissedNotes:
     def put(self, inv: Invocation[Cfg, Out], source: str) -> None:
         """Note that `inv` was answered by `source`; the same call again costs nothing."""
         key = inv.key
+        # Once a process, however often it calls: processes are counted.
         if key in self._written or self._write_failed:
             return
         self._written.add(key)
@@ -129,6 +133,7 @@ class MissedNotes:
             note = from_plain(read_object(raw, SCHEMA, "a note of a missed call"), Note)
         except SerializationError as error:
             raise UnusableError(str(error)) from error
+        # A note that lies under another's name would be tuned, and removed, as that.
         if set(note.key) != set(ConfigKey._fields) or self._file(note.config_key) != file:
             raise UnusableError(f"it holds another key: {describe(note.key)}")
         if not 0 < note.processes < _MOST:

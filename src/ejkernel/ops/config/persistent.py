@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations on disk: a folder, one small readable JSON file a key, written beside and renamed into place."""
+"""Configurations on disk: a folder, one small readable JSON file a key, written beside and renamed into place.
+
+A file a key, so there is no lock and no lost update; renamed, so there is no half of a file; and names are derived, so
+that no input names a file.
+"""
 
 from __future__ import annotations
 
@@ -122,6 +126,7 @@ class PersistentCache:
             return "there is no home folder to put it in"
         try:
             probe = self._path / f".{secrets.token_hex(8)}"
+            # By writing: permissions do not tell of read-only file systems, quotas and users who may do anything.
             write_file(probe, "", durable=False)
             probe.unlink()
         except OSError as error:
@@ -153,6 +158,7 @@ class PersistentCache:
         key, cfg = _key(key_and_cfg[:-1]), key_and_cfg[-1]
         if cfg is None:
             raise ConfigError("cfg must not be None, which is how get() says that there is no entry.")
+        # Made before anything is touched, so that what has no JSON form leaves what was there.
         text = text_of(new_entry(key, cfg, call, measured, self._clock()))
         self._store(key, text)
 
@@ -280,6 +286,7 @@ class PersistentCache:
             self._memory[canonical] = text
             self.warn_not_writable(error)
         else:
+            # Newer than what stayed in memory when the folder could not be written.
             self._memory.pop(canonical, None)
             forget_warning(file)
 

@@ -102,8 +102,10 @@ def policy_override(selector: object = None, /, **changes: Any) -> Iterator[None
     for name in changes:
         if name not in known:
             raise ConfigError(f"AutotunePolicy has no field {name!r}; it has {', '.join(known)}.")
+    # Checked here, where the mistake is, and not at the first call inside.
     AutotunePolicy(**changes)
     scope = current_scope()
+    # A value, sorted: it is a part of JAX's keys, and equal changes compile nothing anew.
     change = PolicyChange(selector, tuple(sorted(changes.items())))
     with entered(dataclasses.replace(scope, policies=(*scope.policies, change))):
         yield

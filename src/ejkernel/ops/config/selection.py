@@ -33,7 +33,7 @@ from ejkernel.ops.config.tiers import (
     Tier,
     tier_named,
 )
-from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.context import current_scope, is_measuring
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import (
@@ -257,7 +257,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
 
     def _note_miss(self, request: _Request, source: str) -> None:
         key, persistent = request.key, self.persistent
-        if key is None or services.is_measuring():
+        # What a candidate calls while it is measured is not missed by the program.
+        if key is None or is_measuring():
             return
         note_missed(request.kernel, request.inv, key)
         if request.policy.note_misses and persistent is not None and persistent.path is not None:
@@ -271,6 +272,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         try:
             return _Request(inv, kernel, inv.key, "", policy, dry)
         except UnstableKeyError as error:
+            # Who passes `cfg=` has no need of a key.
             if not dry and inv.override_cfg is None:
                 self._warn_unstable(inv, error)
             return _Request(inv, kernel, None, f"the call has no key: {error}", policy, dry)
@@ -346,6 +348,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         found = self.cache.remembered(request.key)
         if found is None:
             return "nothing remembered"
+        # Remembered so that it can be reported; a better tier may have an answer by now.
         if found.tier.is_provisional:
             return f"remembered only what the {found.source} tier said"
         misfit = self._misfit(request, found.config, "the configuration in memory")
@@ -372,6 +375,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return request.no_key
         note_config_types(request.inv, request.kernel)
         notes = []
+        # Each layer is asked, for the policy may refuse the first entry, and a later layer have one that was measured
+        # with what is here.
         for config, entry in saved_in(self.persistent, request.key, request.kernel.config_type):
             misfit = self._misfit(request, config, "its entry in the persistent cache")
             if misfit:
@@ -402,7 +407,9 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if found is None:
             return "no entry"
         misfit = self._misfit(request, found.config, "what is shipped")
-        if not misfit:  # it was measured elsewhere, with other versions: here it may not run at all
+        # It was measured elsewhere, with other versions. Whether it runs here the kernel must say, for that depends on
+        # this JAX, this device and this program; where it does not, that is a silent miss, which `explain` tells.
+        if not misfit:
             misfit = request.kernel.why_not(request.inv, found.config)
         return misfit or (request.answer(found.config, tier), found.note)
 
@@ -446,6 +453,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return "the call is a forward"
         if request.inv.direction == "bwd" and has_backward_heuristic(request.kernel, request.inv.platform):
             return "the kernel has a heuristic of its own for the backward"
+        # Dry, since a forward that is not called is neither tuned nor missed.
         for consulted in self._consult(self._request(forward, request.kernel, dry=True)):
             found = consulted.resolution
             if found is not None and not found.tier.is_provisional:

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations that the package brings along: measured on a few devices, and of use to their sisters too."""
+"""Configurations that the package brings along: measured on a few devices, and of use to their sisters too.
+
+They are tiers of their own and no layer of the persistent cache, so that `ejkernel tune` takes no call for tuned that
+nobody tuned here, and the commands list what the user saved. An entry for this very device comes before tuning; a
+sister's, of another device with the same chip, after it, as a miss, so that any measurement here replaces it.
+"""
 
 from __future__ import annotations
 

@@ -71,10 +71,13 @@ def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node:
         return inv
     spec, types = stand_in
     args, kwargs = spec.join(types)
-    # Without `array_types`: those of batches, residuals and cotangents follow from the arguments where they are needed.
+    # Nodes hold no shapes, so this call's will do. Without `array_types`: those of batches, residuals and cotangents
+    # follow from the arguments where they are needed, on the measuring thread, where no trace of the caller is open.
     other = dataclasses.replace(
         inv, args=args, kwargs=kwargs, array_types=(), _node=None if node is None else with_spec(node, spec)
     )
+    # Were the representative in another bucket than its call, the key under which tuning remembers would be another
+    # one.
     again = _asked(kernel, other, stand_in)
     if again != stand_in:
         raise KernelError(
@@ -105,6 +108,8 @@ def _asked(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], own: _StandIn) -
                 f"of array {index}, {like.dtype}{list(like.shape)}."
             )
     return spec, [
+        # Weak types are a part of the key, and a hook that makes types by hand does not know of them: they stay the
+        # call's.
         jax.ShapeDtypeStruct(mine.shape, like.dtype, weak_type=like.weak_type)
         for mine, like in zip(types, own[1], strict=True)
     ]

@@ -53,6 +53,8 @@ class CallSpec:
         held: The kernel, and the leaves with a placeholder where an array goes, each behind a function.
     """
 
+    # What tells calls apart: to `==` the leaves 1, 1.0 and True are one, and arrays in static values have no truth
+    # value.
     token: Hashable
     method: str | None
     treedef: Any = dataclasses.field(compare=False, repr=False)
@@ -65,6 +67,7 @@ class CallSpec:
     def __hash__(self) -> int:
         return self._hash
 
+    # JAX hashes a call with every look into its caches.
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.token, self.method))
@@ -134,6 +137,7 @@ def _spec_of(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> tupl
             arrays.append(as_array(leaf))
             held.append(_no_leaf)
         else:
+            # Of a set a copy: it is told apart by content, and may have another by the time that the call is lowered.
             held.append(_no_leaf if leaf is _HOLE else Strong(set(leaf) if type(leaf) is set else leaf))
     return CallSpec((by_is(kernel), tokens_of(tree)), method, treedef, tuple(held)), arrays
 
@@ -163,6 +167,7 @@ def _bind(
     kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     cls: Any = type(kernel)
+    # Kept by class: to inspect and bind at each call takes three to five times as long as an eager call.
     signature = _run_signature(cls, _signature_source(kernel))
     if signature is None:
         return args, kwargs
@@ -205,6 +210,7 @@ def without_defaults(
 
 
 def _is_default(parameter: inspect.Parameter | None, value: object) -> bool:
+    # Of arrays only the type is known while a call is traced.
     if parameter is None or is_array(value) or is_array(parameter.default):
         return False
     return tokens_of(parameter.default) == tokens_of(value)

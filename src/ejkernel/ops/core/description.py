@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the description of a call back to the call, so that it can be tuned where its program never ran."""
+"""From the description of a call back to the call, so that it can be tuned where its program never ran.
+
+The call is made step by step, and asked for its own description. What the key leaves out, and making it again needs, is
+the `wiring` beside it: in linear calls under `vmap` the batch axes of tangents, cotangents and residuals, and whether
+the call is a transpose; and whether what is differentiated returns its residuals. What follows from the kernel, such as
+the structure of its results, is traced again.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +35,7 @@ _REQUIRED: Final = {"op", "args", "kwargs"}
 _OPTIONAL: Final = {"defaults", "kernel", "steps", "method", "precision", "x64", "prng", "promotion", "wiring"}
 _SUFFIXES: Final = {"vmap": "", "jvp": ".jvp", "vjp": ".bwd"}
 _WIRING: Final = ({"residuals"}, {"axis_name", "axes", "transposed"})  # of derivatives, of vmap
+# Limits that no program meets: a description may come from anywhere, and what it asks for is traced.
 _MAX_STEPS: Final = 16
 _MAX_KERNELS: Final = 8  # of one name, that are tried
 _MAX_DERIVATIVES: Final = 4  # each doubles what is to be traced
@@ -71,6 +78,8 @@ def _rebuilt(
     key: str | None,
 ) -> Invocation[Any, Any]:
     try:
+        # Settings are a part of the key, and decide what is traced: the description's, not those that are in force
+        # here.
         with compat.numerics(_numerics(data)):
             inv = _invocation(kernel, data, steps).abstract()
             description, call_key = inv.description, inv.call_key
@@ -78,6 +87,7 @@ def _rebuilt(
         raise
     except Exception as error:  # the kernel's own code, on arguments that it may never have been meant for
         raise DescriptionError(f"its call cannot be traced: {type(error).__name__}: {error}") from error
+    # Whatever was read wrongly, or made up, ends here: a reason, and never a wrong answer.
     if description != data or (key is not None and call_key != key):
         raise DescriptionError("the call that it describes has another key")
     return inv
@@ -117,7 +127,10 @@ def _steps(data: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
 
 
 def _kernels(op: str, suffix: str) -> list[Kernel[Any, Any]]:
-    """Return the latest kernel of each class that has the operation's name and version; there is one at least."""
+    """Return the latest kernel of each class that has the operation's name and version; there is one at least.
+
+    Several classes may have one name, such as attention with and without buckets.
+    """
     name, _, version = op.rpartition("@v")
     wanted = f"{name.removesuffix(suffix)}@v{version}"
     known = living_kernels()

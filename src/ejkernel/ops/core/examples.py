@@ -114,6 +114,7 @@ def _residuals(forward: Node, primals: Sequence[jax.Array], choice: Choice) -> l
         forward = forward.of
     node: Node = Forward(forward.spec, residuals=True)
     for level in reversed(levels):
+        # A `vmap` over tangents alone has no example of the forward to batch.
         if any(axis is not None for axis in level.axes):
             node = Vmapped(node, level)
     return list(jax.jit(node.flat(choice))(*primals))
@@ -124,6 +125,7 @@ def _primals(inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:
     kernel = inv.kernel
     assert kernel is not None  # a node has a kernel
     levels = list(zip(inv.batch_axes or (), inv.batch_sizes, strict=True))
+    # Random arrays are as good in one piece; the hook makes one example, and each of a batch gets its own.
     if levels and not overrides(kernel, "example_inputs"):
         return [random_array(like, rng) for like in _batched_types(inv, levels)]
     count = int(np.prod(inv.batch_sizes)) if overrides(kernel, "example_inputs") else 1
@@ -176,6 +178,7 @@ def _of_types(inv: Invocation[Any, Any], made: Sequence[Any], what: str) -> list
     want = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in wanted]
     if got != want:
         raise KernelError(f"{what} must be arrays of types {want}, got {got}.")
+    # On the device, so that no measured call copies from the host.
     return [jnp.asarray(leaf) for leaf in made]
 
 

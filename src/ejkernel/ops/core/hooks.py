@@ -75,6 +75,7 @@ class Kernel(Noted, Generic[Cfg, Out]):
     @property
     def name(self) -> str:
         """The name of the operation."""
+        # A subclass need not call `__init__`.
         return getattr(self, "_name", None) or type(self).__name__
 
     @property
@@ -94,6 +95,7 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Run the operation through the default executor."""
+        # An attribute where it was made before: an eager call goes through as few functions as possible.
         executor = services.made.executor or services.default_executor()
         return typing.cast(Out, executor.call(self, args, kwargs, cfg))
 
@@ -153,6 +155,7 @@ class Kernel(Noted, Generic[Cfg, Out]):
         With this hook an untuned backward runs with it, and not with what was measured for its forward. The type is
         the forward's: a configuration may have fields that only one of the two looks at.
         """
+        # Not by `hook`, which asks for the backward's own form: a kernel that extends this one would come here again.
         return typing.cast(Cfg, getattr(self, _form(self, "heuristic_cfg", inv.platform, None))(inv))
 
     def bwd_config_space(self, inv: Invocation[Cfg, Out]) -> Collection[Cfg]:
@@ -253,8 +256,10 @@ class Kernel(Noted, Generic[Cfg, Out]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a kernel that its class's module keeps by name, so that another process has one of it, not two."""
         module = type(self).__module__
-        # A script's kernels may be made where only the script itself comes by, under `if __name__ == "__main__"`.
+        # Instances are compared by identity: in a worker this is the one that the module's own functions call. A
+        # script's kernels may be made where only the script itself comes by, under `if __name__ == "__main__"`.
         if module != "__main__":
+            # A copy, for another thread may import into the module meanwhile.
             for name, value in list(vars(sys.modules.get(module, object)).items()):
                 if value is self:
                     return name
@@ -272,6 +277,7 @@ class Kernel(Noted, Generic[Cfg, Out]):
         return f"{type(self).__name__}({self.op_id_v!r})"
 
 
+# Weakly, and so in all tables by class: one that is defined again, as in a notebook, goes with its kernels.
 _config_types: weakref.WeakKeyDictionary[type, type | None] = weakref.WeakKeyDictionary()
 
 
@@ -417,6 +423,7 @@ def check_config(kernel: Kernel[Cfg, Out], config: object, name: str = "cfg") ->
 
 def _of_direction(kernel: Kernel[Cfg, Out], form: str, name: str, inv: Invocation[Cfg, Out]) -> str:
     """Return the hook that answers for the backward, if `inv` is one and the kernel has it."""
+    # The two names of the forward's candidates have one counterpart.
     own = f"bwd_{name}".replace("candidate_cfgs", "config_space")
     backward = _form(kernel, own, inv.platform, None) if inv.direction == "bwd" else form
     return backward if overrides(kernel, backward) else form

@@ -32,6 +32,7 @@ DEFAULT_PRNG: Final = "threefry2x32"
 DEFAULT_PROMOTION: Final = "standard"
 
 
+# By identity: to compare arrays is to compute, and tracers have no truth.
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Invocation(Generic[Cfg, Out]):
     """A call: its kernel, its arguments as `run` sees them, and what surrounds it.
@@ -159,6 +160,7 @@ class Invocation(Generic[Cfg, Out]):
         Raises:
             KernelError: the kernel's `bucket` returns what cannot stand for the call.
         """
+        # Most kernels have none: to ask the default would take the call apart for nothing.
         if self.kernel is None or not overrides(self.kernel, "bucket"):
             return self
         return representative_of(self, self.kernel, self._node)
@@ -184,6 +186,7 @@ class Invocation(Generic[Cfg, Out]):
         if self.array_types:
             return self.array_types
         own = [abstract(leaf) for leaf in jax.tree.leaves((self.args, dict(self.kwargs))) if is_array(leaf)]
+        # Behind a function, for a heuristic is asked only where residuals or results must be traced.
         choice = Choice(platform=self.platform, config_for_types=lambda *_: self._heuristic_of_the_forward())
         return tuple(self.node.argument_types(choice, own))
 
@@ -215,6 +218,7 @@ class Invocation(Generic[Cfg, Out]):
             "args": self._described(tuple(args)),
             "kwargs": {name: self._described(value, name) for name, value in sorted(kwargs.items())},
         }
+        # What says nothing is left out, so that the keys of other calls stay as they are when something is added.
         return described | {name: value for name, value in optional.items() if value}
 
     @functools.cached_property
@@ -375,5 +379,6 @@ def default_key_builder_with_sharding(
         else Invocation(kernel=kernel, args=tuple(args), kwargs=dict(kwargs or {}))
     )
     shardings = [sharding_fingerprint(leaf) for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs)))]
+    # Here alone: of automatic axes nothing is known while a program is traced, so the usual key has no shardings.
     text = json.dumps([inv.call_key, shardings])
     return inv.key._replace(call=hashlib.sha256(text.encode("ascii")).hexdigest()[:16])

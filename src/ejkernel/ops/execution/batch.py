@@ -72,6 +72,7 @@ def _mapped(
     """Return the kernel, transformed by `over`, as whoever is the executor when it is called runs it."""
     check_argument(callable(kernel), "kernel", "a Kernel", kernel)
 
+    # Transformed at each call, for keyword arguments are not batched, and the default executor may be another by then.
     def mapped(*args: Any, **kwargs: object) -> Any:
         return over(functools.partial(executor or default_executor(), kernel, cfg=cfg, **kwargs))(*args)
 

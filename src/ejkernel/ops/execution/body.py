@@ -59,6 +59,7 @@ class ResolvedCall:
 
     def compute(self, *arrays: jax.Array) -> tuple[Any, ...]:
         """Compute the call, check the types of its results, and label one of them."""
+        # For profiles alone: JAX's compilation cache may bring back another program's debug names, so no label is one.
         with jax.named_scope(self.scope):
             resolution, out = self._computed(arrays)
         _check_types(self.inv, resolution, self.expected, out)
@@ -80,10 +81,12 @@ class ResolvedCall:
         now = settings.current()
         if self.resolution.key is None:
             return None
+        # Here, and not where the call is traced: what is lowered is what runs.
         if current_scope().recording or now.record:
             record_invocation(self.call.node.spec.kernel, self.inv)
         if now.stamp == "none":
             return None
+        # The key by default: descriptions are long, and a text needs them only where calls are to be rebuilt of it.
         payload = stable_json(self.inv.description) if now.stamp == "json" else self.inv.call_key
         return label(self.inv.op_id_v, self.inv.call_key, self.stamp_prefix), payload
 
@@ -100,6 +103,7 @@ class ResolvedCall:
         """Compute the call; where a configuration that was saved does not run, with the heuristic's, and a warning."""
         inv, node, resolution = self.inv, self.call.node, self.resolution
         try:
+            # A gradient rule is told the structure of the outputs, which was found with the forward's types.
             choice = Choice(config=resolution.config, platform=inv.platform, out_tree=self._out_tree)
             return resolution, node.flat(choice)(*arrays)
         except Exception as error:  # noqa: BLE001 - raised again, unless another configuration stands in
@@ -129,6 +133,8 @@ def resolved(
         resolution = agreed(inv, lambda: _that_runs(inv, call.node, avals, resolve(inv)))
     else:
         resolution = resolve(inv)
+    # The trace that gave the types is the computation, where its configuration is the one that was found: it is lowered
+    # as it is, rather than traced again.
     jaxpr = None if expected is None else _trace_with(resolution.config, call, avals, inv.platform)
     return ResolvedCall(
         call=call, inv=inv, resolution=resolution, expected=expected, jaxpr=jaxpr, stamp_prefix=stamp_prefix
@@ -144,6 +150,7 @@ def _trace_with(config: object, call: Call, avals: Sequence[HasType], platform: 
 
 def _if_same(types: Types, config: object, platform: str) -> Any:
     """Return the computation that types were taken from, if it is that under this configuration."""
+    # Of references that the trace made for itself a lowered program has nothing, so it is traced anew.
     if types.config is None or not types.still_hold(platform) or compat.has_references(types.jaxpr):
         return None
     try:
@@ -154,11 +161,14 @@ def _if_same(types: Types, config: object, platform: str) -> Any:
 
 def _stand_in(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
     """Return the heuristic's answer in place of one that was saved and does not run, with a warning; or raise why."""
+    # Another configuration here would be another program than the other processes run, and all of them would hang.
     if is_from_elsewhere(resolution):
         raise AgreementError(
             f"{inv.op_id}: {resolution.config!r} (call {inv.call_key}, {resolution.source}) does not run here: "
             f"{type(error).__name__}: {error}; run the same version of every package in all processes."
         ) from error
+    # The kernel promised that every configuration runs for all of a bucket: to go on quietly would hide that it does
+    # not.
     if inv.representative is not inv and not resolution.tier.is_for_one_call:
         raise _does_not_fit(inv, resolution) from error
     if not resolution.tier.is_saved:
@@ -182,6 +192,7 @@ def _that_runs(
     if not resolution.tier.is_saved:
         return resolution
     try:
+        # Once it is offered the heuristic cannot stand in for it here, for the other processes run it.
         compat.traced(node.flat(Choice(config=resolution.config, platform=inv.platform)), avals)
     except Exception as error:  # noqa: BLE001 - raised again, unless another configuration stands in
         return _stand_in(inv, resolution, error)
@@ -203,7 +214,10 @@ def _check_types(
     expected: Sequence[HasType] | None,
     out: Sequence[Any],
 ) -> None:
-    """Raise if the results are not what the call was traced with: then shapes depend on the configuration."""
+    """Raise if the results are not what the call was traced with: then shapes depend on the configuration.
+
+    Otherwise MLIR's verifier would, and it names neither kernel nor configuration.
+    """
     if expected is None:
         return
     want = [(tuple(aval.shape), aval.dtype) for aval in expected]

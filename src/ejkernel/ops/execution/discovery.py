@@ -41,10 +41,13 @@ def discover_for(
     if not callable(fn):
         raise ArgumentError(f"a kernel or a function is needed, got {fn!r}.")
     jitted, values, named = (fn, args, kwargs) if hasattr(fn, "trace") else _of_arrays(fn, args, kwargs)
+    # Recording is in the key of JAX's caches: a function that was compiled before is traced anew, and its calls are
+    # seen.
     with recording() as seen, looking_only():
         traced = jitted.trace(*values, **named)
         platforms = None if platform is None else compat.lowering_names(platform)
         lowered = traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
+    # By key, since equal calls may be in several places of a program.
     return list({inv.key: inv for inv in (*seen, *local_calls(lowered))}.values())
 
 
@@ -54,6 +57,7 @@ def local_calls(lowered: object) -> list[Invocation[Any, Any]]:
     Such a program says nothing of them: XLA asks for them when it compiles, and knows the shardings then. Here its
     partitioner's first stage runs alone, on a copy.
     """
+    # What a user's `trace` lowers to need not be JAX's.
     if not hasattr(lowered, "compiler_ir"):
         return []
     return [

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager calls: one compiled function for each sort of call, found without looking at any shape."""
+"""Eager calls: one compiled function for each sort of call, found without looking at any shape.
+
+It is found by the types of the arguments, where these tell which are arrays and where `==` tells the others apart;
+shapes are left to jit's own C++ cache. All other calls are scanned once, which gives the arrays and a key of the rest.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from ejkernel.ops.utils.weak_caches import Bounded, PerObject
 Plan = Callable[..., Any]
 
 _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
+# Equal values of one of these types are the same, but for floats: see `_is_exception`.
 _BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
 _ARRAY_KINDS = frozenset({compat.ArrayImpl, np.ndarray})
 _SCANNED, _ARRAY = "scanned", "array"
@@ -53,6 +58,7 @@ class Plans:
 
     def __init__(self, bind: Bind) -> None:
         self.tables: PerObject[Bounded[Plan]] = PerObject(Bounded)
+        # Plans are the executor's, and must not keep it.
         self._bind = weakref.WeakMethod(bind)
 
     def run(
@@ -82,6 +88,8 @@ class Plans:
             table.keep(types, plan)
             return out
         if override is None and any(map(_is_exception, values)):
+            # `jit` keeps no trace that raised, so that each such call would begin one: all calls of these types are
+            # scanned.
             table[types] = _Detour(self, weakref.ref(kernel))
         plan = _ScannedPlan(self._bind, weakref.ref(kernel), cfg)
         out = plan(args, kwargs, arrays)
@@ -96,6 +104,8 @@ class Plans:
                 raise NotByEquality
             return _alive(bind)(_alive(owner), args, kwargs, None)
 
+        # `jit` looks at shapes, in C++: with a key of abstract values, made in Python, a call took 1.1 to 1.5 times as
+        # long.
         positions = [index for index, value in enumerate(args) if is_static(value)]
         names = [name for name, value in kwargs.items() if is_static(value)]
         plan: Plan = jax.jit(run, static_argnums=positions, static_argnames=names)
@@ -116,6 +126,7 @@ class _ScannedPlan:
     """A compiled function of the arrays of a call; all else is taken from the call that has it traced."""
 
     def __init__(self, bind: Callable[[], Any], kernel: weakref.ref[Any], cfg: object) -> None:
+        # Of this thread: two may run the same plan, and static values come from the call that has it traced.
         current = self._current = threading.local()
 
         def run(*arrays: jax.Array) -> Any:
@@ -132,6 +143,7 @@ class _ScannedPlan:
         try:
             return self._jitted(*arrays)
         finally:
+            # The plan lives on, and must not keep the call's arguments.
             del self._current.call
 
 
@@ -164,6 +176,7 @@ def _scan(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
     elif kind is float:
         key.append(struct.pack("d", value))
     elif kind is tuple or kind is list:
+        # With lengths, for the key is flat: ((1,), 2) is not ((1, 2),).
         key += (kind, len(value))
         for item in value:
             _scan(item, key, arrays)
@@ -178,6 +191,8 @@ def _scan(value: Any, key: list[Hashable], arrays: list[Any]) -> None:
 
 def _scan_other(value: object, key: list[Hashable], arrays: list[Any]) -> None:
     if isinstance(value, jax.core.Tracer):
+        # A traced argument belongs to an outer trace, where the primitive is bound as it is; a plan would be a `jit`
+        # within.
         raise Traced
     if _is_given(value):
         array = as_array(value)
@@ -214,6 +229,7 @@ def _goes_by_type(value: object) -> bool:
 
 
 def _is_exception(value: object) -> bool:
+    # 0.0 equals -0.0, and NaN not even itself.
     return type(value) is float and (value == 0.0 or math.isnan(value))
 
 

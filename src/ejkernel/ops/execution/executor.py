@@ -60,8 +60,10 @@ class Executor(Generic[Cfg, Out]):
         self.chooser = chooser
         self.stamp_prefix = stamp_prefix
         self._plans = Plans(self._bind_weakly)
+        # The table itself: a look into it is no call of ours.
         self._tables = self._plans.tables.by_address
         self._generation = 0
+        # A chooser of the user's own need not tell when its answers change.
         subscribe = getattr(chooser, "subscribe", None)
         if subscribe is not None:
             subscribe(self._forget_plans)
@@ -82,6 +84,8 @@ class Executor(Generic[Cfg, Out]):
         """Run `kernel`, as `executor(kernel, *args, cfg=cfg, **kwargs)` does."""
         if cfg is None and (table := self._tables.get(id(kernel))) is not None:
             plan = table[0].get((*map(type, args), *kwargs, *map(type, kwargs.values())))
+            # Two looks into tables and the call of a jitted function: all that an eager call goes through the second
+            # time.
             if plan is not None:
                 try:
                     return cast(Out, plan(*args, **kwargs))
@@ -175,6 +179,7 @@ class Executor(Generic[Cfg, Out]):
         return self.resolve(inv).config
 
     def _forget_plans(self) -> None:
+        # For calls that reach the primitive by another way than plans, such as under an eager `vmap`.
         self._generation += 1
         self._plans.tables.clear()
 
@@ -186,6 +191,7 @@ class Executor(Generic[Cfg, Out]):
             check_config(kernel, cfg)
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
+        # Plans are jitted functions, which are plain Python now.
         if compat.jit_disabled():
             return self._bind(kernel, args, kwargs, cfg)
         try:
@@ -209,6 +215,7 @@ class Executor(Generic[Cfg, Out]):
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         spec, arrays = take_apart(kernel, args, kwargs, method)
         call = call_of(self, Forward(spec), None if cfg is None else Override(_override_token(cfg), cfg))
+        # The plan is kept; whoever calls holds executor and kernel while it is traced.
         if weakly:
             call = call.weak
         types = types_of(call, [jax.typeof(array) for array in arrays])
@@ -227,6 +234,7 @@ class Executor(Generic[Cfg, Out]):
         if missing:
             raise ArgumentError(f"method='shard_map' needs mesh=, in_specs= and out_specs=; missing {missing}.")
         mesh, in_specs, out_specs = (kwargs.pop(name) for name in ("mesh", "in_specs", "out_specs"))
+        # `jax.shard_map` has specs for arrays alone; what is static goes past it.
         given = [index for index, value in enumerate(args) if not is_static(value)]
         arrays = {name: value for name, value in kwargs.items() if not is_static(value)}
         if arrays:
@@ -251,6 +259,7 @@ class Executor(Generic[Cfg, Out]):
 
 def _chooses_by_itself(chooser: object) -> bool:
     """Return whether `choose` was overridden in a class below the one that says what `resolve` does, or later."""
+    # A class that overrides `choose` below a chain means its own answer, and not what the chain's `resolve` would say.
     for scope in (vars(chooser), *map(vars, type(chooser).__mro__)):
         if "choose" in scope or "resolve" in scope:
             return "resolve" not in scope
@@ -261,6 +270,7 @@ def _prepared(
     kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object], cfg: object
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Return the arguments as `run` is to see them, and the configuration that the caller insists on."""
+    # Before `prepare`, so that what stands for an array (`__jax_array__`) is one for the kernel's own checks.
     if any(map(stands_for_array, jax.tree.leaves((args, kwargs), is_leaf=stands_for_array))):
         args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=stands_for_array)
     args, kwargs = kernel.prepare(*args, **kwargs)
@@ -275,6 +285,7 @@ def _prepared(
 
 
 def _override_token(config: object) -> Hashable:
+    # By identity of type and fields: it is told apart as static arguments are, without a hash of its own.
     if dataclasses.is_dataclass(config):
         return token_of(config)
     try:

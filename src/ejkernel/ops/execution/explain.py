@@ -72,6 +72,7 @@ class Explanation:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
         lines.append(f"  => {self.config!r} from {self.source}" if self.resolution else "  => no configuration")
+        # Keys, notes and configurations may quote files.
         return "\n".join(map(printable, lines))
 
 
@@ -123,6 +124,7 @@ def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:
     if not has_rule(kernel):
         several = jax.device_count() > 1
         return (), "no sharding_rule: of several devices every one computes all of it" if several else ""
+    # The forward's, from which all others follow.
     rule = kernel.sharding_rule(inv.forward or inv)
     if rule is None or not rule.splittable:
         return (), "sharding_rule splits no such call: of several devices every one computes all of it"
@@ -154,6 +156,7 @@ def _with_cases(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
     if tier.tier not in (PERSISTENT.name, MEMORY.name) or found is None or not isinstance(store, PersistentCache):
         return tier
     entry = store.load(key)
+    # The entry may have been replaced since the answer was remembered.
     if entry is None or entry.config != to_data(found.config):
         return tier
     return dataclasses.replace(tier, note="; ".join(filter(None, (tier.note, cases(entry.measured)))))

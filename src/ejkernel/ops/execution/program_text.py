@@ -57,6 +57,7 @@ def calls_in_text(text: str, *, recorded: Mapping[str, Mapping[str, Any]] | None
         recorded: `get_invocations(device)`.
     """
     calls, bare, refused = [], [], {}
+    # What `@label` named is a function, with no kernel behind it.
     for label in [label for label in labels_with_payloads(text) if not is_scope(label.op)]:
         known = (recorded or {}).get(label.op, {}).get(label.key)
         if known is not None:

@@ -2,7 +2,8 @@
 """What keeps JAX's persistent compilation cache from bringing back a split call with another configuration.
 
 The text of a program has nothing of such a call but its types: its parts, and their configurations, are found while it
-is compiled. A text that is equal must stand for a program that is, so it carries a digest of all that decides.
+is compiled. A text that is equal must stand for a program that is, so it carries a digest of all that decides. By
+default there is nothing to do: the text holds an address, and is never found again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.context import current_scope
+from ejkernel.ops.core.declared_names import type_name
 from ejkernel.ops.core.invocation import invocation_of
 from ejkernel.ops.core.kernel import hook
 from ejkernel.ops.core.primitive import Call
@@ -30,7 +32,6 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 from ejkernel.ops.utils.values.signature import HasType
-from ejkernel.ops.utils.values.typenames import type_name
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,10 @@ def _computation(call: Call, avals: Sequence[HasType], platform: str) -> Iterato
     config = hook(kernel, "heuristic_cfg", inv.platform)(inv) if call.override is None else call.override.config
     choice = Choice(config=config, platform=inv.platform)
     jaxpr = jax.make_jaxpr(call.node.flat(choice))(*avals)
+    # The whole call's program does not show what is computed of a part's place.
     yield from programs_of_parts(call.node, avals, choice)
     yield from (version("ejkernel-ops") or "", *map(str, inv.key), repr(config), str(jaxpr))
+    # A jaxpr's text names its constants, and does not show them.
     yield from (hashlib.sha256(np.asarray(const).tobytes()).hexdigest() for const in jaxpr.consts)
 
 
@@ -76,5 +79,6 @@ def _configurations(call: Call, chain: ConfigSelectorChain[Any, Any]) -> Iterato
         known = chain.cache.remembered(key)
         if known is not None and not known.tier.is_provisional:
             found[key] = (type_name(config), to_data(config))
+    # Derived calls too, whose operations begin with the kernel's name; one more that begins so costs a compilation.
     own = {key: value for key, value in found.items() if isinstance(key, ConfigKey) and key.op.startswith(op)}
     yield from sorted(f"{key}: {name} {stable_json(data)}" for key, (name, data) in own.items())

@@ -31,6 +31,7 @@ def why_no_entry(store: PersistentCache, inv: Invocation[Cfg, Out], key: ConfigK
     problem = store.problem(key, None if inv.kernel is None else inv.kernel.config_type)
     if problem is not None:
         return f"there is an entry that cannot be used: {printable(problem)}"
+    # Of the operation's other versions too, which tell that it was tuned before.
     name = key.op.rpartition("@v")[0]
     known = [
         (other, entry.call)

@@ -76,6 +76,7 @@ def platform_fingerprint(name: str) -> str:
     Of an AMD GPU elsewhere that much is known: `gpu:amd_unknown`.
     """
     kind = platform_kind(name)
+    # Before the first device of that kind, for the user may have chosen another.
     default = default_device()
     if platform_kind(default.platform) == kind:
         return device_fingerprint(default)

@@ -3,7 +3,9 @@
 
 A label is `<prefix>#<operation>@v<version>:<call key>`, for example `ejkernel_ops#matmul@v0:0123456789abcdef`. It is
 the name of a frontend attribute on one result of the call, which changes neither the optimised program nor the time
-that it takes to compile. Labels are read from *lowered* text: compiled text may have dropped one.
+that it takes to compile: to stamp the whole body takes four times as long, and with one fixed name, and the label as
+its value, the outer of two nested kernels would be lost. Labels are read from *lowered* text: compiled text may have
+dropped one. Debug names would not do, for JAX's compilation cache may bring back another program's.
 """
 
 from __future__ import annotations

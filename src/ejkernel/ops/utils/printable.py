@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes from a file, a program or an exception, as text that says nothing to a terminal but what it shows."""
+"""What comes from a file, a program or an exception, as text that says nothing to a terminal but what it shows.
+
+It is made so at the few places where it becomes output: `str()` of our errors and warnings, reasons of outcomes and
+events, cells of tables, what `explain` says, and JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lower floors need of higher ones, put here by the higher ones when they are imported.
 
-There are four such things, which nobody could hand down as arguments:
+There are two such things, which nobody could hand down as arguments:
 
 - the default executor, which `kernel(a, b)` asks without being given one;
-- the tier that searches, which a chain has by itself, and which needs all of the tuner;
-- whether this thread measures, which a call that is resolved there cannot know;
-- the configurations' types, which a file names, and which kernel classes know.
+- the tier that searches, which a chain has by itself, and which needs all of the tuner.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 
@@ -20,8 +18,6 @@ from typing import Any
 class _Services:
     default_executor: Callable[[], Any] | None = None
     autotune_tier: Callable[[], Any] | None = None
-    is_measuring: Callable[[], bool] | None = None
-    config_types: Callable[[], Iterable[type]] | None = None
 
 
 _services = _Services()
@@ -49,14 +45,10 @@ def provide(
     *,
     default_executor: Callable[[], Any] | None = None,
     autotune_tier: Callable[[], Any] | None = None,
-    is_measuring: Callable[[], bool] | None = None,
-    config_types: Callable[[], Iterable[type]] | None = None,
 ) -> None:
     """Register the functions that make or return the given services."""
     _services.default_executor = default_executor or _services.default_executor
     _services.autotune_tier = autotune_tier or _services.autotune_tier
-    _services.is_measuring = is_measuring or _services.is_measuring
-    _services.config_types = config_types or _services.config_types
 
 
 def default_executor() -> Any:
@@ -69,14 +61,3 @@ def autotune_tier() -> Any:
     """Return what searches for a chain."""
     assert _services.autotune_tier is not None  # `import ejkernel.ops` provides it
     return _services.autotune_tier()
-
-
-def is_measuring() -> bool:
-    """Return whether this thread is one that candidates are measured on; none is before such threads are loaded."""
-    return _services.is_measuring is not None and _services.is_measuring()
-
-
-def config_types() -> Iterable[type]:
-    """Return the types that the kernel classes of this process name for their configurations."""
-    assert _services.config_types is not None  # `import ejkernel.ops` provides it
-    return _services.config_types()

@@ -10,7 +10,6 @@ Source: the schedule after Shah et al., FlashAttention-3, arXiv:2407.08608.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +22,8 @@ from jax.experimental import pallas as pl
 from ._forward_plan import REGISTERS, ROWS, ForwardPlan, swizzle
 from ._forward_rows import Rows
 from ._forward_types import Barriers, Buffers, Inputs, Memory, Outputs, Part, Tile, within
+from .machine import plgpu
 from .visibility import BlockRange, quotient, remainder, window_blocks
-
-mgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # its types differ from version to version
 
 
 def launch(plan: ForwardPlan, inputs: Inputs, outputs: Outputs, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
@@ -44,14 +42,16 @@ def launch(plan: ForwardPlan, inputs: Inputs, outputs: Outputs, interpret: Any =
         program = _Program(plan, given, Outputs(*refs[len(names) :]), simulated=interpret is not None)
         pl.run_scoped(program.run, program.buffers(), program.barriers(), collective_axes="warpgroup")
 
-    kernel = mgpu.kernel(
+    kernel = plgpu.kernel(
         flash_attention_forward,
         out_type=list(outputs),
         grid=(plan.programs,),
         grid_names=("program",),
         num_threads=plan.params.warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=mgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        # No thread both stores to and loads from the same shared memory, which is what the barriers that Pallas would
+        # put around every access are for.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
     out, lse = kernel(*(array for array in inputs if array is not None))
@@ -74,7 +74,7 @@ class _Program:
         out: Any = _buffer((*rows, plan.value_dim), plan.dtype, plan.out_swizzle)
         if params.share_buffer:  # the same bytes of a warpgroup, so that none writes where another still reads
             shared = (slots, ROWS * plan.head_dim // plan.value_dim, plan.value_dim)
-            query, out = mgpu.RefUnion(query, _buffer(shared, plan.dtype, plan.out_swizzle)), None
+            query, out = plgpu.RefUnion(query, _buffer(shared, plan.dtype, plan.out_swizzle)), None
         block = (params.stages, params.kv_block)
         return Buffers(
             query=query,
@@ -82,9 +82,9 @@ class _Program:
             value=_buffer((*block, plan.value_dim), plan.dtype, plan.value_swizzle),
             out=out,
             bias=self._bias(),
-            mask=None if self.inputs.mask is None else mgpu.SMEM(self._words, jnp.int32),
-            key_bias=None if self.inputs.key_bias is None else mgpu.SMEM(block, jnp.float32),
-            key_segments=None if self.inputs.key_segments is None else mgpu.SMEM(block, jnp.int32),
+            mask=None if self.inputs.mask is None else plgpu.SMEM(self._words, jnp.int32),
+            key_bias=None if self.inputs.key_bias is None else plgpu.SMEM(block, jnp.float32),
+            key_segments=None if self.inputs.key_segments is None else plgpu.SMEM(block, jnp.int32),
         )
 
     def barriers(self) -> Barriers:
@@ -92,18 +92,19 @@ class _Program:
         inputs, stages, warpgroups = self.inputs, self.params.stages, self.params.warpgroups
         extras = warpgroups * ((inputs.bias is not None) + (inputs.mask is not None))
         extras += (inputs.key_bias is not None) + (inputs.key_segments is not None)
-        full = mgpu.Barrier(num_barriers=stages)
-        free = mgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+        full = plgpu.Barrier(num_barriers=stages)
+        free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
         return Barriers(
-            query_full=mgpu.Barrier(num_barriers=self.params.query_buffers * warpgroups),
-            query_free=mgpu.Barrier(num_arrivals=warpgroups, num_barriers=self.params.query_buffers),
+            # A warpgroup waits for its own rows alone, and who copies for all that read the tile.
+            query_full=plgpu.Barrier(num_barriers=self.params.query_buffers * warpgroups),
+            query_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=self.params.query_buffers),
             key_full=full,
             key_free=free,
             value_full=full,
             value_free=free,
-            extra_full=mgpu.Barrier(num_arrivals=extras, num_barriers=stages) if extras else None,
+            extra_full=plgpu.Barrier(num_arrivals=extras, num_barriers=stages) if extras else None,
             extra_free=free if extras else None,
-            turn=mgpu.Barrier(num_barriers=warpgroups),
+            turn=plgpu.Barrier(num_barriers=warpgroups),
         )
 
     def run(self, buffers: Buffers, barriers: Barriers) -> None:
@@ -115,12 +116,12 @@ class _Program:
 
         @pl.when(warpgroup == self.params.warpgroups)
         def _copying() -> None:
-            mgpu.set_max_registers(few, action="decrease")
+            plgpu.set_max_registers(few, action="decrease")
             self._copy()
 
         @pl.when(warpgroup < self.params.warpgroups)
         def _computing() -> None:
-            mgpu.set_max_registers(many, action="increase")
+            plgpu.set_max_registers(many, action="increase")
             self._compute(warpgroup)
 
     def _each_tile(self, body: Callable[[Tile, Any, Any], Any], step: Any) -> Any:
@@ -174,7 +175,7 @@ class _Program:
         def _wait(i: Any) -> None:
             for free in barriers:
                 if free is not None:
-                    mgpu.barrier_wait(free.at[remainder(i, slots)])
+                    plgpu.barrier_wait(free.at[remainder(i, slots)])
 
     def _copy_tile(self, tile: Tile, counts: Any, number: Any) -> Any:
         step, tiles = counts
@@ -183,13 +184,13 @@ class _Program:
 
             @pl.when(number >= buffers)
             def _() -> None:
-                mgpu.barrier_wait(self.wait.query_free.at[remainder(number, buffers)])
+                plgpu.barrier_wait(self.wait.query_free.at[remainder(number, buffers)])
 
         for w in range(self.params.warpgroups):
             row, head = self._own(tile, w)
             source = self.inputs.query.at[tile.batch, pl.ds(row, ROWS), head]
             slot = self.memory.query_slot(w, number)
-            mgpu.copy_gmem_to_smem(source, self.memory.query(slot), self.wait.query_full.at[slot])
+            plgpu.copy_gmem_to_smem(source, self.memory.query(slot), self.wait.query_full.at[slot])
         step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
         return step, tiles + 1
 
@@ -202,32 +203,33 @@ class _Program:
         def when_free(barrier: Any) -> None:
             @pl.when(step >= self.params.stages)
             def _() -> None:
-                mgpu.barrier_wait(barrier.at[stage])
+                plgpu.barrier_wait(barrier.at[stage])
 
+        # In the order in which they are needed: scores, what is added to them, and only then values.
         when_free(wait.key_free)
-        mgpu.copy_gmem_to_smem(self.inputs.key.at[at], shared.key.at[stage], wait.key_full.at[stage])
+        plgpu.copy_gmem_to_smem(self.inputs.key.at[at], shared.key.at[stage], wait.key_full.at[stage])
         if wait.extra_free is not None:
             when_free(wait.extra_free)
             self._copy_extras(tile, block, stage)
         when_free(wait.value_free)
-        mgpu.copy_gmem_to_smem(self.inputs.value.at[at], shared.value.at[stage], wait.value_full.at[stage])
+        plgpu.copy_gmem_to_smem(self.inputs.value.at[at], shared.value.at[stage], wait.value_full.at[stage])
         return step + 1
 
     def _copy_extras(self, tile: Tile, block: Any, stage: Any) -> None:
         keys, full = pl.ds(block * self.params.kv_block, self.params.kv_block), self.wait.extra_full.at[stage]
         for source, target in self.memory.by_key():
             at = (*within(source, tile.batch, tile.head), keys)
-            mgpu.copy_gmem_to_smem(source.at[at], target.at[stage], full)
+            plgpu.copy_gmem_to_smem(source.at[at], target.at[stage], full)
         bias, mask, words = self.inputs.bias, self.inputs.mask, self._words[2]
         for w in range(self.params.warpgroups):
             row, head = self._own(tile, w)
             rows = pl.ds(row, ROWS)
             if bias is not None:
                 block_at = (*within(bias, tile.batch, head), rows, keys)
-                mgpu.copy_gmem_to_smem(bias.at[block_at], self.shared.bias.at[stage, w], full)
+                plgpu.copy_gmem_to_smem(bias.at[block_at], self.shared.bias.at[stage, w], full)
             if mask is not None:
                 block_at = (*within(mask, tile.batch, head), pl.ds(block * words, words), rows)
-                mgpu.copy_gmem_to_smem(mask.at[block_at], self.shared.mask.at[stage, w], full)
+                plgpu.copy_gmem_to_smem(mask.at[block_at], self.shared.mask.at[stage, w], full)
 
     def _part(self, tile: Tile, warpgroup: Any, number: Any) -> Part:
         return Part(tile, number, warpgroup, self.memory.query_slot(warpgroup, number), *self._own(tile, warpgroup))
@@ -243,22 +245,23 @@ class _Program:
     def _compute(self, warpgroup: Any) -> None:
         wait, last = self.wait, self.params.warpgroups - 1
         if self.params.ping_pong:
-
+            # Somebody has to give the first turn away.
             @pl.when(warpgroup == last)
             def _first_turn() -> None:
-                mgpu.barrier_arrive(wait.turn.at[0])
+                plgpu.barrier_arrive(wait.turn.at[0])
 
         def tile(tile: Tile, step: Any, number: Any) -> Any:
             return Rows(self.memory, self._part(tile, warpgroup, number)).run(step)
 
         self._each_tile(tile, jnp.int32(0))
+        # The turn that was passed on last: no barrier is left with an arrival that nobody saw.
         if self.params.ping_pong:
 
             @pl.when(warpgroup == 0)
             def _last_turn() -> None:
-                mgpu.barrier_wait(wait.turn.at[0])
+                plgpu.barrier_wait(wait.turn.at[0])
 
-        mgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0)
 
     @property
     def _words(self) -> tuple[int, ...]:
@@ -277,5 +280,5 @@ class _Program:
 def _buffer(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     """Return the type of shared memory in tiles of eight rows, as wide as the swizzle, which tensor cores read."""
     dtype = jnp.dtype(dtype)
-    tiles = mgpu.TilingTransform((8, swizzle // dtype.itemsize))
-    return mgpu.SMEM(shape, dtype, transforms=(tiles, mgpu.SwizzleTransform(swizzle)))
+    tiles = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(swizzle)))

@@ -126,7 +126,7 @@ class Memory(NamedTuple):
         return self.buffers.query[1].at[slot, 0:ROWS]
 
     def by_key(self) -> list[tuple[Any, Any]]:
-        """Return what else there is of each block of keys, likewise."""
+        """Return what else there is of each block of keys: the array that it is copied from, and its buffer."""
         inputs, buffers = self.inputs, self.buffers
         pairs = ((inputs.key_bias, buffers.key_bias), (inputs.key_segments, buffers.key_segments))
         return [pair for pair in pairs if pair[0] is not None]

@@ -58,6 +58,7 @@ def backward(
         folded = [_fold(x, size, batch, is_mapped) for x, is_mapped in zip(leaves, mapped, strict=True)]
         found = [x.reshape(size, -1, *x.shape[1:]) for x in pull(*jax.tree.unflatten(structure, folded))]
         if bias is not None and bias.shape[1 if batched[0].bias else 0] < batch:
+            # Folded, every example has a bias of its own; the gradient of the one that they shared is the sum.
             found[3] = found[3].sum(axis=1, keepdims=True)
         return tuple(found), (True,) * len(found)
 

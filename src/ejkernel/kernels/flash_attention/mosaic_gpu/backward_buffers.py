@@ -10,6 +10,7 @@ from .availability import SHARED_MEMORY
 from .backward_params import BackwardParams
 from .backward_problem import Problem
 
+# What a swizzle of 128 bytes repeats after, and so what Pallas begins every buffer at.
 _ALIGNMENT = 1024  # of every buffer
 _BARRIERS = 1024  # bytes, more than all barriers of any kernel take
 
@@ -45,6 +46,7 @@ def dquery_columns(problem: Problem, params: BackwardParams) -> tuple[int, ...]:
         # Whole swizzled tiles, the larger part to the warpgroup without dK.
         first = -(-dim // 128) * 64 if dim > 64 else dim // 2
         return (first, dim - first)
+    # A product has 64 rows: with 64 queries for each warpgroup they divide the rows, else the columns of the same rows.
     return (dim if params.q_block == 64 * warpgroups else dim // warpgroups,) * warpgroups
 
 
@@ -53,6 +55,7 @@ def key_block_buffers(problem: Problem, params: BackwardParams) -> dict[str, Buf
     slabs, rows = params.keys // 64, params.q_block
     queries, douts = params.q_stages, params.dout_stages
     fused, columns = params.form == "fused", dquery_columns(problem, params)
+    # Parts may differ, as 128 and 64 of 192 do: the buffers that they leave through take both in whole pieces.
     part = math.gcd(*columns)
     used = part if fused else 0  # factors in shared memory have to be swizzled alike
     buffers = {
@@ -73,6 +76,7 @@ def key_block_buffers(problem: Problem, params: BackwardParams) -> dict[str, Buf
     if fused:
         buffers["dscores"] = Buffer((2, slabs, 64, rows), columns=used)
         buffers["dquery"] = Buffer((params.warpgroups, 64, part), 4)
+    # The bias is the first to lose its second slot: a call then keeps the stages that it was given for all else.
     if problem.bias is not None and shared_bytes(buffers) > SHARED_MEMORY:
         buffers["bias"] = buffers["bias"]._replace(shape=(1, rows, params.keys))
     return buffers

@@ -39,9 +39,11 @@ class KeysKernel(KeyBlockKernel):
 
         start = (zeros((64, problem.head_dim)), zeros((64, problem.value_dim)), jnp.int32(0))
         dkey, dvalue, _ = self.over_heads(block, of_head, start)
+        # The other warpgroups' dQ is a product with all keys of the block.
         self.finish(block)
         self.store(block, dkey * problem.gradient_scale, 0, wg)
         self.store(block, dvalue * problem.value_scale, 1, wg)
+        # Copies still read shared memory, which is another block's once this one has ended.
         plgpu.wait_smem_to_gmem(0)
 
     def _step(self, block: Block, step: Step, gradients: Any, masked: bool) -> tuple[jax.Array, jax.Array]:
@@ -57,6 +59,7 @@ class KeysKernel(KeyBlockKernel):
             scores, dweights, dkey, dvalue = sums
             multiply(scores, scratch.key.at[wg], query.transpose((1, 0)))
             multiply(dweights, scratch.value.at[wg], dout.transpose((1, 0)))
+            # Probabilities are worked out while the other product is still under way.
             raw = self.machine.read(scores, pending=1)
             beside = self.beside(block, step, tile, mask, wg)
             weights, slope = weigh(self.problem, block.arrays, tile, raw, beside, masked)
@@ -65,18 +68,23 @@ class KeysKernel(KeyBlockKernel):
             used = weights if keep is None else jnp.where(keep, weights, 0.0)
             multiply(dvalue, used.astype(self.problem.dtype), dout)
             if keep is not None:
+                # Nothing comes back through a weight that was dropped, and what remains is delta.
                 dscores = jnp.where(keep, dscores, self.row(tile, scratch.delta.at[dout_slot]))
             dscores = self._through_scores(block, tile, weights * dscores, slope)
             if self.fused:
                 self._share(block, step, dscores)
+            # Started before the wait: dK needs this warpgroup's share alone, and dQ those of all others.
             multiply(dkey, dscores, query)
             if self.fused:
                 plgpu.barrier_wait(scratch.dscores_full)
                 self._add_dquery(block, step)
 
+        # Both sums start from what is to be added to them, whose registers are free from then on: on one H200 a causal
+        # gradient of 4,096 queries at head_dim 128 took 3 % less time.
         delta = self.row(tile, scratch.delta.at[dout_slot])
         start = (self.scores_start(block, step, tile), delta, *gradients)
         _, _, dkey, dvalue = self.machine.accumulate(products, *start)
+        # Not before: a product that is under way still reads the tile.
         plgpu.barrier_arrive(scratch.query_free.at[slot])
         plgpu.barrier_arrive(scratch.dout_free.at[dout_slot])
         return dkey, dvalue
@@ -92,15 +100,19 @@ class KeysKernel(KeyBlockKernel):
         # Two slots: whoever fills one again has waited for all others to be past their use of it.
         block.scratch.dscores.at[lax.rem(step.number, 2), lax.axis_index("wg")][...] = dscores
         plgpu.commit_smem()
+        # After the commit: products read by another way than stores write, and could find what was there before.
         plgpu.barrier_arrive(block.scratch.dscores_full)
 
     def _send_dbias(self, block: Block, tile: Tile, dscores: jax.Array) -> None:
         """Start to store a tile of the gradient of the bias, or to add it to what other examples and heads have."""
         place, target = block.scratch.dbias.at[lax.axis_index("wg")], block.sums.dbias
+        # It is enough that the copy before has read the buffer: nobody looks at where it writes to.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dbias = (dscores * self.problem.value_scale).astype(self.problem.bias_gradient_dtype)
         keys, queries = pl.ds(tile.key, 64), pl.ds(tile.query, tile.shape[1])
         if self.problem.bias_whole:
+            # Turned on the way: transposes of the bias and of its gradient outside of the kernel were reckoned at 420
+            # of 1,110 microseconds.
             place.transpose((1, 0))[...] = dbias
             plgpu.commit_smem()
             self.machine.store_to_memory(place, target.at[(*pick(target, tile), queries, keys)])

@@ -63,6 +63,7 @@ class ProductsKernel(KeyBlockKernel):
                 self.send_dquery(block, part, before, 0, (0, 0))
 
         else:
+            # No barrier is left with an arrival that nobody saw.
             self._drain_weights(block, number)
         self.finish(block)
         self.store(block, dvalue * self.problem.value_scale, 1, 0)
@@ -84,17 +85,21 @@ class ProductsKernel(KeyBlockKernel):
                 def _() -> None:
                     plgpu.barrier_wait(scratch.dscores_full)
 
+                # Behind the scores, whose probabilities are worked out while it runs.
                 self._dquery(block, before, sums[2], 0)
             raw = self.machine.read(scores, pending=1 if self.fused else 0)
             beside = self.beside(block, step, tile, mask, 0)
             weights, slope = weigh(self.problem, block.arrays, tile, raw, beside, masked)
             keep, passed = kept(self.problem, block.arrays, tile), weights if slope is None else weights * slope
+            # The soft cap's derivative goes along, for the other has no scores to take it from.
             # The sign says what a dropout drops, so that the other need not find it out again.
+            # Handed over before anything else is waited for: the other warpgroup can do nothing without them.
             self._pass(block, step, passed if keep is None else jnp.where(keep, passed, -passed))
             plgpu.barrier_wait(scratch.dout_full.at[dout_slot])
             used = weights if keep is None else jnp.where(keep, weights, 0.0)
             multiply(dvalue, used.astype(self.problem.dtype), scratch.dout.at[dout_slot])
             if self.fused:
+                # dQ's product came before dV's, which goes on while the part is sent.
                 part = self.machine.read(sums[2], pending=1)
 
                 @pl.when(step.number > 0)
@@ -162,13 +167,16 @@ class ProductsKernel(KeyBlockKernel):
                 weights = jnp.abs(weights)
             dscores = (weights * dscores).astype(dtype)
             if self.fused:
+                # Nobody is waited for: the probabilities of this step come after the other has used the slot.
                 scratch.dscores.at[passed, 0][...] = dscores
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(scratch.dscores_full)
             else:
+                # Without dQ nothing goes back that would tell the other that they have been read.
                 plgpu.barrier_arrive(scratch.weights_free.at[passed])
             plgpu.barrier_wait(scratch.query_full.at[slot])
             if self.fused:
+                # Before dK, so that it can be sent while that product runs.
                 self._dquery(block, step, sums[2], 1)
             multiply(dkey, dscores, scratch.query.at[slot])
             if self.fused:

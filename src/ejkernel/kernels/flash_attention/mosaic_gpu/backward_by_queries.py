@@ -101,6 +101,7 @@ class QueriesKernel:
         full, free = (plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (1, everyone))
         return Scratch(
             **{name: tiled(buffer.shape, self.problem.dtype) for name, buffer in buffers.items()},
+            # A copy arrives by itself: two for the rows of each warpgroup.
             loaded=plgpu.Barrier(num_arrivals=2 * everyone),
             key_full=full,
             value_full=full,
@@ -115,7 +116,7 @@ class QueriesKernel:
         # Under a causal mask the last queries see most: they come first, and the short ones fill the gaps.
         number, head = self.query_blocks - 1 - lax.div(rest, heads), lax.rem(rest, heads)
         tiles = Range.load(arrays.ranges, example, number)
-        limit = limit_of(self.problem, arrays, example)
+        limit = limit_of(self.problem, arrays, example, self.params.kv_block)
         block = Block(arrays, output, scratch, example, head, number * self.rows, tiles, limit)
 
         @pl.when(wg == warpgroups)
@@ -139,6 +140,7 @@ class QueriesKernel:
         def of_tile(j: jax.Array, number: jax.Array) -> jax.Array:
             slot = lax.rem(number, params.kv_stages)
             at = (block.example, pl.ds(j * params.kv_block, params.kv_block), group)
+            # Two rings, not one of pairs: scores are begun without values, and values are done with before keys are.
             for source, to, full, free in (
                 (arrays.key, scratch.key, scratch.key_full, scratch.key_free),
                 (arrays.value, scratch.value, scratch.value_full, scratch.value_free),
@@ -161,6 +163,7 @@ class QueriesKernel:
         rows = (block.example, block.head, pl.ds(first, 64))
         shape = (64, self.params.kv_block)
         tile = Tile(shape, 0, block.example, block.head, first, jnp.int32(0), block.limit)
+        # Before the wait, so that both come from memory while the copies do.
         shift, delta = (tile.vector(x.at[rows], 0, optimized=False) for x in (block.arrays.shift, block.arrays.delta))
         plgpu.barrier_wait(scratch.loaded)
 
@@ -170,6 +173,7 @@ class QueriesKernel:
 
         masks = self.problem.needed_masks(self.params.kv_block, walks_queries=False)
         dquery, _ = walk(block.tiles, of_tile, (zeros((64, self.problem.head_dim)), jnp.int32(0)), masks)
+        # Its own rows' buffer is free: no other warpgroup reads it, and all products are done.
         scratch.query.at[wg][...] = (dquery * self.problem.gradient_scale).astype(self.problem.dtype)
         plgpu.commit_smem()
         at = (block.example, pl.ds(first, 64), block.head)
@@ -190,6 +194,7 @@ class QueriesKernel:
             multiply(scores, scratch.query.at[wg], scratch.key.at[slot].transpose((1, 0)))
             plgpu.barrier_wait(scratch.value_full.at[slot])
             multiply(dweights, scratch.dout.at[wg], scratch.value.at[slot].transpose((1, 0)))
+            # The other product goes on while the probabilities are worked out.
             raw = self.machine.read(scores, pending=1)
             beside = Beside(None if in_scores else shift, self._bias(block.arrays, tile), mask)
             weights, slope = weigh(self.problem, block.arrays, tile, raw, beside, masked)
@@ -198,6 +203,7 @@ class QueriesKernel:
             pull = self.machine.read(dweights, pending=0)
             keep = kept(self.problem, block.arrays, tile)
             dscores = weights.astype(jnp.float32) * (pull if keep is None else jnp.where(keep, pull, delta))
+            # Before dQ's product, which needs the keys alone.
             plgpu.barrier_arrive(scratch.value_free.at[slot])
             dscores = dscores.astype(self.problem.dtype)
             multiply(dquery, dscores, scratch.key.at[slot])

@@ -126,6 +126,8 @@ class KeyBlockKernel:
             thread_name="wg",
             kernel_name=f"attention_backward_{params.division}",
             interpret=self.machine.interpret,
+            # No thread both stores to and loads from the same shared memory, which is what the barriers that Pallas
+            # would put around every access are for.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(*(x for x in (*inputs, *sums) if x is not None))
         return dkey, dvalue
@@ -133,6 +135,7 @@ class KeyBlockKernel:
     def out_types(self, inputs: Inputs) -> list[jax.ShapeDtypeStruct]:
         """Return the types of what `run` returns."""
         shapes = ((*x.shape[:2], self.parts, x.shape[3]) for x in (inputs.key, inputs.value))
+        # Parts are rounded, too: they leave through the buffers of keys and values, which have room for no more.
         return [jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in shapes]
 
     def compute(self, block: Block) -> None:
@@ -144,6 +147,7 @@ class KeyBlockKernel:
         buffers: dict[str, Any] = {}
         for name, buffer in key_block_buffers(self.problem, params).items():
             dtype = jnp.float32 if buffer.itemsize == 4 else self.problem.dtype
+            # The bias's 16 bits may be of the other kind than the query's.
             dtype = self.problem.bias_dtype if name == "bias" else dtype
             flat = name in ("shift", "delta")
             buffers[name] = plgpu.SMEM(buffer.shape, dtype) if flat else tiled(buffer.shape, dtype, buffer.columns)
@@ -151,12 +155,14 @@ class KeyBlockKernel:
         biases = 0 if self.problem.bias is None else buffers["bias"].shape[0]
         barriers = {
             "loaded": plgpu.Barrier(num_arrivals=2 * (params.keys // 64)),
+            # Two copies each: a tile, and the numbers of its rows that its product starts from.
             "query_full": plgpu.Barrier(num_arrivals=2, num_barriers=params.q_stages),
             "dout_full": plgpu.Barrier(num_arrivals=2, num_barriers=params.dout_stages),
             "query_free": plgpu.Barrier(num_arrivals=everyone, num_barriers=params.q_stages),
             "dout_free": plgpu.Barrier(num_arrivals=everyone, num_barriers=params.dout_stages),
             "weights_full": plgpu.Barrier(num_barriers=2) if passed else None,
             "weights_free": plgpu.Barrier(num_barriers=2) if passed else None,
+            # Where products are divided, one warpgroup alone has scores' gradients to share.
             "dscores_full": plgpu.Barrier(num_arrivals=1 if passed else everyone) if self.fused else None,
             "bias_full": plgpu.Barrier(num_barriers=biases) if biases else None,
             "bias_free": plgpu.Barrier(num_arrivals=everyone, num_barriers=biases) if biases else None,
@@ -168,7 +174,8 @@ class KeyBlockKernel:
         warpgroups = self.params.warpgroups
         wg, index = lax.axis_index("wg"), lax.axis_index("block")
         number, example, part = self._place(index)
-        tiles, limit = Range.load(arrays.ranges, example, number), limit_of(self.problem, arrays, example)
+        tiles = Range.load(arrays.ranges, example, number)
+        limit = limit_of(self.problem, arrays, example, self.params.keys)
         block = Block(arrays, sums, outputs, scratch, example, part, number * self.params.keys, tiles, limit)
 
         @pl.when(wg == warpgroups)
@@ -207,6 +214,8 @@ class KeyBlockKernel:
                 self._load_tile(block, Step(head, j, number))
                 return number + 1
 
+            # All from the first on: where blocks began at different queries, so as not to add to the same sums of dQ at
+            # once, it took 4 % longer.
             total: jax.Array = lax.fori_loop(block.tiles.first, block.tiles.last, of_tile, number)
             return total
 
@@ -229,9 +238,11 @@ class KeyBlockKernel:
             ),
             (scratch.dout_free, scratch.dout_full, (arrays.dout.at[at], scratch.dout), (arrays.delta, scratch.delta)),
         )
+        # Two rings, so that cotangents may have fewer stages than queries where both do not fit.
         for free, full, (tile, tiles), (vector, vectors) in rings:
             slot = lax.rem(step.number, tiles.shape[0])
 
+            # Nobody frees a slot before its first use.
             @pl.when(step.number >= tiles.shape[0])
             def _(free: Any = free, slot: Any = slot) -> None:
                 plgpu.barrier_wait(free.at[slot])
@@ -315,6 +326,7 @@ class KeyBlockKernel:
         first = step.tile * self.params.q_block + at[0]
         width = place.shape[-1]
         for column in range(0, part.shape[1], width):
+            # The piece before has to be out of the buffer; its sum in memory need not be there.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             place[...] = part[:, column : column + width]
             plgpu.commit_smem()

@@ -56,10 +56,12 @@ def _run(
     shape, sizes = (problem.batch, queries, problem.heads, problem.head_dim), (queries, keys)
     fused = params.form == "fused"
     empty = Sums(
+        # Of 850 microseconds of one gradient, to fill this takes 40, and to round it 50, both at the memory's speed.
         dquery=jnp.zeros(shape, jnp.float32) if fused else None,
         dbias=None if problem.bias is None else _empty_bias(problem, operands, sizes),
     )
     kernel = _BY_KEY_BLOCKS[params.division](problem, params, machine)
+    # Words lie along a tile's rows, which are keys here: a word is of 32 queries.
     mask = packed(operands.attention_mask, sizes, 2)
     visibility = _visibility(operands, problem, mask)
     ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
@@ -75,9 +77,11 @@ def _run(
     sums, (dkey, dvalue) = pl.run_state(add_up)(initial)
     dkey, dvalue = (_sum_of_parts(x, params.head_parts) for x in (dkey, dvalue))
     if fused:
+        # Scaled once, with the rounding: no block knows when a sum is complete.
         dquery = (sums.dquery * problem.gradient_scale).astype(problem.dtype)
     else:
         ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
+        # Here a tile's rows are queries: a word is of 32 keys.
         mask = packed(operands.attention_mask, sizes, 3)
         by_queries = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
         dquery = QueriesKernel(problem, params, machine).run(by_queries)
@@ -89,6 +93,7 @@ def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
     if parts == 1:
         return x
     split = x.reshape(*x.shape[:2], -1, parts, x.shape[3])
+    # In float32, so that each part is rounded once and their sum once.
     return split.astype(jnp.float32).sum(axis=3).astype(x.dtype)
 
 
@@ -122,6 +127,7 @@ def _inputs(
     segments = zip((operands.query_segments, operands.key_segments), padded, strict=True)
     bias, lengths, dropout = operands.bias, operands.key_lengths, operands.dropout_key
     if bias is not None:
+        # Examples and heads may share a bias; queries and keys may not, for copies move tiles.
         bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
     fields = [
         *(pad_axis(pad_axis(x, 1, 8), 3, dim) for x, dim in zip(arrays, dims, strict=True)),

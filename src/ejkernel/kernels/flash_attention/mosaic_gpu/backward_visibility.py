@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..common import Rules
+from ejkernel.kernels.flash_attention.common import Rules
 
 Array = jax.Array | np.ndarray
 
@@ -69,6 +69,7 @@ def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
     """Return `[batch or 1, query blocks, key blocks]`: whether some and whether every pair of a tile is visible."""
     some, every = _tiles_by_position(visibility, blocks)
     if visibility.query_segments is not None and visibility.key_segments is not None:
+        # Ids may come in any order: extents only say what may be skipped, and in tiles that remain ids are compared.
         lowest, highest = _extent(visibility.query_segments, blocks.queries)
         key_lowest, key_highest = _extent(visibility.key_segments, blocks.keys)
         rows, columns = (lowest[:, :, None], highest[:, :, None]), (key_lowest[:, None], key_highest[:, None])
@@ -76,6 +77,7 @@ def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
         every = every & (rows[0] == rows[1]) & (columns[0] == columns[1]) & (rows[0] == columns[0])
     if visibility.query_lengths is not None:
         first = np.arange(some.shape[1], dtype=np.int32)[None] * blocks.queries
+        # No mask is needed where only some are behind it: their log-sum-exp makes their weights zero.
         some = some & (first < visibility.query_lengths[:, None])[:, :, None]
     if visibility.key_lengths is not None:
         first = np.arange(some.shape[2], dtype=np.int32)[None] * blocks.keys
@@ -107,11 +109,13 @@ def _tiles_by_position(visibility: Visibility, blocks: Blocks) -> tuple[np.ndarr
 
 
 def _module(x: Array) -> Any:
+    # What shapes and rules alone decide is NumPy's, and a constant of the program.
     return np if isinstance(x, np.ndarray) else jnp
 
 
 def _extent(segments: Array, size: int) -> tuple[Array, Array]:
     """Return the smallest and the largest id in each block, `[batch, blocks]`."""
+    # With an id that the block has already, so that its extent stays.
     blocks = _module(segments).pad(segments, ((0, 0), (0, -segments.shape[1] % size)), mode="edge")
     blocks = blocks.reshape(blocks.shape[0], -1, size)
     return blocks.min(axis=-1), blocks.max(axis=-1)

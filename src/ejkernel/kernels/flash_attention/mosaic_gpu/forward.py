@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe
 
-from ._forward_plan import ForwardPlan, padded_dim, plan_of, swizzle
+from ._forward_plan import ForwardPlan, plan_of, swizzle, whole_dim
 from .params import ForwardParams
 from .visibility import block_table, dropout_words, lengths_as_segments, packed
 
@@ -32,7 +32,8 @@ def forward(
 
     operands, by_row = _without_row_terms(lengths_as_segments(unify_varying(operands)), rules)
     plan = plan_of(describe(operands, rules), params)
-    query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, padded_dim(1)) for x in operands[:3])
+    # Copies move whole tiles; `whole_dim(1)` is what all widths that the kernel has are multiples of.
+    query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, whole_dim(1)) for x in operands[:3])
     types = Outputs(
         jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
         # Copies of one axis are not cut off where the array ends, so that this one has room for whole tiles.
@@ -53,6 +54,7 @@ def _without_row_terms(operands: Operands, rules: Rules) -> tuple[Operands, _Row
     that the soft cap is applied to does more, and is one of all keys.
     """
     bias, mask, keys = operands.bias, operands.attention_mask, operands.key.shape[1]
+    # Where there is one key, a bias or mask of axis 1 is one of keys.
     if keys == 1:
         return operands, (None, None)
     if bias is not None and rules.soft_cap is not None and rules.cap_after_bias:
@@ -92,6 +94,7 @@ def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
     if plan.table:
         extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block, extras.get("mask"))
     if operands.query_segments is not None and operands.key_segments is not None:
+        # To whole tiles and blocks, as with the log-sum-exp: copies of one axis go on where the array ends.
         extras["query_segments"] = _padded(operands.query_segments.astype(jnp.int32), 1, plan.tile_rows)[:, None]
         extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), 1, block)[:, None]
     if bias is not None and plan.bias:

@@ -16,6 +16,7 @@ from .availability import SHARED_MEMORY, unavailable
 from .params import ForwardParams
 
 _REGISTERS_LEFT = 32  # of a thread, for all but logits, weights, output and bias: with fewer, products wait in line
+# 80: at head_dim 256 and with a soft cap, which takes two transcendental functions a weight, they gained 2 to 4 %.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
 _EVEN = {False: 1.02, True: 1.05}  # imbalance up to which a launch was the faster one, by whether heads come first
 
@@ -61,7 +62,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
                 warpgroups=warpgroups,
                 share_buffer=share_buffer,
                 query_buffers=query_buffers,
-                persistent=True,
+                persistent=True,  # without which there are no two query_buffers; shared memory is the same
             ),
         )
         return (_sharing_fault(plan) or _shared_memory_fault(plan)) is None
@@ -78,6 +79,7 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
         return persistent or query_buffers == 1
 
     either = (False, True)
+    # The guess is among what is tried, whatever it had to fall back to.
     few = heuristic(call)
     return ConfigSpace(
         {
@@ -102,9 +104,11 @@ def _preferred(call: AttentionCall) -> ForwardParams:
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     if max(call.query[3], call.value[3]) > 192:
         few = 64 if rules.soft_cap is None else 80
+        # At head_dim 256 the output fits only where the queries were, and turns cost 2 %.
         return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=short and grouped)
     if call.query[3] > 128:
         return ForwardParams(share_buffer=True, ping_pong=False)
+    # Packed, warpgroups have the same rows, and so the same segments: 64 rows meet fewer blocks than 128 do.
     if call.segments:
         return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
@@ -133,6 +137,7 @@ def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:
     """Yield `params`, and then ever smaller ones."""
     yield params
     few = dataclasses.replace(params, warpgroups=min(params.warpgroups, 2), pack_heads=False, query_buffers=1)
+    # Fewer keys at a time before fewer stages, as long as they are not very few.
     for sizes, stages in (((128, 96, 64), 2), ((128, 96, 64), 1), ((32, 16), 2), ((32, 16), 1)):
         for size, share in itertools.product(sizes, (params.share_buffer, not params.share_buffer)):
             yield dataclasses.replace(few, kv_block=min(size, params.kv_block), stages=stages, share_buffer=share)
@@ -144,6 +149,7 @@ def _arguments_reason(call: AttentionCall) -> str | None:
         return f"head_dim is {widest}, and 'mosaic_gpu' takes up to 256; use 'xla'."
     if 0 in (*call.query, *call.key):
         return "an array without elements is left to 'xla'."
+    # Without a bias the maximum is looked for before the scale comes in, which has to leave it the maximum.
     if call.rules.scale <= 0:
         return f"scale must be positive for 'mosaic_gpu', got {call.rules.scale}; use 'xla'."
     return None
@@ -155,6 +161,7 @@ def _packing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
     of_group, warpgroups = plan.heads // plan.groups, plan.params.warpgroups
     if of_group % warpgroups:
         return f"pack_heads=True needs a multiple of {warpgroups} heads in each group, and there are {of_group}"
+    # A tile meets one range of blocks, and has one copy of what belongs to keys, whatever heads it is of.
     shared = plan.table and call.attention_mask is not None and call.attention_mask[1] > 1
     if shared or (plan.key_bias and call.bias is not None and call.bias[1] > 1):
         return "pack_heads=True needs one mask, and one bias of keys, for all heads"
@@ -174,6 +181,7 @@ def _sharing_fault(plan: ForwardPlan) -> str | None:
 
 def _block_fault(plan: ForwardPlan) -> str | None:
     # Copies begin at multiples of 128 bytes in shared memory, where a number of each key takes 4.
+    # With others, a process ended.
     by_key = plan.segments or plan.key_bias or plan.key_mask
     if plan.params.kv_block % 32 and (plan.mask or by_key):
         what = "a mask" if plan.mask else "segment ids" if plan.segments else "a bias or mask of keys"
@@ -190,6 +198,7 @@ def _shared_memory_fault(plan: ForwardPlan) -> str | None:
 
 def _register_fault(plan: ForwardPlan) -> str | None:
     block, available = plan.params.kv_block, REGISTERS[plan.params.warpgroups][1]
+    # Logits, weights in 16 bits, and the output: 64 rows of each are divided among 128 threads.
     needed = block // 2 + block // 4 + plan.value_dim // 2 + _REGISTERS_LEFT
     if needed > available:
         return f"it takes about {needed} registers a thread, and {available} are to be had"

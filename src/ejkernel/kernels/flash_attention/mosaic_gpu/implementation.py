@@ -45,6 +45,7 @@ class MosaicGpu(AttentionImplementation):
             return 1
         if dim >= 128 or (dim >= 64 and not hides):
             return int(queries >= (1024 if dim > 128 else 512))
+        # Causal at head_dim 64: 1,052 us for cuDNN's 1,204 at 16,384 queries, and up to 4,096 no difference.
         return int(dim >= 64 and (queries >= 8192))
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:

@@ -24,6 +24,8 @@ class Hopper:
 
     def accumulate(self, body: Callable[[Accumulators], None], *initial: jax.Array) -> tuple[jax.Array, ...]:
         """Run `body` on accumulators that start from `initial`; return them when all products are done."""
+        # Accumulators of `run_scoped` are filled with zeros first, whatever they are given then: a causal gradient of
+        # 4,096 queries at head_dim 128 took 3 % longer with them.
         return tuple(pl.run_state(body)(tuple(plgpu.ACC.init(x) for x in initial)))
 
     def multiply(self, accumulator: Any, left: Any, right: Any) -> None:

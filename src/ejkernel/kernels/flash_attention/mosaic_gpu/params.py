@@ -7,6 +7,7 @@ import dataclasses
 
 from ejkernel.ops.errors import ConfigError
 
+# Keys are columns of one product, at most 256, and are summed over in the other, at least 16 at a time.
 _KV_BLOCKS = range(16, 257, 16)
 _STAGES = range(1, 9)
 _WARPGROUPS = range(1, 4)

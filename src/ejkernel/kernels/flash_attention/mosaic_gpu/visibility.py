@@ -52,6 +52,8 @@ def _hidden_from(segments: jax.Array, lengths: jax.Array | None, segment: int) -
 def packed(mask: Any, sizes: tuple[int, int], axis: int) -> jax.Array | None:
     """Return a mask of pairs with 32 neighbours along an axis as the bits of an int32, that axis before the other.
 
+    A thread then tests bits whose places are constants, and a word tells of 32 pairs whether any is visible, and all.
+
     Args:
         mask: `[batch or 1, heads or 1, queries or 1, keys or 1]`; `None` stays.
         sizes: How many queries and keys there are to be, multiples of 32; those that the mask lacks are hidden.
@@ -73,7 +75,11 @@ def packed(mask: Any, sizes: tuple[int, int], axis: int) -> jax.Array | None:
 
 
 def dropout_words(operands: Operands) -> jax.Array | None:
-    """Return the words of the queries that a dropout's mask is drawn with, `[batch, heads, queries]`."""
+    """Return the words of the queries that a dropout's mask is drawn with, `[batch, heads, queries]`.
+
+    A weight then costs about ten integer operations in a kernel, and no key of random numbers, which a `vmap` may have
+    batched, gets into it.
+    """
     if operands.dropout_key is None:
         return None
     batch, queries, heads = operands.query.shape[:3]
@@ -192,6 +198,7 @@ def _mask_pairs(mask: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Arr
     padding = [(0, 0), (0, 0), (0, -mask.shape[2] % rows), (0, -mask.shape[3] % keys)]
     shape = (*mask.shape[:2], -(-mask.shape[2] // rows), rows, -(-mask.shape[3] // keys), keys)
     some = jnp.pad(mask, padding).reshape(shape).any(axis=(3, 5))
+    # Filled up with True: whether a block goes on behind the last key is the window's to say.
     every = jnp.pad(mask, padding, constant_values=True).reshape(shape).all(axis=(3, 5))
     return some, every
 

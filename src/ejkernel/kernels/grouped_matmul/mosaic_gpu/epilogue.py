@@ -23,6 +23,7 @@ def finished(products: Sequence[jax.Array], row_scale: jax.Array | None, activat
 
 def _times_sigmoid(x: jax.Array, at: jax.Array) -> jax.Array:
     """Return `x * sigmoid(at)`; a reciprocal's root is one instruction, and a quotient is many."""
+    # The chip's tanh, one instruction as well, is too coarse for small results.
     root = lax.rsqrt(1.0 + jnp.exp(-at))
     return x * root * root
 

@@ -54,6 +54,7 @@ def _multiplied(
             found = multiply(plan, lhs, *matrices, sizes, *scales, interpret=interpret)
             return [x[: call.rows, : call.columns] for x in found]
 
+    # Examples have groups of their own, and a kernel walks over those of one.
     found: list[jax.Array] = _one_by_one(compute)(*unify_varying(arrays))
     return found
 
@@ -93,6 +94,7 @@ def _table(starts: jax.Array, ends: jax.Array, *, largest_first: bool) -> jax.Ar
     """Return number, first row and rows of each group, in the order that they are gone through."""
     numbers = jnp.arange(ends.shape[0], dtype=jnp.int32)
     table = jnp.stack([numbers, starts, ends - starts], axis=1)
+    # Tiles are dealt out beforehand: what is left at the end are then small ones.
     return table[jnp.argsort(starts - ends)] if largest_first else table
 
 

@@ -173,6 +173,7 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool =
         gated=call.gated,
         scaled=call.scaled,
         keep=keep,
+        # With the empty ones before and behind, which the launch adds.
         all_groups=None if call.all_groups is None else call.all_groups + 2 * call.groups,
     )
 

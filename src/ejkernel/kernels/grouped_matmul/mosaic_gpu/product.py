@@ -127,6 +127,7 @@ class _Program:
         """Return how many rows a group has, of those that there are."""
         plan = self.plan
         left = (jnp.where(group > plan.groups, self.first_row, plan.rows) if plan.is_part else plan.rows) - first_row
+        # As in `row_ends`: no sizes may make anybody read, or wait for, what is not there.
         size = jnp.clip(self.sizes[self.first_group + jnp.minimum(group, plan.groups - 1)], 0, left)
         return jnp.where(group < plan.groups, size, left)
 
@@ -161,6 +162,7 @@ class _Program:
     def _tile(self, number: Any, walk: _Walk) -> _Tile:
         row_tile, column_tile = place(number - walk.first_tile, walk.row_tiles, self.plan)
         offset = row_tile * self.plan.tile_rows
+        # The last tile of a group ends with it: rows that it shares with the one before get the same bits from both.
         offset = jnp.minimum(offset, jnp.maximum(walk.rows - self.plan.tile_rows, 0))
         rows = jnp.minimum(walk.rows - offset, self.plan.tile_rows)
         return _Tile(walk.group, walk.first_row + offset, rows, column_tile * self.plan.tile_columns)
@@ -168,6 +170,7 @@ class _Program:
     # What copies.
 
     def _copy_tile(self, tile: _Tile, step: Any) -> Any:
+        # Rows of no group are only stored, as zeros.
         steps = jnp.where(tile.group < self.plan.groups, self.plan.steps, 0)
         return lax.fori_loop(0, steps, lambda i, step: self._copy_step(tile, i, step), step)
 
@@ -195,6 +198,7 @@ class _Program:
         mine = jnp.clip(tile.rows - plan.part_rows * warpgroup, 0, plan.part_rows)
         real = tile.group < plan.groups
 
+        # Without rows there is nothing to multiply, but a stage is free only when both warpgroups have said so.
         @pl.when(real & (mine <= 0))
         def _idle() -> None:
             @pl.loop(0, plan.steps)
@@ -230,6 +234,7 @@ class _Program:
                 matrix = buffer.transpose((1, 0)) if plan.transpose_rhs else buffer
                 plgpu.wgmma(of_product, self.lhs_tiles.at[stage, warpgroup], matrix)
 
+        # A stage is given back a step late, so that the tensor core always has the next products in line.
         multiply(lax.rem(step, plan.stages))
 
         @pl.loop(1, plan.steps)
@@ -276,6 +281,7 @@ class _Program:
         plan = self.plan
         tiles, rows, _ = self.out_views
         for slot, values, result, columns in pieces:
+            # The copy that last read this slot is the oldest of as many as there are slots.
             plgpu.wait_smem_to_gmem(plan.out_slots - 1, wait_read_only=True)
             tiles.at[warpgroup, slot][...] = values
             plgpu.commit_smem()

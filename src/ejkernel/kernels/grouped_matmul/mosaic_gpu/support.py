@@ -54,6 +54,7 @@ def _fault(plan: Plan) -> str | None:
     needed, sums = plan.shared_bytes(), plan.sums_per_thread()
     if needed > hopper.SHARED_MEMORY:
         return f"it takes {needed} bytes of shared memory, and a block of threads has at most {hopper.SHARED_MEMORY}."
+    # Each tile begins with the first slot: with pieces left over, it would be written while it is still copied.
     if plan.pieces % plan.out_slots:
         return f"out_slots must divide {plan.pieces}, the pieces that a tile is stored in, and is {plan.out_slots}."
     if sums > _MOST_SUMS:
@@ -77,6 +78,8 @@ def wgrad_heuristic(call: GroupedMatmulCall) -> WgradParams:
 
 
 _STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of all products: as many as there is room for
+# On one H200, 24,576 tiles of uneven groups took 2,410 us where they were dealt out by size, and 2,754 us where not;
+# 8,192 tiles took longer by size.
 _MANY_TILES = 16384
 
 

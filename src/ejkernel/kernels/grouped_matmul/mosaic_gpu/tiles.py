@@ -55,6 +55,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def ring(plan: Plan) -> tuple[Any, Any]:
     """Return the types of the barriers of the stages: full, and free."""
+    # A copy arrives by itself: one of each warpgroup's rows, and one of each product's matrix.
     full = plgpu.Barrier(num_arrivals=WARPGROUPS + plan.products, num_barriers=plan.stages)
     return full, plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=plan.stages)
 
@@ -64,6 +65,7 @@ def place(number: Any, row_tiles: Any, plan: Plan) -> tuple[Any, Any]:
     height = plan.panel * plan.column_tiles
     panel = lax.div(number, height)
     rest = number - panel * height
+    # The last panel may be lower.
     rows = jnp.minimum(plan.panel, row_tiles - panel * plan.panel)
     column = lax.div(rest, rows)
     return panel * plan.panel + (rest - column * rows), column
@@ -157,6 +159,7 @@ def launch(
         grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
+        # What a thread stores in shared memory no other loads, so that Pallas need not put barriers around it.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

@@ -133,6 +133,7 @@ class _Program:
         plan = self.plan
 
         def products(sums: Any) -> None:
+            # An empty group has no steps, and its result is stored all the same: zeros.
             pl.when(tile.steps > 0)(lambda: self._products(sums, tile, step, warpgroup))
 
         [sums] = accumulate(plan, products)
@@ -148,6 +149,7 @@ class _Program:
             plgpu.barrier_wait(shared.full.at[stage])
             self._clear(stage, tile.first - i * STEP, tile.end - i * STEP, warpgroup)
             plgpu.wgmma(sums, shared.lhs.at[stage, warpgroup].transpose((1, 0)), shared.rhs.at[stage])
+            # The step before is done, and its stage is free, while this one's products are under way.
             plgpu.wgmma_wait(1)
 
             @pl.when(i > 0)
@@ -163,6 +165,7 @@ class _Program:
         half = plan.tile_columns // WARPGROUPS
         width = half if half % ALIGNED == 0 else ALIGNED
 
+        # Only where there are some: with 64 uneven groups, clearing takes about a fifth of the time as it is.
         @pl.when((first > 0) | (end < STEP))
         def _some() -> None:
             _keep(shared.lhs.at[stage, warpgroup], (STEP, plan.part_rows), first, end)
@@ -174,6 +177,7 @@ class _Program:
                 else:
                     pl.when(column < plan.tile_columns)(functools.partial(_keep, part, (STEP, width), first, end))
             plgpu.commit_smem()
+            # Both warpgroups multiply with all of the right operand, of which each has cleared its own part.
             plgpu.barrier_arrive(shared.cleared)
             plgpu.barrier_wait(shared.cleared)
 

@@ -39,6 +39,7 @@ def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None
         for at in oracle.workloads:
             start = time.perf_counter()
             results = jax.block_until_ready(compiled[at.number](*at.arrays))
+            # The deadline of those that follow learns from it.
             limit.note(time.perf_counter() - start)
             at.judge(results)
     except CandidateError as error:
@@ -48,6 +49,7 @@ def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None
     except BaseException as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
         several = at is not None and at.case is not None
         candidate.fail(Status.FAILED, CandidateError(at.named(error_text(error))) if several and at else error)
+        # What was raised may be the device's end, for which every later candidate would be to blame.
         check_device(oracle, candidate)
     else:
         candidate.compiled, candidate.status = compiled, Status.READY

@@ -35,6 +35,7 @@ from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.config._files import UnusableError, read_file, version
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.spaces.space import ConfigSpace
+from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
@@ -42,7 +43,6 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
 from ejkernel.ops.utils.storage.sealed import digest_of, read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
-from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 _SCHEMA = 2
 _MANIFEST = "manifest.json"

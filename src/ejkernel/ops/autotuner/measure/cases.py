@@ -43,6 +43,7 @@ class Case:
 def geometric_mean(pairs: Iterable[tuple[float, float]]) -> float:
     """Return the weighted geometric mean of `(value, weight)`; 0 if a value is."""
     pairs = list(pairs)
+    # Of one the very figure, which a logarithm and back would round.
     if len(pairs) == 1:
         return pairs[0][0]
     if any(value <= 0 for value, _ in pairs):

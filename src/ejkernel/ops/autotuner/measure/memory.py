@@ -27,6 +27,7 @@ def peak_bytes(compiled: Any) -> int | None:
         return None
     parts = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes", "alias_size_in_bytes")
     argument, output, temp, alias = (int(getattr(analysis, part)) for part in parts)
+    # What is donated is among the arguments and among the results.
     return argument + output + temp - alias
 
 

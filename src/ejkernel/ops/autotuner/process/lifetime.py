@@ -44,7 +44,8 @@ def _look_after(parent: int) -> None:
 class _Starter:
     """A thread that starts processes, and lasts as long as this process: Linux ends them with the *thread*.
 
-    What it starts has Ctrl-C blocked, so that none comes before the process can see to it.
+    What it starts has Ctrl-C blocked, so that none comes before the process can see to it: a terminal sends it to all
+    of its group, which a process leaves only when it runs Python of ours. What came meanwhile is dropped.
     """
 
     def __init__(self) -> None:

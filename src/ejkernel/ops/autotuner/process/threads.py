@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.core.context import at_search_depth, current_scope, entered, search_depth
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.utils import services
 from ejkernel.ops.utils.fingerprint import default_device, device_called, device_fingerprint
 
 T = TypeVar("T")
@@ -28,7 +27,6 @@ T = TypeVar("T")
 _LOOK = 0.2  # seconds between two looks at what is done there
 _AT_EXIT = 30.0  # seconds that the end of the process waits for what is under way
 _AT_EXIT_LEFT = 1.0  # and for what was left, because it does not end
-_inside = threading.local()
 
 
 class AbandonedError(TuningError):
@@ -99,37 +97,19 @@ def _wait_at_exit() -> None:
 atexit.register(_wait_at_exit)
 
 
-def _depth() -> int:
-    """Return how many searches this thread is part of: 0 outside, 1 on a search's threads, more where they nest."""
-    return getattr(_inside, "depth", 0)
-
-
-def is_measuring() -> bool:
-    """Return whether this thread is one that candidates are measured on."""
-    return _depth() > 0
-
-
 def in_callers_context(work: Callable[[], T], *, deeper: bool = False) -> Callable[[], T]:
     """Return `work` for another thread, with this thread's matmul precision, 64-bit mode, device and overlays.
 
     Recording does not carry over. With `deeper`, the other thread is one level of searches further down.
     """
-    depth = _depth() + deeper
+    depth = search_depth() + deeper
     device = default_device()
     numerics = compat.numerics_in_force()
     scope = dataclasses.replace(current_scope(), recording=())
 
     def inside() -> T:
-        before, _inside.depth = _depth(), depth
-        try:
-            with (
-                compat.numerics(numerics),
-                jax.default_device(device),
-                entered(scope),
-            ):
-                return work()
-        finally:
-            _inside.depth = before
+        with at_search_depth(depth), compat.numerics(numerics), jax.default_device(device), entered(scope):
+            return work()
 
     return inside
 
@@ -151,7 +131,7 @@ def on_measuring_thread(
         look: Called again and again meanwhile; if it raises, so does this, and `work` is left to go on by itself.
     """
     # Under an open trace, mesh or transformation, a thread of its own is the only place where JAX behaves as usual.
-    thread = _thread_of(default_device(), _depth())
+    thread = _thread_of(default_device(), search_depth())
     future = thread.submit(in_callers_context(work, deeper=True))
     try:
         _wait_for(future, look)
@@ -188,6 +168,3 @@ def on_device_of(inv: Invocation[Cfg, Out]) -> Iterator[None]:
         )
     with contextlib.nullcontext() if device is default_device() else jax.default_device(device):
         yield
-
-
-services.provide(is_measuring=is_measuring)

@@ -24,13 +24,13 @@ from ejkernel.ops.autotuner.search.model import Record
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Findings, Outcome, Standing, shortened, summary_of
 from ejkernel.ops.autotuner.trials.status import CameOut, Status
 from ejkernel.ops.config._files import UnusableError, restored_key
+from ejkernel.ops.core.declared_names import PLAIN, decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.storage.sealed import check_schema, read_lines, sealed_lines
 from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, to_data
-from ejkernel.ops.utils.values.typenames import PLAIN, decode_config, type_name
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,7 @@ class _Standing:
         """
         figures = (self.rival_us, self.heuristic_us, self.confidence, 1.0 if self.speedup is None else self.speedup)
         won = (self.rival_faster, self.heuristic_faster)
+        # Figures of a file are shown and compared: whatever was written there must make sense together.
         possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
         if self.verdict not in list(CameOut) or not possible:
             raise UnusableError(f"line 1: its standing makes no sense: {self}")
@@ -217,7 +218,9 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
     fields = list(configs[0]) if isinstance(configs[0], dict) else None
     if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
         fields = None
+    # Of several types none can be named for all, and they come back as plain data.
     types = {type_name(outcome.config) for outcome in data.outcomes}
+    # Only where there are several: readers of before know no such column.
     columns = [name for name in _COLUMNS if data.cases or name != "cases_us"]
     header = _Header(
         schema=SCHEMA,

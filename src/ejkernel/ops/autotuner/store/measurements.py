@@ -94,6 +94,7 @@ class MeasurementStore:
             return
         now = self.cache.clock()
         text = dump(data, provenance(data.key, now))
+        # What is larger would not be read again.
         if len(text.encode()) > _LARGEST:
             message = f"the search of {data.key.op} is not stored: it takes more than {_LARGEST} bytes"
             warnings.warn(message, CacheWarning, stacklevel=2)
@@ -103,6 +104,7 @@ class MeasurementStore:
             if folder is None:
                 raise OSError("no home folder is known")
             beside = folder.joinpath(*location(data.key)[:2])
+            # Looked at before, so that the name sorts behind all that there are, whatever the clock says.
             known = _known(data.key, (place.name for place in listed(beside)))
             name = _name(data.key, now, text, known)
             write_file(beside / name, text)
@@ -166,6 +168,7 @@ class MeasurementStore:
         """Yield the logs, those of a key newest first; what cannot be used is warned of and left out."""
         seen = set()
         for name, place, read in self._places(op):
+            # A layer may have a copy of it; a file's content never changes.
             if name in seen:
                 continue
             seen.add(name)
@@ -177,6 +180,7 @@ class MeasurementStore:
             except UnusableError as error:
                 warn_of(f"{name} (in memory)" if place is None else str(place), error)
             else:
+                # Folders are named by what a path can hold of an operation, which two may have in common.
                 if op is None or log.key.op == op:
                     yield log
 

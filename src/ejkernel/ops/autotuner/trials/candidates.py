@@ -20,6 +20,7 @@ from ejkernel.ops.utils.error_text import error_text, message_of
 LISTED = 24  # configurations up to which a space is measured whole, as a list always is
 
 
+# By identity: neither configurations nor programs need have a hash, or be comparable.
 @dataclasses.dataclass(slots=True, eq=False)
 class Candidate:
     """A candidate under way."""

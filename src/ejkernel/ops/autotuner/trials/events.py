@@ -120,6 +120,7 @@ class Counter:
         if isinstance(event, SearchStarted):
             self._totals[event.key] = event.candidates
         elif isinstance(event, CandidateFinished):
+            # A set, since an attempt that replaces another may tell of a candidate again.
             self._done.setdefault(event.key, set()).add(config_id(event.outcome.config))
         total = self._totals.get(event.key)
         if total is None:
@@ -134,6 +135,7 @@ class Counter:
 def emit(event: Event) -> None:
     """Tell all listeners."""
     with _lock:
+        # Called without the lock, for a listener may tune, or add another.
         listeners = list(_listeners)
     for listener in listeners:
         try:

@@ -99,6 +99,7 @@ class Standing:
             "verdict": self.came_out.value,
             "rival_us": round(verdict.challenger * 1e6, 4),
             "heuristic_us": round(verdict.incumbent * 1e6, 4),
+            # JSON has no infinity.
             "speedup": round(verdict.speedup, 4) if math.isfinite(verdict.speedup) else None,
             "rounds": verdict.pairs,
             "rival_faster": verdict.ahead,

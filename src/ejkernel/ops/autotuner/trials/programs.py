@@ -44,6 +44,7 @@ class CodeFile:
             raise CandidateError(f"its program {self.path.name} cannot be used: {error}") from error
         if code is None:
             raise CandidateError(f"its program {self.path.name} is not there")
+        # It runs as it is, so that a damaged file, or another row's, must not.
         if digest_of(code) != self.sha256:
             raise CandidateError(f"its program {self.path.name} is not the one that was written for it")
         return code
@@ -85,6 +86,7 @@ class Program:
                 "a program that another process compiled runs on the first device alone, not on "
                 f"{default_device()}; let this process see no other, such as with CUDA_VISIBLE_DEVICES."
             )
+        # A program that was compiled elsewhere expects the runtime of its kernels in the process.
         if self.mosaic:
             _bring_mosaic_runtime()
         return compat.loaded(code, inputs=self.inputs, outputs=self.outputs)

@@ -12,6 +12,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config.cache import ConfigCache, Overlay, same_config
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.context import current_scope, entered
+from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
@@ -19,7 +20,6 @@ from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
 from ejkernel.ops.utils.validation import check_argument
-from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 _SCHEMA = 2
 
@@ -92,6 +92,7 @@ class AutotuningResult:
     def __enter__(self) -> AutotuningResult:
         overlay = Overlay({ConfigKey(self.device, e.op_id_v, e.call_key): e.cfg for e in self.entries})
         scope = current_scope()
+        # A context of its own for each entry, on this thread's stack: JAX leaks one that is entered twice.
         context = entered(dataclasses.replace(scope, layers=(*scope.layers, overlay)))
         context.__enter__()
         _entered.stack.append(context)
@@ -108,6 +109,7 @@ class AutotuningResult:
         """
         if not isinstance(other, AutotuningResult):
             return NotImplemented
+        # Times of two devices are not comparable, and an overlay is for one.
         if other.device != self.device:
             raise ConfigError(f"results of different devices cannot be merged: {self.device!r} and {other.device!r}.")
         merged = {(e.op_id_v, e.call_key): e for e in (*self.entries, *other.entries)}

@@ -2,7 +2,14 @@
 """One configuration for a call in all processes of a program, whatever each of them would have chosen.
 
 The first process that lowers a call decides: it puts its configuration into the key-value store of JAX's coordination
-service, unless one is there; the others take what is there. Nobody waits for another process.
+service, unless one is there; the others take what is there. Nobody waits for another process: were it process 0 that
+decides for all, whoever lowers what process 0 does not, such as an evaluation, would hang; so do collectives while
+tracing.
+
+What is sent is plain data, and all processes decode it, also the one that decided: so all have the same, and what does
+not survive it is found where it is decided. It must run as well: a saved configuration is traced before it is offered,
+because the heuristic cannot stand in for it later. Calls without a key are not agreed on, for their heuristic is the
+same everywhere, nor is `cfg=`, which the digest has all the same.
 """
 
 from __future__ import annotations
@@ -21,14 +28,13 @@ from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import Consulted, Resolution
 from ejkernel.ops.config.tiers import AGREED, OVERLAY
 from ejkernel.ops.core.context import current_scope
-from ejkernel.ops.core.declared_names import note_config_types
+from ejkernel.ops.core.declared_names import decode_config, note_config_types, type_name
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import AgreementError, AgreementWarning, ConfigError, SerializationError, UnstableKeyError
 from ejkernel.ops.utils.storage.serialize import from_data, stable_json, to_data
 from ejkernel.ops.utils.values.signature import describe
-from ejkernel.ops.utils.values.typenames import decode_config, type_name
 
 _DIGITS: Final = 16
 
@@ -56,6 +62,7 @@ def agreed(inv: Invocation[Cfg, Out], ask: Callable[[], Resolution[Cfg]]) -> Res
     call = call_name(inv)
     if inv.override_cfg is not None:
         own = ask()
+        # Not agreed on, for the program says it; compared all the same, since processes may pass different ones.
         book.note(call, _digest_of_any(own.config))
         return own
     # What overlays say of the call only the chooser knows; without any, nobody need be asked once it is decided.
@@ -80,6 +87,7 @@ def agreed_before(inv: Invocation[Cfg, Out], own: Resolution[Cfg] | None) -> Con
     if inv.span is None or key is None or inv.override_cfg is not None:
         return None
     call, state = call_name(inv), NO_OVERLAY
+    # Overlays that speak of the call have a decision of their own; all others share the one without.
     if own is not None and own.tier is OVERLAY:
         state = decision_of(book.process, inv, own).state
     found = book.find(call, state)
@@ -197,6 +205,7 @@ def _overlay_digest(inv: Invocation[Any, Any]) -> str:
     keys = [inv.key, *([] if inv.forward is None else [inv.forward.key])]
     for key in keys:
         for layer in reversed(current_scope().layers):
+            # The innermost that has an answer, as resolving looks; a backward is answered by its forward's, too.
             if layer.lookup(key) is not None:
                 return str(getattr(layer, "digest", None) or _hashed(repr(layer)))[:_DIGITS]
     return _hashed("an overlay")
@@ -212,6 +221,7 @@ def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
     try:
         cfg_type = None
         if kernel is not None:
+            # This process may have made no such configuration yet, by which its type would be known.
             note_config_types(inv, kernel)
             cfg_type = kernel.config_type
         if cfg_type is None:
@@ -223,6 +233,7 @@ def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
         found = digest_of_config(config)
     except ConfigError as error:
         raise unusable(call, who, f"cannot be used here: {decision.config!r}: {error}") from error
+    # JSON may lose something, such as the type of a field: whoever decided would run something else than the others.
     if found != decision.digest:
         raise unusable(call, who, f"does not come back from JSON as it was: {decision.config!r} as {config!r}")
     return config

@@ -101,6 +101,8 @@ class Book:
                 found = next((decision for decision in known if decision.serves(mine.state)), None)
                 if found is not None:
                     return found
+                # Another process has entered an overlay that this one has not: who goes on alone would hang with all of
+                # them.
                 if known and len(known) - 1 not in taken:
                     raise _out_of_step(call, known[-1], mine)
                 self._add(call, known, mine)
@@ -109,6 +111,7 @@ class Book:
         """Put a decision behind those that are known, or learn what another process has put there."""
         place = f"{_DECIDED}/{call}/{len(known)}"
         with _answering(call):
+            # Not asked before: between the question and the put another process could decide.
             if not self.store.put_if_absent(place, stable_json(mine)):
                 known.append(_read(call, self.store.get(place) or ""))
                 return
@@ -116,6 +119,7 @@ class Book:
         known.append(mine)
         if len(known) > 1:  # where the others do not follow, the program hangs, and nobody would know why
             timer = threading.Timer(self.patience_s, self.say_who_stayed, (call, mine))
+            # A program that ends before is not kept waiting for a line in its log.
             timer.daemon = True
             timer.start()
 
@@ -135,8 +139,10 @@ class Book:
         """Note that this process runs a call with the configuration of that digest."""
         with self._lock:
             before = self.used.get(call, ())
+            # Once a configuration: the store is asked over the network.
             if digest in before:
                 return
+            # Sorted, so that processes which used the same in another order compare as equal.
             self.used[call] = tuple(sorted((*before, digest)))
             with _answering(call):
                 self.store.put(f"{_USED}/{self.process}/{call}", ",".join(self.used[call]))
@@ -153,6 +159,7 @@ class Book:
         while True:
             with self._lock:
                 known = self._decisions.setdefault(call, [])
+                # What is decided never changes, so that only what comes behind is asked for.
                 if number == len(known):
                     with _answering(call):
                         text = self.store.get(f"{_DECIDED}/{call}/{number}")
@@ -176,6 +183,7 @@ def book_in_force() -> Book:
     """
     with _making:
         store = compat.coordination_store()
+        # Of the latest service alone: a process may leave one and join another, whose decisions are others.
         if not _books or _books[0].store is not store:
             _books[:] = [Book(store)]
         return _books[0]

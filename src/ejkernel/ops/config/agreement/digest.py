@@ -64,6 +64,7 @@ def configuration_digest(process: int | None = None) -> ConfigurationDigest:
             return ConfigurationDigest({})
         raise AgreementError(f"process must be None, got {process!r}: {error}.") from error
     if process is None:
+        # A copy, for this process goes on using configurations.
         return ConfigurationDigest(dict(book.used))
     check_argument(isinstance(process, int), "process", "the index of a process, or None", process)
     return ConfigurationDigest(book.used_by(process))

@@ -81,6 +81,7 @@ def _as_space(space: Collection[object]) -> ConfigSpace[Any]:
         return ConfigSpace(
             {"number": range(len(members))},
             build=lambda assignment: members[assignment["number"]],
+            # What is no member has a number that is none of the axis.
             read=lambda params: {"number": members.index(params) if params in members else -1},
         )
 
@@ -99,6 +100,7 @@ def _conditions(name: str, part: ConfigSpace[Any]) -> list[Constraint]:
 
 
 def _rests(name: str, resting: object, chosen: str, value: object) -> bool:
+    # By type too, for 1, 1.0 and True are equal.
     return chosen == name or value is resting or (type(value) is type(resting) and bool(value == resting))
 
 

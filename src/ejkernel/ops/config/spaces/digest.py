@@ -19,8 +19,8 @@ def space_digest(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> str | N
     """Return 16 hex digits of the configurations that a kernel proposes for a call, the same in every process.
 
     Of a list they are its members', in whatever order; of a `ConfigSpace` its axes' and the number of its
-    configurations, in place of what its conditions compute. `None` if they cannot be told, such as of values that have
-    no JSON form, or if the kernel's own code raises.
+    configurations, in place of what its conditions compute, which cannot be compared. `None` if they cannot be told,
+    such as of values that have no JSON form, or if the kernel's own code raises.
     """
     try:
         content = _content(candidates_of(kernel, inv.representative))

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call is split where its arrays are: by their types over explicit axes, by XLA's partitioner over the others."""
+"""How a call is split where its arrays are: by their types over explicit axes, by XLA's partitioner over the others.
+
+Explicit axes are in the types of arrays: the call becomes a `shard_map` over these axes, around a call that is marked
+as a part. Automatic axes are known to XLA alone, and while it compiles: there the whole call, forward or derived, is
+one operation that XLA asks how to split. What it is told is the same call on smaller arrays, whose lowering is that of
+any other: it is resolved, recorded and checked as it would be inside `shard_map`, under the same key.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +88,7 @@ def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) ->
         return None
     specs = [compat.spec_of(aval) for aval in avals]
     shapes = _shapes(node, found, avals, outs, compat.explicit_sizes(mesh))
+    # What explicit axes say is the program's: nothing is moved that it did not ask to be moved.
     chosen = split(found, shapes, specs, move=False)
     _check_nothing_is_left(node, specs, chosen)
     primals = primals_of_gradients(node, avals)  # the type of a gradient is its primal's
@@ -116,6 +123,7 @@ def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
     """Lower a call as one that splits itself; `None` if it is one device's already, or does not split."""
     if call.part is Part.LOCAL or not has_rule(call.node.spec.kernel):
         return None
+    # What is one device's along explicit axes XLA may still divide, along automatic ones.
     explicit = explicit_split(call.node, ctx.avals_in, ctx.avals_out) if call.part is Part.WHOLE else None
     if explicit is not None:
         return _lower_explicit(ctx, values, call, explicit)
@@ -152,6 +160,7 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
         return None
     shapes = _shapes(call.node, found, ctx.avals_in, ctx.avals_out, {})
 
+    # Called while XLA compiles, or by who looks for parts before: only then are the shardings known.
     def asked(mesh: Mapping[str, int], specs: list[PartitionSpec]) -> compat.AskedToSplit:
         chosen = split(found, dataclasses.replace(shapes, mesh=mesh), specs, move=True)
         part = part_of(chosen, functools.partial(_bound, call, Part.LOCAL, chosen))
@@ -166,6 +175,7 @@ def _lower_auto(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
         axes=_numbered(found, ctx.avals_in, ctx.avals_out),
     )
     kernel = call.node.spec.kernel
+    # Asked for only where JAX stores such programs, for it takes a trace and all saved entries.
     digest = f":{call.digest()}" if compat.stores_split_programs() else ""
     compat.label_value(out[0], values, SPLIT, f"{kernel.op_id}{call.node.suffix}@v{kernel.version}{digest}")
     return compat.lower_sums_over_manual_axes(ctx, *out)
@@ -226,6 +236,7 @@ def _numbered(
     """Return names of axes as the partitioner takes them: one for axes that are split alike, others for all others."""
     named = zip((*found.operands, *found.results), (*arrays, *results), strict=True)
     lengths = {name: length for names, array in named for name, length in zip(names, array.shape, strict=True) if name}
+    # Axes of two lengths need two names: under one, JAX raises an `IndivisibleError` where the shorter cannot be split.
     same = {one: leader for one, leader in found.follows if lengths.get(one) == lengths.get(leader)}
     numbers = itertools.count()
     known: dict[str, str] = {}

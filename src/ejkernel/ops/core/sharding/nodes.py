@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's rule says of the calls that transformations make of it, and what these are on one device's part."""
+"""What a kernel's rule says of the calls that transformations make of it, and what these are on one device's part.
+
+The rule is for the forward alone, and all else follows: a gradient has the axes of its argument, a tangent those of its
+result, and residuals those that the rule gives them.
+"""
 
 from __future__ import annotations
 
@@ -103,6 +107,7 @@ def local(node: Any, arrays: Sequence[HasType]) -> Any:
         axes = node.argument_axes(len(arrays))
         sizes = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None]
         size = sizes[0] if sizes else node.level.size
+        # On one device there is no mesh whose axis could have the name.
         level = dataclasses.replace(node.level, size=size, spmd_axis_name=None)
         of = local(node.of, _examples(arrays, axes))
         part = dataclasses.replace(node, of=of, level=level)

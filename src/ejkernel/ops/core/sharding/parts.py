@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one device's part of a call, where they are more than its pieces of the whole call's arrays."""
+"""The arguments of one device's part of a call, where they are more than its pieces of the whole call's arrays.
+
+Such as which experts a device has: `Kernel.part_arguments` adds them, and the call under its transformations is rebuilt
+around the new arguments. Its key is that of the call that a user would write inside `shard_map`, so that both have one
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +77,8 @@ def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple
     _check_handed_on(kernel.op_id, own, origins)
     replacement = _Replacement(trace.spec, count, origins)
     compute: Callable[..., Any] = lambda *given: tuple(compat.evaluate(jaxpr, given))  # noqa: E731
+    # The hook is for one example. A result that no batched argument leads to stays without an axis, so that the part's
+    # key is that of the call that a user would write inside `shard_map`.
     for axes in levels:
         if any(axis is not None for axis in axes):
             compute = jax.vmap(compute, in_axes=tuple(axes), out_axes=tuple(replacement.axes(axes)))
@@ -101,6 +108,7 @@ def programs_of_parts(node: Node, arrays: Sequence[HasType], choice: Choice) -> 
             jax.ShapeDtypeStruct(_piece(like.shape, names, split), like.dtype)
             for like, names in zip(types, found.operands, strict=True)
         ]
+        # The hook may ask where its part begins: that is an index along an axis of the mesh.
         yield str(jax.make_jaxpr(_Trace(CallPart(split), spec), axis_env=[(name, count)])(*pieces))
 
 
@@ -174,6 +182,7 @@ class _Replacement:
         if not isinstance(node, Linear):
             raise TypeError(f"{node} is not split")
         lead = 0 if isinstance(node, ThroughResiduals) else node.of.lead
+        # What is new has no tangent: derivatives are by the arrays that were handed on.
         own = [origin.argument is not None and node.wrt[lead + origin.argument] for origin in self.origins]
         wrt = self.within(node.wrt, lead, own)
         return dataclasses.replace(node, of=of, count=node.count + len(self.origins) - self.count, wrt=wrt)

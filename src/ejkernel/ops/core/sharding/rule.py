@@ -125,6 +125,7 @@ def factors_of(rule: ShardingRule, op_id: str, arrays: Sequence[HasType], *, res
         follows=tuple(sorted(rule.follows.items())),
         cheapest=rule.cheapest,
     )
+    # Results are checked when their shapes are known, which takes a trace.
     _check_lengths(op_id, rule, found.operands, arrays)
     return found
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the shardings in which arrays arrive to those of the parts, and the computation of one part."""
+"""From the shardings in which arrays arrive to those of the parts, and the computation of one part.
+
+The first array that asks for an axis decides; or, where the rule says so, what moves the fewest numbers, of the splits
+in which each axis that is asked for over the same devices goes first. Key heads that are fewer than devices go whole to
+each, which cuts out its own, so that the query heads can be split further.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +87,10 @@ class Split:
     def _sums(self, names: Sequence[Factor]) -> Iterator[str]:
         leaders = dict(self.factors.follows)
         for name, axes in self.axes.items():
+            # What follows another axis is split over the same devices, which are added up once, for their leader.
             if name in names or name in leaders:
                 continue
+            # A result may have the follower instead, as a key's gradient has key heads: those that share one add up.
             follower = next((one for one, leader in leaders.items() if leader == name and one in names), None)
             split_too = () if follower is None else self.axes.get(follower, ())
             yield from (axis for axis in axes if axis not in split_too)
@@ -159,6 +166,7 @@ def _decided(
         ahead = deciding.follow()
         if ahead is None:
             return Split(factors=factors, shapes=shapes, axes=deciding.axes, whole=frozenset(deciding.whole))
+        # Decided anew from the start: with fewer parts there, axes of the mesh are left for others.
         most[ahead] = shapes.size(deciding.axes[ahead]) - 1
 
 
@@ -186,8 +194,10 @@ class _Deciding:
         operands = specs[: len(self.factors.operands)]
         idle = [axis for spec in operands for entry in spec for axis in mesh_axes(entry) if self._is_free(axis)]
         for axis in dict.fromkeys(idle):
+            # Sorted, since the order of a set differs between processes, and what they compile must not.
             for name in sorted(self.factors.splittable & self.lengths.keys()):
                 more = (*self.axes.get(name, ()), axis)
+                # With all that follow it, or not at all: a part of the one needs the same part of the others.
                 followers = [one for one, leader in self.factors.follows if leader == name]
                 fits = all(self.lengths[one] % self.shapes.size(more) == 0 for one in (name, *followers))
                 if fits and self.shapes.size(more) <= self.most.get(name, self.shapes.size(more)):
@@ -231,6 +241,7 @@ def mesh_axes(entry: Any) -> Axes:
 def _is_within(spec: PartitionSpec, other: PartitionSpec) -> bool:
     """Return whether what is sharded as `spec` becomes what is sharded as `other` without another device."""
     entries = itertools.zip_longest(map(mesh_axes, spec), map(mesh_axes, other), fillvalue=())
+    # A further split is a slice of what is there.
     return all(theirs[: len(own)] == own for own, theirs in entries)
 
 
@@ -264,6 +275,8 @@ def _finished(found: Split, names: Sequence[Factor], shape: Shape, result: Any, 
     for axis, name in enumerate(names):
         if name in found.whole:
             full = (*result.shape[:axis], shape[axis], *result.shape[axis + 1 :])
+            # Each device has one entry, or a part of its sum: zeros elsewhere, and the sum over devices puts them
+            # together.
             zeros = jnp.zeros(full, result.dtype)
             result = jax.lax.dynamic_update_slice_in_dim(zeros, result, found.start(name), axis)
     sums = found.sums(names)

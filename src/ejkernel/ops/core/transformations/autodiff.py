@@ -26,7 +26,10 @@ from ejkernel.ops.errors import GradientError
 
 @dataclasses.dataclass(frozen=True)
 class Discharged(Around):
-    """`of` on the values of references: its results are followed by the values that the references have then."""
+    """`of` on the values of references: its results are followed by the values that the references have then.
+
+    So JAX can move a call that takes references to where they are made, and needs no rule for what it does to them.
+    """
 
     of: Node
     references: tuple[bool, ...]
@@ -117,6 +120,7 @@ class Jvp(Linear):
 
     def steps(self) -> list[list[Any]]:
         """See `Node`."""
+        # Without `outs`, which follow from the types of the results.
         return [*self.of.steps(), ["jvp", list(self.wrt)]]
 
     def argument_types(self, choice: Choice, own: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
@@ -128,7 +132,9 @@ class Jvp(Linear):
 
         def tangents(*arrays: jax.Array) -> tuple[Any, ...]:
             primals = arrays[: self.count]
-            if choice.types_only:  # tangents have the types of the results
+            if choice.types_only:
+                # Tangents have the types of the results. To differentiate for them would ask JAX for the derivative of
+                # a kernel that it may not be able to differentiate, although the kernel has a rule for when it counts.
                 compute = self.of.flat(choice) if choice.as_call is None else choice.as_call(self.of)
                 return self._selected(compute(*primals))
             all_tangents = self._all_tangents(primals, arrays[self.count :])
@@ -166,6 +172,7 @@ class Vjp(Linear):
             primals = arrays[: self.count]
             if choice.types_only:  # gradients have the types of the arguments
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
+            # Shapes of results are needed where some have no cotangent: to find them is to trace the forward.
             results = jax.eval_shape(self.of.flat(choice), *primals) if not all(self.outs) else self.outs
             given = iter(arrays[self.count :])
             cts = [next(given) if has else no_cotangent(r.shape) for r, has in zip(results, self.outs, strict=True)]
@@ -255,6 +262,7 @@ class ResidualVjp(ThroughResiduals):
             saved, primals, given = self._split(arrays)
             if choice.types_only:
                 return tuple(primal for primal, has in zip(primals, self.wrt, strict=True) if has)
+            # A reference leaves no residuals: JAX differentiates it as a whole.
             if choice.reference:
                 return Vjp(self.of, self.count, self.wrt, self.outs).flat(choice)(*primals, *given)
             remaining = iter(given)
@@ -275,6 +283,7 @@ def differentiate(
     """
     if trees is None:
         return node, Jvp(node, len(wrt), wrt, outs)
+    # The `vmap`s go around both, for the kernel's hooks see one example.
     levels = []
     while isinstance(node, Vmapped):
         levels.append(node.level)
@@ -286,6 +295,7 @@ def differentiate(
     for level in reversed(levels):
         tangent_axes = [axis for axis, has in zip(level.axes, wrt, strict=True) if has]
         forward = Vmapped(forward, level)
+        # Outputs and residuals come batched along their first axis; a tangent is batched as its argument is.
         axes = (*[0] * lead, *level.axes, *tangent_axes)
         linear = LinearVmapped(linear, dataclasses.replace(level, axes=axes), lead + len(wrt))
     return forward, linear

@@ -36,6 +36,7 @@ class Level:
         options: dict[str, Any] = {"axis_size": self.size, "spmd_axis_name": self.spmd_axis_name, **named}
         if any(axis is not None for axis in axes):
             return jax.vmap(function, in_axes=tuple(axes), **options)
+        # `jax.vmap` wants a batched argument: the examples are counted by an array that nobody reads.
         counted: Any = jax.vmap(lambda _, *arrays: function(*arrays), in_axes=(0, *axes), **options)
         return lambda *arrays: counted(np.zeros(self.size, np.bool_), *arrays)
 
@@ -128,6 +129,7 @@ class LinearVmapped(Vmapped):
 class TransposedVmapped(Vmapped):
     """The transpose of a `LinearVmapped`: gradients of unbatched arguments are summed."""
 
+    # Kept, so that transposing twice gives an equal node, which shares its traces.
     original: LinearVmapped
 
     @property

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX keeps of a forward to differentiate it, as residuals of a kernel that writes no rule of its own."""
+"""What JAX keeps of a forward to differentiate it, as residuals of a kernel that writes no rule of its own.
+
+It has to be asked for (`Kernel.keeps_residuals`): what is kept of a loop over chunks depends on the chunks, and of the
+same shapes it may mean something else under another configuration, which nobody can tell.
+"""
 
 from __future__ import annotations
 
@@ -74,10 +78,12 @@ def gradients_from(
     Raises:
         GradientError: the forward ran with a configuration under which it keeps something else.
     """
+    # For the pullback's structure and its constants: the forward in it is not computed.
     kept = _traced(run, arrays)
     outputs, residuals = saved[:num_outputs], saved[num_outputs:]
     have = [_type(array) for array in residuals]
     want = [_type(kept.jaxpr.out_avals[at]) for at in kept.saved_at]
+    # Types are all that can be compared; that the content means the same is what the kernel promises.
     if have != want:
         raise GradientError(
             f"{op_id}: what its forward keeps for the backward depends on the configuration: {have} was kept, and "
@@ -97,6 +103,7 @@ def _traced(run: Flat, arrays: Sequence[Any]) -> _Kept:
     pullbacks, counts = [], []
 
     def forward(*arrays: Any) -> tuple[Any, ...]:
+        # By integers there is no derivative, and JAX's cotangents of them have a type of their own.
         def of_inexact(*inexact: Any) -> tuple[Any, ...]:
             given = iter(inexact)
             return run(*[next(given) if _is_inexact(array) else array for array in arrays])
@@ -105,6 +112,7 @@ def _traced(run: Flat, arrays: Sequence[Any]) -> _Kept:
         leaves, tree = jax.tree.flatten(pullback)
         pullbacks.append(tree)
         counts.append(len(out))
+        # Results of the same trace, so that it can be told which of them are arguments, outputs or constants.
         return (*out, *[jnp.asarray(leaf) for leaf in leaves])
 
     jaxpr = compat.traced(forward, [jax.typeof(array) for array in arrays])

@@ -197,6 +197,7 @@ class Forward:
             out = self._compute(choice, args, kwargs)
             if choice.trees is not None:
                 parts = out if self.residuals else (out,)
+                # On the side, for a function that JAX traces may return nothing but arrays.
                 choice.trees[:] = [jax.tree.structure(part) for part in parts]
             return tuple(jnp.asarray(leaf) for leaf in jax.tree.leaves(out))
 
@@ -232,6 +233,8 @@ class Forward:
             return self._custom_vjp(choice)
         if has_residual_form(kernel):
             return self._vjp_through_residuals(choice)
+        # Of `run`, and not of the jaxpr that its types came from: the small jitted functions that it calls JAX has
+        # differentiated before; a jaxpr has them inlined, and takes three times as long.
         return autodiff_vjp(self.flat(choice), count)
 
     def _custom_vjp(self, choice: Choice) -> Flat:
@@ -254,6 +257,7 @@ class Forward:
         return gradients
 
     def _out_tree(self, choice: Choice, primals: Sequence[jax.Array]) -> Any:
+        # To trace the forward for it takes as long as to trace it for its result.
         known = None if choice.out_tree is None else choice.out_tree(self, primals)
         if known is not None:
             return known
@@ -340,5 +344,8 @@ def _fit(op: str, index: int, primal: jax.Array, gradient: Any) -> jax.Array | N
             f"{op}: the gradient of array {index} must have the array's shape {primal.shape}, got "
             f"{jnp.shape(gradient)}."
         )
+    # Of an argument that is the same on all devices of a `shard_map` each device has found another gradient: it is the
+    # sum of them.
+    # In the array's dtype: `jax.custom_vjp` would hand on a float32 gradient of a bfloat16 array as it is.
     fitted: jax.Array = compat.match_varying(primal, jnp.asarray(gradient, primal.dtype))
     return fitted

@@ -68,6 +68,7 @@ def check_kernel(
         raise ArgumentError(f"without must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
     from ejkernel.ops.execution.checks.running import checked  # which most programs never need
 
+    # On a thread of its own no trace and no mesh of the caller is open; its settings are carried over.
     report = on_measuring_thread(
         lambda: checked(kernel, args, kwargs, configs=configs, without=frozenset(without), seed=seed)
     )

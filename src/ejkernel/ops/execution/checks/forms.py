@@ -133,6 +133,7 @@ def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]]
         except Exception as error:  # noqa: BLE001 - a kernel need not serve every platform
             yield _row(check, None, _told(error), status=CheckStatus.FAILED if claims else CheckStatus.SKIPPED)
             continue
+        # A platform that the kernel does not claim is tried once, for what there is to be told of it.
         for config in configs if claims else configs[:1]:
             with _seen_as(platform):
                 yield _lowered_row(subject, check, platform, config, claims)
@@ -144,12 +145,14 @@ def _seen_as(platform: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _lowered_row(subject: Subject, check: str, platform: str, config: object, claims: bool) -> CheckRow:
+    # By a chooser and not by `cfg=`, which would be the gradient's configuration too.
     run = _with_executor(subject, Executor(_Named(platform, config))).executed(None)
     arrays = subject.elements(1)[0]
     names = compat.lowering_names(platform)
     try:
         jax.jit(run).trace(*arrays).lower(lowering_platforms=names)
     except Exception as error:  # noqa: BLE001 - the reason is the row's
+        # What jaxlib lacks here, such as a compiler of that platform's, is no fault of the kernel's.
         is_fault = claims and not compat.lacks_lowering(error)
         return _row(check, config, _told(error), status=CheckStatus.FAILED if is_fault else CheckStatus.SKIPPED)
     wrt = subject.differentiable()
@@ -215,6 +218,7 @@ def _summed_gradient(run: Flat, arrays: Sequence[jax.Array], wrt: Sequence[bool]
 def _key_trouble(inv: Invocation[Cfg, Out]) -> str:
     """Return why a call's key would not be found again; empty if it would."""
     try:
+        # Through JSON, as a note or a label carries it to another process.
         again = rebuild(json.loads(json.dumps(inv.description)), key=inv.call_key)
     except EjkernelError as error:
         return f"{inv.op_id}: {_told(error)}"

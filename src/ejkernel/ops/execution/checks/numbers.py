@@ -83,6 +83,8 @@ class Numbers:
         known = self._has_gradient and self._trouble(pulled(self._truth, self._wrt), self._cotangents[0]) is None
         self._derivative = self._truth if known else run
         rule = has_gradient_rule(self._subject.kernel)
+        # Without a reference and a rule the truth is JAX's derivative of the very `run` that is checked: it agrees
+        # whatever it is.
         self._is_independent = known and (self._subject.has_reference or rule)
         self._tangents_of = tuple(map(is_inexact, self._subject.types))
         pushes = pushed(run, self._tangents_of), pushed(self._truth, self._tangents_of)
@@ -118,12 +120,14 @@ class Numbers:
             return
         outputs = list(self._eager_rows(config))
         yield from outputs
+        # It does not run, or writes to its arguments: every further check would fail for that reason.
         if any(row.reason and row.error is None for row in outputs):
             return
         yield from self._compiled_rows(config)
         if "gradient" not in self._without:
             yield from rule_row(self._subject, config, self._elements[0], self._cotangents[0])
             yield from kept_row(self._subject, config, self._baseline, self._elements[0], self._cotangents[0])
+            # Under the heuristic alone: the other configurations are compared with it.
             if config is self._baseline and self._has_gradient and not self._is_independent:
                 gradient = pulled(self._subject.executed(config), self._wrt)
                 called = [name if has else None for name, has in zip(self._subject.names, self._wrt, strict=True)]
@@ -143,6 +147,8 @@ class Numbers:
     def _eager_rows(self, config: object) -> Iterator[CheckRow]:
         run = self._subject.executed(config)
         try:
+            # Other inputs too, for a result may be kept from a call before; and the first ones once more, for it may be
+            # left to chance.
             first, fresh, *again = (run(*self._elements[index]) for index in (0, 1, *[0] * _REPEATS))
             jax.block_until_ready((first, fresh, again))
         except Exception as error:  # noqa: BLE001 - see above
@@ -177,6 +183,7 @@ class Numbers:
         differentiates, why = self._differentiates(config, run)
         with_gradient = differentiates and "gradient" not in self._without
         batches = [] if "vmap" in self._without or self._why_no_batches else self._patterns
+        # Computed together below, for the time goes into compiling programs and not into running them.
         jobs: dict[str, Job] = {"jit": (alone(run), self._elements[0], [])}
         for pattern in [*([_ALONE] if with_gradient else []), *batches]:
             batched = pattern.batched(run)
@@ -280,6 +287,8 @@ class Numbers:
         """Return what is right for one example of a batch; for the call itself, of any of the examples."""
         own = pattern.own(self._elements, index) if pattern.levels else self._elements[index]
         found: Results = self._truth_program(own, self._cotangents[index])
+        # The gradient is then the kernel's own, whose forward is what is checked: what is right of the outputs comes
+        # from elsewhere.
         if self._has_gradient and self._derivative is not self._truth:
             return Results(self._outputs_program(own, self._cotangents[index]).outs, found.gradients)
         return found
@@ -333,6 +342,7 @@ class Numbers:
 
 
 def _with_nan(name: str, array: jax.Array, deviation: Deviation, whose: str) -> Deviation:
+    # Two that compute NaN alike are both wrong, unless a reference says that it is right.
     if deviation.reason or whose.startswith(("the reference", _BEFORE)) or not _has_nan(array):
         return deviation
     return Deviation(np.inf, deviation.allowed, f"{name} has NaN, and there is no reference that has it too")

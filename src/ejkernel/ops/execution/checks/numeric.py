@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients against differences of results, for kernels that are their own only truth."""
+"""Gradients against differences of results along a few directions, for kernels that are their own only truth.
+
+That is where nothing independent has a derivative: no reference, and JAX cannot differentiate `run`, or finds the
+kernel's own rule inside it.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,7 @@ def numeric_row(
         called: The names of the arrays; `None` for those that have no gradient.
     """
     dtypes = {str(array.dtype) for array, name in zip(arrays, called, strict=True) if name is not None}
+    # Of results too: a difference of two 16-bit numbers has few digits left.
     dtypes |= {str(cotangent.dtype) for cotangent in cotangents}
     if not dtypes <= set(_STEP):
         reason = f"differences say little in {', '.join(sorted(dtypes - set(_STEP)))}"
@@ -74,6 +79,7 @@ def _off(program: Any, index: int, inputs: tuple[Arrays, Arrays], gradient: obje
     terms = [np.asarray(ct, np.float64) * slope for ct, slope in zip(cotangents, slopes, strict=True)]
     own = np.asarray(gradient, np.float64) * np.asarray(direction, np.float64)
     measured, claimed = sum(part.sum() for part in terms), own.sum()
+    # Sums of random signs cancel, so that what is off is held against the size of the terms, too.
     expected = np.sqrt(sum((part**2).sum() for part in terms)) + np.sqrt((own**2).sum())
     scale = max(expected, abs(measured), abs(claimed))
     if not np.isfinite(scale):

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions under `vmap` and differentiation, computed together, and the truth about them one example at a time."""
+"""Functions under `vmap` and differentiation, computed together, and the truth about them one example at a time.
+
+A batch is compared with its examples, because a batched reference could share the fault. All programs of a
+configuration are one, compiled without optimising, since compiling is what takes the time; only if that fails is each
+compiled alone, to learn which one it was.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +98,7 @@ class Pattern:
 
 
 def _sum(gradients: Sequence[jax.Array]) -> Any:
+    # By NumPy, which compiles nothing.
     return jnp.asarray(sum(np.asarray(gradient) for gradient in gradients))
 
 
@@ -105,6 +111,7 @@ def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:
     found = [Pattern("vmap", (((0,) * count, 3),)), Pattern("vmap of vmap", (((0,) * count, 2), (last, 3)))]
     if count > 1:
         alone = ((number, name) for number, name in enumerate(names))
+        # Alone, for then the others are not batched, and a gradient of theirs is a sum over the examples.
         found += [Pattern(f"vmap over {name}", ((_only(number, count), 3),)) for number, name in alone]
     return found
 

@@ -117,6 +117,7 @@ def _reasons(rows: Sequence[CheckRow]) -> list[str]:
     told = [row for row in rows if row.status == CheckStatus.FAILED] or [row for row in rows if row.reason]
     by_reason: dict[str, list[CheckRow]] = {}
     for row in told:
+        # A kernel mostly fails under all configurations for one reason, which is told once.
         by_reason.setdefault(row.reason, []).append(row)
     lines: list[str] = []
     for reason, same in list(by_reason.items())[:_SHOWN]:

@@ -89,6 +89,7 @@ def _wrong_types(
             wrong.extend(_misfits(argument, gradient, names[at : at + count]))
             at += count
 
+    # Types are asked for, so nothing is computed.
     jax.eval_shape(trace, arrays, cotangents)
     return wrong
 
@@ -104,6 +105,7 @@ def _answer(
     if overrides(kernel, "custom_vjp"):
         outs = Forward(spec).flat(choice)(*own)
         rule = hook(kernel, "custom_vjp", platform, config)
+        # The rule itself, because what calls it brings gradients into the arguments' dtypes.
         found: Sequence[Any] = rule(args, config, kwargs, _outputs(trees[0], outs, cotangents))
         return found
     out, residuals = hook(kernel, "fwd_with_residuals", platform, config)(*args, cfg=config, **kwargs)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configurations `check_kernel` checks, and which checks each has."""
+"""Which configurations `check_kernel` checks, and which checks each has.
+
+What raises honestly, and plain JAX cannot do either, is skipped with the reason; it is a failure where the kernel
+claims it, by a rule, by a form of `run` for the platform, or by doing it under the heuristic.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +78,7 @@ def _rows(subject: Subject, configs: Sequence[object], without: frozenset[str]) 
         numbers = Numbers(subject, configs[0], tuple(without))
     except UnsupportedError as error:  # it is for another platform than this process has
         yield CheckRow(check="outputs", config=None, status=CheckStatus.SKIPPED, reason=str(error))
+        # What is left, platforms and the key, needs nothing to run here.
         without |= {"dtypes", "export", "pickle", "split"}
     except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
         yield CheckRow(
@@ -132,6 +137,7 @@ def _configs(subject: Subject, inv: Invocation[Cfg, Out], given: Collection[obje
         chosen = candidates.sample(np.random.default_rng(subject.seed), LISTED)
         note = f"The configurations are the heuristic's and {len(chosen)} of about {candidates.size:,}, at random."
     found: dict[Any, Any] = {}
+    # The heuristic's first, and once: the others are held against it.
     for config in [*heuristic_of(inv, subject.kernel), *chosen]:
         found.setdefault(config_id(config), config)
     if not found:

@@ -82,6 +82,7 @@ def _row(check: str, config: object, status: CheckStatus, reason: str = "") -> C
 
 def _placing(subject: Subject, config: object, found: Factors, own: Sequence[Any], name: str) -> _Placing | None:
     """Return how a call is placed to be split along an axis; `None` if its arrays are not the kernel's."""
+    # The rule speaks of the kernel's arrays, and only the call's own can be placed.
     if [array.shape for array in own] != [like.shape for like in subject.types]:
         return None
     specs = [
@@ -90,6 +91,7 @@ def _placing(subject: Subject, config: object, found: Factors, own: Sequence[Any
     ]
     lengths, results = _lengths(found.operands, own, name), None
     if not lengths:
+        # No argument has the axis, so that only the result can ask for it.
         results = specs[1]
         lengths = _lengths(found.results, jax.eval_shape(subject.executed(config), *own), name)
     count = next((n for n in range(jax.device_count(), 1, -1) if lengths and lengths[0] % n == 0), 1)
@@ -130,6 +132,7 @@ def _difference(subject: Subject, config: object, arrays: Arrays, placing: _Plac
         logger.debug("%s: split without its gradient: %s", inv.op_id, error_text(error))
         computed = alone
         whole = jax.jit(computed(run))(arrays, cotangents)
+    # Automatic axes, where arrays are placed as a user's are, so that XLA's partitioner asks the rule.
     split = jax.jit(computed(placing.asking(run)))(placing.place(arrays), cotangents)
     pairs = [("", split.outs, whole.outs), ("gradient: ", split.gradients or (), whole.gradients or ())]
     for what, got, want in pairs:

@@ -61,6 +61,7 @@ class Subject:
             inv = Invocation(kernel=kernel, args=prepared, kwargs=rest, override_cfg=named.get("cfg"))
             seen.append(inv.abstract())
 
+        # `prepare` runs under JAX's tracing, and the arrays may be abstract.
         jax.eval_shape(prepare, *(leaves[index] for index in at))
         return cls(kernel, args, kwargs, seen[0], seed)
 
@@ -127,6 +128,7 @@ class Subject:
     def differentiable(self) -> tuple[bool, ...]:
         """Return which arrays have a gradient: all floating-point ones, but for keywords where there is a rule."""
         _, by_keyword = self.inv.node.spec.join(self.inv.argument_types)
+        # A rule answers for positional arguments alone; JAX differentiates the others as well.
         fixed = by_keyword if has_gradient_rule(self.kernel) else {}
         return tuple(
             is_inexact(like) and not (part.idx == 1 and argument.key in fixed)
@@ -137,10 +139,12 @@ class Subject:
         """Return that many inputs of the call: the given one, if it is not abstract, and examples."""
         rng = np.random.default_rng(self.seed)
         concrete = not any(isinstance(array, jax.ShapeDtypeStruct) for array in self.given)
+        # Copies, for a kernel that writes to its arguments is to be found out, and not to write to its author's.
         first = [[jnp.array(array) for array in self.given]] if concrete else []
         return [*first, *(self._example(rng) for _ in range(count - len(first)))]
 
     def _example(self, rng: np.random.Generator) -> Arrays:
         made = example_arrays(self.inv, rng, Choice())
         fits = [(like.shape, like.dtype) for like in made] == [(like.shape, like.dtype) for like in self.types]
+        # What `prepare` reshapes, or casts, is not what the call is given.
         return made if fits else [random_array(like, rng) for like in self.types]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain JSON data to the types that most configurations have, without cattrs: to import that takes 30 ms.
 
-What is read here is what `decode` would read; whatever is doubtful, wrong or rare is left to it, and so is what to say.
+That was most of the first lookup of a process. What is read here is what `decode` would read, to which a test holds it;
+whatever is doubtful, wrong or rare is left to it, and so is what to say.
 """
 
 from __future__ import annotations

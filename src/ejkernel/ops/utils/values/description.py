@@ -77,6 +77,7 @@ class _Reader:
             return data
         if type(data) is list:
             return tuple(self.value(item, depth + 1) for item in data)
+        # By all of its keys, so that one more, or one less, is no value.
         form = _FORMS.get(frozenset(data)) if type(data) is dict else None
         if form is None:
             raise DescriptionError(f"{shown(data)} describes no value")

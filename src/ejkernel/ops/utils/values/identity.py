@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """When two static values of one process are the same: type and value, recursively through containers, else `is`.
 
+Numbers are told apart by their bits. Partial functions, frozen dataclasses, and what pytrees know of themselves are
+containers too. What may change, such as a list in a partial function, counts by `is` *and* by content.
+
 This is not what a key says. A description may be equal for values that compute differently, and two processes have
 only descriptions in common; within one process nothing but the values themselves decides who shares a trace.
 """

@@ -2,7 +2,10 @@
 """What a text or a file may name. A name is looked up in tables, never in modules: looking it up runs nothing.
 
 Three tables are asked: what was marked with `nameable`; what a kernel's own code declares (`Names`); and JAX's public
-functions of arrays.
+functions of arrays. A package holds functions that were never meant to be called with a text's arguments, and a module
+may import when it is asked for an attribute: from modules a text could have a kernel call `functools.partial(os.system,
+...)`. What is declared is collected anew for each call that is read, so that nothing has to be unregistered, or kept
+alive.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ def _describe_object(value: object) -> Any:
         return _describe_node(value, describe_static)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: describe_static(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        # An attribute beside the fields may be computed with, and no key would have it.
         if not fields.keys() >= dict(state_of(value)).keys():
             raise _unstable(value)
         return {"dataclass": _type_name(type(value)), "fields": fields}
@@ -176,6 +177,7 @@ def _describe_object(value: object) -> Any:
 
 def _describe_node(value: object, describe: Callable[[Any], Any] = describe) -> dict[str, Any]:
     flat = jax.tree_util.default_registry.flatten_one_level(value)
+    # What is its own static data (`register_static`) would be described for ever.
     if flat is None or flat[1] is value:
         raise _unstable(value)
     children, aux = flat
@@ -221,6 +223,7 @@ def _public_jax_names() -> dict[int, str]:
 
 
 def _look_up(module: str, qualname: str) -> Any:
+    # Not imported: a function that is here has its module loaded, or had.
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -245,6 +248,7 @@ def _type_name(cls: type) -> str:
 
 
 def _sorted(items: Sequence[object]) -> list[Any]:
+    # Sets and mappings have no order that processes share.
     return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
 
 
