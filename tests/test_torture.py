@@ -97,7 +97,7 @@ def test_the_same_seed_and_number_make_the_same_input(budget):
 
 def test_nothing_is_found_in_what_is_there(budget, tally):
     fuzzing.damage(budget(20), tally)
-    bombs.bombs(budget(1, only=("entry",), folder=budget(1).folder / "bombs"), tally)
+    bombs.bombs(budget(20, only=("entry",), folder=budget(1).folder / "bombs"), tally)
     assert tally.findings == []
     assert tally.counts["entry"] > 100
 

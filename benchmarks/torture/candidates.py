@@ -68,7 +68,7 @@ def candidates(budget: Budget, tally: Tally) -> None:
     quiet()
     folder = budget.folder / "cache"
     for number in budget.numbers():
-        seconds = budget.random("candidates", number).expovariate(1 / 12.0)
+        seconds = budget.random("candidates", number).uniform(1.0, 8.0 if budget.inputs == 1 else 40.0)
         mark = secrets.token_hex(8)
         process = _started(folder, mark)
         with contextlib.suppress(subprocess.TimeoutExpired):

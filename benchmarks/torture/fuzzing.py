@@ -129,6 +129,9 @@ def _spoilt_lines(random: random.Random, lines: list[Any]) -> list[Any]:
 
 def guided(budget: Budget, tally: Tally) -> None:
     """Have `atheris` find content that goes new ways through each reader, in a process for each."""
+    if budget.inputs == 0:
+        tally.left_out.append("to prepare a reader for it takes longer than all the rest")
+        return
     if find_spec("atheris") is None:
         tally.left_out.append("atheris is not installed (pip install atheris): nothing was guided by coverage")
         return
