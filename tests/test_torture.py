@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import threading
 import warnings
@@ -203,10 +204,56 @@ def test_what_is_found_is_told_with_the_command_that_repeats_it_and_kept(monkeyp
     assert "LOST it's gone 3: it is not there" in out
     assert """python -m benchmarks.torture damage --seed 4 --only 'it'"'"'s gone' --first 3 --inputs 1""" in out
     totals = json.loads(figures.read_text())["totals"]
-    assert (totals["damage"]["tried"], totals["damage"]["lost"], totals["clocks"]["tried"]) == (10, 2, 0)
+    assert (totals["damage"]["counts"], totals["damage"]["lost"], totals["clocks"]["counts"]) == ({"tries": 10}, 2, {})
     assert program.main(["clocks"]) == 0
     with pytest.raises(SystemExit):
         program.main(["none"])
+
+
+# --- the documents ---
+
+ROOT = Path(__file__).parents[1]
+
+
+def rows(document):
+    """Return the rows of the tables in a document, by their first cells that name a part or a kind."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"(?m)^\| .*`.*$", text)]
+
+
+def totals():
+    return json.loads((ROOT / "benchmarks/results/torture.json").read_text())["totals"]
+
+
+def test_each_guarantee_stands_beside_the_figures_of_its_part():
+    found = rows("docs/guarantees.md")
+    assert {name.strip("`") for _, name, *_ in found} == set(program.PARTS)
+    for _, name, tried, *kinds in found:
+        total = totals()[name.strip("`")]
+        assert tried == ", ".join(f"{count:,} {what}" for what, count in sorted(shown(total["counts"]).items()))
+        assert kinds == [str(total[kind]) for kind in ("lost", "hang", "uncaught", "wrong")]
+
+
+def shown(counts):
+    """Return the counts of a part, of kinds of content as one."""
+    return {"inputs": sum(counts.values())} if "entry" in counts else counts
+
+
+def test_each_kind_of_content_stands_beside_how_often_it_was_tried(tmp_path):
+    for kind, *figures in rows("SECURITY.md"):
+        parts = ("damage", "mutation", "guided", "bombs")
+        counts = [totals()[part]["counts"].get(kind.strip("`"), 0) for part in parts]
+        assert figures == [f"{count:,}" for count in counts]
+    assert {kind.strip("`") for kind, *_ in rows("SECURITY.md")} == set(formats(tmp_path))
+
+
+def test_the_guarantees_name_tests_that_there_are():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")))
+    defined = {
+        name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"(?m)^def (test_\w+)", file.read_text())
+    }
+    assert len(named) > 5
+    assert named <= defined
 
 
 def test_the_short_form_has_a_little_of_every_part():

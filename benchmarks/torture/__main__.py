@@ -81,15 +81,21 @@ def keep(file: Path, tallies: Sequence[Tally], seed: int) -> None:
     """Add runs to a file of figures."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"runs": []}
     found["runs"] += [{"part": t.part, "seed": seed, **t.data(), "environment": report.environment()} for t in tallies]
-    totals: dict[str, dict[str, Any]] = {}
-    for kept in found["runs"]:
-        total = totals.setdefault(kept["part"], {"tried": 0, "seconds": 0.0, **dict.fromkeys(KINDS, 0)})
-        total["tried"] += sum(kept["counts"].values())
-        total["seconds"] = round(total["seconds"] + kept["seconds"], 1)
-        for kind in KINDS:
-            total[kind] += kept[kind]
-    found["totals"] = totals
+    found["totals"] = totals(found["runs"])
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def totals(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return of each part the sums of its runs."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        total = found.setdefault(run["part"], {"counts": {}, "seconds": 0.0, **dict.fromkeys(KINDS, 0)})
+        for kind, count in run["counts"].items():
+            total["counts"][kind] = total["counts"].get(kind, 0) + count
+        total["seconds"] = round(total["seconds"] + run["seconds"], 1)
+        for kind in KINDS:
+            total[kind] += run[kind]
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
