@@ -376,8 +376,8 @@ def checked_weight(weight: object, what: str) -> float:
     Raises:
         ArgumentError: it is no positive finite number; `what` is its name in the message.
     """
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not is_number or not 0 < weight <= sys.float_info.max:  # an int may be larger than any float
+    # not `inf`: an int may be less than that, and larger than any float
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
         raise ArgumentError(f"{what} must be a positive number, got {weight!r}.")
     return float(weight)
 
