@@ -18,7 +18,7 @@ import click
 import jax
 
 from ejkernel.cli import report
-from ejkernel.cli.programs import import_users, look_here
+from ejkernel.cli.programs import import_users, look_here, module_named
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
@@ -151,8 +151,8 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
     store = opened(cache)
     if imports:
         look_here()
-    for name in imports:
-        import_users(name)
+    for module in map(module_named, imports):
+        import_users(module)
     found = list(items(store, _space_of if imports else None))
     counts = collections.Counter(item.kind for item in found)
     bad = [item for item in found if item.problem]

@@ -225,6 +225,16 @@ def test_candidates_of_one_program_are_one_row_of_a_stored_search():
     assert sum("rows=" in row for row in table) == 2
 
 
+def test_a_twin_is_the_one_that_it_was_told_of_though_others_are_equal_to_it():
+    outcomes = (
+        measured({"scale": 1}, [2.0]),
+        measured({"scale": 1.0}, [1.0]),
+        Outcome(config={"scale": 2}, status=Status.SAME, reason="the same program", twin={"scale": 1.0}),
+    )
+    data = AutotuneData(inv=call(), config=outcomes[1].config, outcomes=outcomes, seconds=1.5)
+    assert type(loaded(dump(data, {})).outcomes[2].twin["scale"]) is float
+
+
 def test_a_log_of_before_has_neither_a_standing_nor_twins():
     first, *lines = dump(told_of(), {}).splitlines()
     header = {name: value for name, value in json.loads(first).items() if name not in NEWER}

@@ -367,6 +367,12 @@ def test_bucketed_refuses(arguments, text):
         bucketed(array, axis, **({"least": least[0]} if least else {}))
 
 
+def test_a_size_that_stands_for_many_is_not_rounded():
+    (rows,) = jax.export.symbolic_shape("rows")
+    with pytest.raises(ArgumentError, match="axis 0 has the size rows, which stands for many"):
+        bucketed(jax.ShapeDtypeStruct((rows, 4), "float32"), 0)
+
+
 def test_a_tuned_function_may_have_buckets():
     @tune(space={"rows": [1, 2]}, bucket=lambda inv: ((bucketed(inv.args[0], 0),), inv.kwargs))
     def total(x, *, rows=1):

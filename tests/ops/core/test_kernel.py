@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import types
 
 import jax
@@ -222,6 +223,43 @@ def test_half_a_residual_form_is_an_error(executor, there, missing):
     kernel = type("Half", (Times,), {there: lambda self, *args, cfg: None})()
     with pytest.raises(KernelError, match=f"Half has {there} but no {missing}; define both, or custom_vjp"):
         jax.grad(lambda x: executor(kernel, x).sum())(X)
+
+
+def test_a_prepare_that_returns_something_else_says_so(executor):
+    kernel = type("Unprepared", (Times,), {"prepare": lambda self, x: x})()
+    with pytest.raises(KernelError, match=r"Unprepared: prepare must return \(args, kwargs\), got"):
+        executor(kernel, X)
+
+
+class Meeting(Times):
+    """Two threads trace it for the first time at once: the second begins before the first ends, and ends after it."""
+
+    def run(self, x, *, cfg):
+        if threading.current_thread().name == "first":
+            self.first_is_here.set()
+            assert self.second_is_here.wait(60)
+        else:
+            self.second_is_here.set()
+            assert self.first_is_done.wait(60)
+        return x * cfg
+
+
+def test_threads_that_trace_equal_calls_at_once_do_not_take_each_other_s_for_done(executor):
+    kernel = Meeting()
+    kernel.first_is_here, kernel.second_is_here, kernel.first_is_done = (threading.Event() for _ in range(3))
+    found = {}
+
+    def trace():
+        found[threading.current_thread().name] = jax.eval_shape(lambda x: executor(kernel, x), X).shape
+        kernel.first_is_done.set()
+
+    threads = [threading.Thread(target=trace, name=name) for name in ("first", "second")]
+    threads[0].start()
+    assert kernel.first_is_here.wait(60)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(("first", "second"), X.shape)
 
 
 # --- types of configurations ---

@@ -299,6 +299,15 @@ def test_a_call_batched_twice_has_the_key_of_one_made_by_hand():
     assert keys_when_lowered(jax.vmap(jax.vmap(KERNEL, in_axes=1)), batched) == [made.call_key]
 
 
+def test_an_array_that_no_vmap_maps_over_is_taken_once():
+    sizes = {
+        Invocation(kernel=KERNEL, args=(X, X), batch_axes=axes, batch_sizes=(5,)).input_bytes / X.nbytes
+        for axes in [((1, None),), ((None, 0),)]
+    }
+    assert sizes == {6}
+    assert Invocation(kernel=KERNEL, args=(X,), batch_sizes=(5,)).input_bytes == 5 * X.nbytes
+
+
 def test_a_keyword_for_a_positional_parameter_is_the_same_call():
     assert key_of(X, option="relu") == key_of(X, "relu")
 

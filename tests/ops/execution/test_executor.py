@@ -365,6 +365,10 @@ def test_a_sharded_call_takes_static_arguments_and_a_configuration(executor, mes
     np.testing.assert_array_equal(got, -3 * X)
 
 
+def test_a_sharded_call_takes_nothing_by_keyword(executor, sharded):
+    np.testing.assert_array_equal(executor(Everything(), X, activation=None, cfg=1, **sharded), X)
+
+
 def test_no_method_is_a_plain_call(executor):
     np.testing.assert_array_equal(executor(Times(), X, method=None), X)
 

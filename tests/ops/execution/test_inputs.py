@@ -56,6 +56,13 @@ def test_example_inputs_of_the_decorator_are_measured_with():
     assert tuned(kernel, X, SIZES)[1] == []
 
 
+def test_a_key_of_random_numbers_is_an_input_like_any_other():
+    def noisy(key, x, *, rows=1):
+        return x.reshape(rows, -1).sum() + jax.random.normal(key, ())
+
+    assert tuned(made("noisy", noisy), jax.random.key(0), X)[1] == []
+
+
 def test_floats_alone_are_made_without_a_word():
     assert tuned(made("floats", lambda x, *, rows=1: x.reshape(rows, -1).sum()), X)[1] == []
 

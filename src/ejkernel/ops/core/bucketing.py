@@ -37,7 +37,8 @@ def bucketed(array: object, *axes: int, least: int = 1) -> Any:
         least: They become at least this, a power of two.
 
     Raises:
-        ArgumentError: `array` is none, has no such axis, or `least` is not a power of two.
+        ArgumentError: `array` is none, has no such axis, or `least` is not a power of two; or a size that is to be
+            rounded is a symbol, in a program that is exported for many.
     """
     if array is None:
         return None
@@ -50,8 +51,17 @@ def bucketed(array: object, *axes: int, least: int = 1) -> Any:
     for axis in axes:
         if not -len(shape) <= axis < len(shape):
             raise ArgumentError(f"axes must be axes of an array of shape {tuple(shape)}, got {axis!r}.")
-        shape[axis] = max(least, 1 << (like.shape[axis] - 1).bit_length()) if like.shape[axis] else 0
+        shape[axis] = _rounded(like.shape[axis], axis, least)
     return jax.ShapeDtypeStruct(tuple(shape), like.dtype, weak_type=like.weak_type)
+
+
+def _rounded(size: Any, axis: int, least: int) -> int:
+    if not isinstance(size, int):
+        raise ArgumentError(
+            f"axis {axis} has the size {size}, which stands for many and cannot be rounded; export for shapes that are "
+            "numbers, or give the kernel a bucket that leaves such calls alone."
+        )
+    return max(least, 1 << (size - 1).bit_length()) if size else 0
 
 
 def representative_of(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], node: Node | None) -> Invocation[Any, Any]:

@@ -136,12 +136,18 @@ class Invocation(Generic[Cfg, Out]):
     @property
     def input_bytes(self) -> int:
         """Bytes of all arrays that the call takes; one that a `vmap` maps over counts for every example."""
-        arrays, examples = self.array_types, 1
-        if not arrays:
-            leaves = jax.tree.leaves(abstract_tree([list(self.args), dict(self.kwargs)]))
-            arrays = tuple(leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
-            examples = math.prod(self.batch_sizes)
-        return examples * sum(int(math.prod(array.shape) * array.dtype.itemsize) for array in arrays)
+        if self.array_types:
+            return sum(_bytes_of(array) for array in self.array_types)
+        leaves = jax.tree.leaves(abstract_tree([list(self.args), dict(self.kwargs)]))
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+        return sum(self._examples_of(index) * _bytes_of(array) for index, array in enumerate(arrays))
+
+    def _examples_of(self, index: int) -> int:
+        """Return how many examples of an array the enclosing `vmap`s map over; of each, if they do not say which."""
+        if self.batch_axes is None:
+            return math.prod(self.batch_sizes)
+        levels = zip(self.batch_axes, self.batch_sizes, strict=True)
+        return math.prod(size for axes, size in levels if axes[index] is not None)
 
     @functools.cached_property
     def device_fingerprint(self) -> str:
@@ -314,6 +320,10 @@ def _fields_of(kernel: object) -> Any:
 
 def _promotion(numerics: compat.Numerics) -> str:
     return compat.settings_name(numerics.numpy_dtype_promotion)
+
+
+def _bytes_of(array: HasType) -> int:
+    return int(math.prod(array.shape) * array.dtype.itemsize)
 
 
 def _levels(batch_axes: Any) -> tuple[tuple[int | None, ...], ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -184,7 +184,6 @@ class _Traces:
         self.call = call
         self.platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
         self._may_split = call.part is Part.WHOLE and has_rule(call.node.spec.kernel)
-        self.found: dict[Hashable, _Found] = {}
         self.known: Bounded[Types] = Bounded()
 
     def of(self, avals: Sequence[HasType]) -> Types:
@@ -208,12 +207,12 @@ class _Traces:
         )
 
     def _traced_as_it_is(self, avals: Sequence[HasType]) -> Types:
-        jaxpr = compat.traced(self._typed, avals)
+        found = _Found()  # for each trace: two threads may be here at once
+        jaxpr = compat.traced(functools.partial(self._typed, found), avals)
         # JAX transforms what a call is given: a tracer that comes in by another way has no gradient and no batch axis.
         foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
         if foreign:
             raise _closed_over(self.call, foreign)
-        found = self.found.get(_shapes(avals), _Found())
         return Types(
             jaxpr=jaxpr,
             effects=compat.outer_effects(jaxpr),
@@ -222,9 +221,7 @@ class _Traces:
             found=found,
         )
 
-    def _typed(self, *arrays: jax.Array) -> tuple[Any, ...]:
-        found = self.found[_shapes(arrays)] = _Found()
-
+    def _typed(self, found: _Found, *arrays: jax.Array) -> tuple[Any, ...]:
         def pick(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
             found.config = _config_for_types(self.call, self.platform, args, kwargs)
             return found.config
@@ -235,10 +232,6 @@ class _Traces:
         choice = Choice(platform=self.platform, config_for_types=pick, as_call=as_call, trees=found.trees)
         with compat.noting_answers(found.answers):
             return self.call.node.flat(choice)(*arrays)
-
-
-def _shapes(avals: Sequence[HasType]) -> tuple[Any, ...]:
-    return tuple((aval.shape, aval.dtype) for aval in avals)
 
 
 _traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)  # what was traced for a kernel goes with it

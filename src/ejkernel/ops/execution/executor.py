@@ -19,7 +19,7 @@ from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Reso
 from ejkernel.ops.config.staleness import usual_stale_policy
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, unbound
+from ejkernel.ops.core.kernel import Kernel, check_config, prepared, unbound
 from ejkernel.ops.core.primitive import Call, Override, call_of, call_p, types_of
 from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.core.types import Cfg, Out
@@ -236,7 +236,7 @@ class Executor(Generic[Cfg, Out]):
         mesh, in_specs, out_specs = (kwargs.pop(name) for name in ("mesh", "in_specs", "out_specs"))
         # `jax.shard_map` has specs for arrays alone; what is static goes past it.
         given = [index for index, value in enumerate(args) if not is_static(value)]
-        arrays = {name: value for name, value in kwargs.items() if not is_static(value)}
+        arrays = {name: value for name, value in kwargs.items() if value is not None and not is_static(value)}
         if arrays:
             raise ArgumentError(f"method='shard_map' takes arrays by position, got {', '.join(arrays)} by keyword.")
 
@@ -273,7 +273,7 @@ def _prepared(
     # Before `prepare`, so that what stands for an array (`__jax_array__`) is one for the kernel's own checks.
     if any(map(stands_for_array, jax.tree.leaves((args, kwargs), is_leaf=stands_for_array))):
         args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=stands_for_array)
-    args, kwargs = kernel.prepare(*args, **kwargs)
+    args, kwargs = prepared(kernel, args, kwargs)
     if "cfg" not in kwargs:
         return args, kwargs, cfg
     spelled_out = kwargs["cfg"]

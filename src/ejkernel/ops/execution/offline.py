@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
@@ -429,7 +430,7 @@ def _warn_of_made_inputs(inv: Invocation[Any, Any]) -> None:
     whole = [
         f"{name} ({array.dtype})"
         for name, array in zip(array_names(spec), arrays, strict=True)
-        if isinstance(array, np.ndarray | jax.Array) and np.issubdtype(array.dtype, np.integer)
+        if isinstance(array, np.ndarray | jax.Array) and jnp.issubdtype(array.dtype, np.integer)
     ]
     if whole and not (overrides(kernel, "example_inputs") or overrides(kernel, "example_draws")):
         text = (

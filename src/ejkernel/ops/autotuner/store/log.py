@@ -30,7 +30,7 @@ from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.printable import printable, printable_json
 from ejkernel.ops.utils.storage.sealed import check_schema, read_lines, sealed_lines
-from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, to_data
+from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain, parse_json, stable_json, to_data
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +214,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         SerializationError: a configuration has no JSON form.
     """
     configs = [to_data(outcome.config) for outcome in data.outcomes]
+    place = {stable_json(config): at for at, config in enumerate(configs)}  # in which 1, 1.0 and True differ
     # Names of fields are written once, and not with each of hundreds of outcomes.
     fields = list(configs[0]) if isinstance(configs[0], dict) else None
     if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
@@ -233,7 +234,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         outcomes=len(configs),
         columns=columns,
         provenance=dict(provenance),
-        twins=[(i, configs.index(to_data(o.twin))) for i, o in enumerate(data.outcomes) if o.twin is not None],
+        twins=[(i, place[stable_json(to_data(o.twin))]) for i, o in enumerate(data.outcomes) if o.twin is not None],
         why=shortened(data.why),
         standing=None if data.standing is None else _Standing(**data.standing.data()),
         undecided=data.undecided,

@@ -109,7 +109,9 @@ def _cells(rows: Sequence[CheckRow]) -> tuple[str, ...]:
 
 def _share(row: CheckRow) -> float:
     assert row.error is not None  # only rows that compared anything get here
-    return row.error / row.allowed if row.allowed else math.inf * bool(row.error) if row.error else 0.0
+    if row.allowed:
+        return row.error / row.allowed
+    return math.inf if row.error else 0.0
 
 
 def _reasons(rows: Sequence[CheckRow]) -> list[str]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from ejkernel.ops.utils.random_arrays import random_array
 from ejkernel.ops.utils.values.signature import is_array
 
 Arrays = list[Any]
-Pulled = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
 
 
 @dataclasses.dataclass(eq=False)
