@@ -98,7 +98,7 @@ def test_the_same_seed_and_number_make_the_same_input(budget):
 
 def test_nothing_is_found_in_what_is_there(budget, tally):
     fuzzing.damage(budget(20), tally)
-    bombs.bombs(budget(20, only=("entry",), folder=budget(1).folder / "bombs"), tally)
+    bombs.bombs(budget(100, only=("entry",), folder=budget(1).folder / "bombs"), tally)
     assert tally.findings == []
     assert tally.counts["entry"] > 40
 
@@ -254,6 +254,15 @@ def test_the_guarantees_name_tests_that_there_are():
     }
     assert len(named) > 5
     assert named <= defined
+
+
+def test_what_was_found_is_repeated_by_its_number(budget, tally, monkeypatch):
+    monkeypatch.setattr(sealed, "_is_whole", lambda raw, form: True)
+    fuzzing.damage(budget(None, only=("result",)), tally)
+    found, again = tally.findings[3], Tally("part")
+    fuzzing.damage(budget(1, only=("result",), first=found.number, folder=budget(1).folder / "again"), again)
+    assert again.findings == [found]
+    assert again.counts["result"] == 1
 
 
 def test_the_short_form_has_a_little_of_every_part():

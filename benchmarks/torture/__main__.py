@@ -37,13 +37,14 @@ PARTS: Final[dict[str, Part]] = {
     "threads": threads.threads,
     "candidates": candidates.candidates,
 }
+NUMBERED: Final = {"places", "clocks", "damage", "bombs", "mutation", "commands"}  # whose inputs are alone repeated
 SHORT: Final = {  # what all of it takes a minute with
     "crashes": 100,
     "disks": 20,
     "places": 8,
     "clocks": 10,
     "damage": 120,
-    "bombs": 75,
+    "bombs": 200,
     "mutation": 200,
     "guided": 0,
     "commands": 60,
@@ -62,8 +63,10 @@ def run(name: str, budget: Budget) -> Tally:
 
 def repeats(part: str, finding: Finding, seed: int) -> str:
     """Return the command that repeats what was found."""
-    which = f"--only {shlex.quote(finding.where)} --first {finding.number} --inputs 1"
-    return f"python -m benchmarks.torture {part} --seed {seed} {which}"
+    whole = f"python -m benchmarks.torture {part} --seed {seed}"
+    if part not in NUMBERED:
+        return whole
+    return f"{whole} --only {shlex.quote(finding.where)} --first {finding.number} --inputs 1"
 
 
 def shown(tally: Tally, seed: int) -> str:

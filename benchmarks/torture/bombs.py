@@ -64,6 +64,7 @@ BOMBS: Final[dict[str, Callable[[int], bytes]]] = {
     "gzip": lambda size: gzip.compress(b"\0" * size * 50),
     "zip": _zip,
 }
+_ABOUT: Final = 1000  # more than there are of one kind of content
 _SIZES: Final = {"small": 1 << 16, "large": 3 << 20}
 
 
@@ -71,15 +72,16 @@ def bombs(budget: Budget, tally: Tally) -> None:
     """Have each reader read each of them, by itself, sealed, and in the place of a value."""
     quiet()
     for format in formats(budget.folder).values():
+        if budget.only and format.name not in budget.only:
+            continue
         judge = Judge(format, tally)
         before = _resident()
-        sizes = _SIZES if budget.inputs is None else {"small": _SIZES["small"]}
-        step = 1 if budget.inputs is None else max(1, 300 // budget.inputs)
+        sizes = _SIZES if budget.inputs is None or budget.first else {"small": _SIZES["small"]}
+        chosen = budget.chosen(_ABOUT)
         for number, (raw, sealed) in enumerate(_contents(format, sizes)):
-            if (budget.only and format.name not in budget.only) or number < budget.first or number % step:
-                continue
-            judge.judge(number, raw, sealed=sealed)
-            tally.counts[format.name] += 1
+            if number in chosen:
+                judge.judge(number, raw, sealed=sealed)
+                tally.counts[format.name] += 1
         taken = _resident() - before
         if taken > _MOST_MEMORY:
             tally.found("uncaught", format.name, 0, f"it took {taken >> 20} MiB")

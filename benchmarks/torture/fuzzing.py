@@ -64,9 +64,9 @@ def damage(budget: Budget, tally: Tally) -> None:
     for judge in _judges(budget, tally):
         name = judge.format.name
         changes = sum(9 * len(raw) for raw in judge.format.originals)
-        step = 1 if budget.inputs is None else max(1, changes // budget.inputs)
+        chosen = budget.chosen(changes)
         for number, raw in enumerate(_damaged(judge.format.originals)):
-            if number >= budget.first and number % step == 0:
+            if number in chosen:
                 judge.judge(number, raw, sealed=False)
                 tally.counts[name] += 1
 

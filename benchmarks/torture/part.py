@@ -49,6 +49,12 @@ class Budget:
         """Return a source of numbers for what has these names; the same names give the same numbers."""
         return random.Random(f"{self.seed} {names}")
 
+    def chosen(self, count: int) -> range:
+        """Return the numbers of those that are tried, of so many: all, or as many as `inputs` says, spread evenly."""
+        if self.inputs is None or self.first:
+            return range(self.first, count if self.inputs is None else min(count, self.first + self.inputs))
+        return range(0, count, max(1, count // max(1, self.inputs)))
+
     def numbers(self, share: float = 1.0) -> Iterator[int]:
         """Yield the numbers of the inputs, until the budget, or a share of its seconds, is spent."""
         end, number = time.monotonic() + self.seconds * share, self.first

@@ -262,10 +262,10 @@ def places(budget: Budget, tally: Tally) -> None:
     os.chmod(budget.folder, 0o755)
     # of what is named on the command line, a pipe is waited for
     cases = [case for case in itertools.product(NODES, _places(whole)) if case != ("a pipe", "shapes")]
-    step = 1 if budget.inputs is None else max(1, len(cases) // budget.inputs)
-    for number, (name, place) in enumerate(cases):
+    for number in budget.chosen(len(cases)):
+        name, place = cases[number]
         where = f"{name} as {place}"
-        if number < budget.first or (where not in budget.only if budget.only else number % step):
+        if budget.only and where not in budget.only:
             continue
         files = Files(Path(shutil.copytree(whole.folder, budget.folder / f"{number}")))
         at = _places(files)[place]
