@@ -98,5 +98,7 @@ def _word(chance: random.Random, paths: Sequence[str]) -> str:
     word = chance.choice((*_WORDS, *paths)) if chance.random() < 0.5 else chance.choice(paths)
     if chance.random() < 0.2:
         word = mutated(chance, word.encode("utf-8", "replace"), [b"--json"]).decode("utf-8", "surrogateescape")
+    if chance.random() < 0.02:
+        return "~no-such-user/x.py:step"
     inside = word.replace("..", "").replace("~", "").replace("\0", "")
     return inside if "://" in inside else inside.lstrip("/").replace("//", "/")
