@@ -8,6 +8,7 @@ the heuristic, and never another call's.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import random
 import sys
 import threading
@@ -32,6 +33,7 @@ from ejkernel.ops import (
 )
 
 _THREADS: Final = 8
+_MORE: Final = 300.0  # seconds after which a thread that was to end hangs
 _CALLS: Final = 5
 _PER_CALL: Final = 1000  # rows of a configuration say which call it is for
 
@@ -167,7 +169,10 @@ def threads(budget: Budget, tally: Tally) -> None:
     sys.setswitchinterval(1e-5)
     try:
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            for index, ended in enumerate([pool.submit(work, index) for index in range(_THREADS)]):
-                tally.try_("threads", index, lambda ended=ended: ended.result(budget.seconds + 300))
+            running = [pool.submit(work, index) for index in range(_THREADS)]
+            for future in concurrent.futures.wait(running, budget.seconds + _MORE).not_done:
+                tally.found("hang", "threads", running.index(future), "a thread has not come to its end")
+            for index, ended in enumerate(running):
+                tally.try_("threads", index, functools.partial(ended.result, 0.0))
     finally:
         sys.setswitchinterval(switching)
