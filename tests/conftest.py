@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import textwrap
@@ -18,9 +19,11 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # NumPy's threads wait for each other longer than they work on matrices as small as a search's. This is in time for the
 # processes that run tests and for those that tests start.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Most of the time of these tests is XLA's, and what it makes of small programs runs once: let it try less, here and
-# in the processes that tests start. Flags that were given come last, so they win.
-os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".rstrip()
+# Most of the time of these tests is XLA's, and what it makes of small programs runs once: let it try less, and write
+# loops as it did before it went through MLIR (an option that newer versions ignore), here and in the processes that
+# tests start. Flags that were given come last, so they win.
+_QUICK = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+os.environ["XLA_FLAGS"] = f"{_QUICK} {os.environ.get('XLA_FLAGS', '')}".rstrip()
 
 # An example may be the one that compiles, on a machine that is busy.
 hypothesis.settings.register_profile("ejkernel", deadline=None)
@@ -33,6 +36,13 @@ pytest_plugins = ["tests.cpu_seconds"]
 def pytest_addoption(parser):
     parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
     parser.addoption("--whole-spaces", action="store_true", help="lower all configurations of spaces, not a sample")
+
+
+def pytest_collection_finish():
+    """Have the collector pass over what is imported, which takes a twentieth of all time else, and come less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Mapping
@@ -30,55 +29,77 @@ _READ = (  # all that settings depend on; a home is what `~` stands for
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Process-wide defaults; a constructor argument always wins over these.
 
-    Attributes:
-        cache_dir: Folder of the persistent cache that is written (`EJKERNEL_CACHE_DIR`).
-        cache_layers: Folders and URLs that are read after it (`EJKERNEL_CACHE_LAYERS`, with commas between them).
-        autotune: Whether the default executor tunes on a miss (`EJKERNEL_ON_MISS=tune`, or `EJKERNEL_AUTOTUNE`).
-        heuristic: Whether it may answer a miss with the heuristic; not so with `EJKERNEL_ON_MISS=error`.
-        note_misses: Whether it notes, beside the cache, calls that nothing was measured for (`EJKERNEL_NOTE_MISSES`).
-        record: Whether every call that is lowered is recorded (`EJKERNEL_OPS_RECORD`).
-        stale: What becomes of configurations that were measured with other versions, by what differs: `use`, `retune`
-            or `refuse` (`EJKERNEL_STALE`).
-        stamp: What a label carries in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`).
+    Each is read when it is asked for, so that a bad value is an error for whoever needs it, and for nobody else. An
+    unset or empty variable means its default.
+
+    Args:
+        env: The environment.
     """
 
-    cache_dir: Path
-    cache_layers: tuple[str, ...] = ()
-    autotune: bool = False
-    heuristic: bool = True
-    note_misses: bool = False
-    record: bool = False
-    stale: tuple[tuple[str, str], ...] = ()
-    stamp: str = "hash"
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
 
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Settings:
-        """Parse `env`; an unset or empty variable means its default."""
-        on_miss = _on_miss(env)
-        return cls(
-            cache_dir=_cache_dir(env),
-            cache_layers=tuple(filter(None, map(str.strip, env.get("EJKERNEL_CACHE_LAYERS", "").split(",")))),
-            autotune=on_miss == "tune",
-            heuristic=on_miss != "error",
-            note_misses=_flag(env, "EJKERNEL_NOTE_MISSES"),
-            record=_flag(env, "EJKERNEL_OPS_RECORD"),
-            stale=_stale(env),
-            stamp=_choice(env, "EJKERNEL_OPS_STAMP", _STAMPS),
-        )
+    @functools.cached_property
+    def cache_dir(self) -> Path:
+        """Folder of the persistent cache that is written (`EJKERNEL_CACHE_DIR`)."""
+        given = self._env.get("EJKERNEL_CACHE_DIR", "").strip()
+        if "://" in given:
+            raise _error(f"EJKERNEL_CACHE_DIR must be a folder, got {given!r}; URLs are for EJKERNEL_CACHE_LAYERS.")
+        if given:
+            return Path(given).expanduser()
+        base = self._env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
+        return Path(base).expanduser() / "ejkernel" / "configs"
+
+    @functools.cached_property
+    def cache_layers(self) -> tuple[str, ...]:
+        """Folders and URLs that are read after it (`EJKERNEL_CACHE_LAYERS`, with commas between them)."""
+        return _items(self._env, "EJKERNEL_CACHE_LAYERS")
+
+    @functools.cached_property
+    def autotune(self) -> bool:
+        """Whether the default executor tunes on a miss (`EJKERNEL_ON_MISS=tune`, or `EJKERNEL_AUTOTUNE`)."""
+        return _on_miss(self._env) == "tune"
+
+    @functools.cached_property
+    def heuristic(self) -> bool:
+        """Whether it may answer a miss with the heuristic; not so with `EJKERNEL_ON_MISS=error`."""
+        return _on_miss(self._env) != "error"
+
+    @functools.cached_property
+    def note_misses(self) -> bool:
+        """Whether it notes, beside the cache, calls that nothing was measured for (`EJKERNEL_NOTE_MISSES`)."""
+        return _flag(self._env, "EJKERNEL_NOTE_MISSES")
+
+    @functools.cached_property
+    def record(self) -> bool:
+        """Whether every call that is lowered is recorded (`EJKERNEL_OPS_RECORD`)."""
+        return _flag(self._env, "EJKERNEL_OPS_RECORD")
+
+    @functools.cached_property
+    def stale(self) -> tuple[tuple[str, str], ...]:
+        """What becomes of configurations that were measured with other versions, by what differs (`EJKERNEL_STALE`).
+
+        That is `use`, `retune` or `refuse`.
+        """
+        return _stale(self._env)
+
+    @functools.cached_property
+    def stamp(self) -> str:
+        """What a label carries in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`)."""
+        return _choice(self._env, "EJKERNEL_OPS_STAMP", _STAMPS)
 
 
 def current() -> Settings:
     """Return the settings of the environment as it is now."""
-    return _parsed(tuple((name, os.environ[name]) for name in _READ if name in os.environ))
+    return _of(tuple((name, os.environ[name]) for name in _READ if name in os.environ))
 
 
 @functools.lru_cache(maxsize=16)
-def _parsed(variables: tuple[tuple[str, str], ...]) -> Settings:
-    return Settings.from_env(dict(variables))
+def _of(variables: tuple[tuple[str, str], ...]) -> Settings:
+    return Settings(dict(variables))
 
 
 def deterministic_ops(environ: Mapping[str, str] = os.environ) -> bool:
@@ -128,12 +149,16 @@ def _error(text: str) -> Exception:
     return ConfigError(text)
 
 
-def _cache_dir(env: Mapping[str, str]) -> Path:
-    given = env.get("EJKERNEL_CACHE_DIR", "").strip()
-    if given:
-        return Path(given).expanduser()
-    base = env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
-    return Path(base).expanduser() / "ejkernel" / "configs"
+def _items(env: Mapping[str, str], name: str) -> tuple[str, ...]:
+    """Return what a variable lists, with commas in between, each once."""
+    raw = env.get(name, "").strip()
+    found = tuple(map(str.strip, raw.split(","))) if raw else ()
+    if not all(found):  # as of `$OURS,$THEIRS` one of which is not set
+        raise _error(f"{name} must have something before and behind each comma; got {raw!r}.")
+    twice = next((item for item in found if found.count(item) > 1), None)
+    if twice is not None:
+        raise _error(f"{name} must name everything once, and has {twice!r} twice; got {raw!r}.")
+    return found
 
 
 def _on_miss(env: Mapping[str, str]) -> str:
@@ -149,11 +174,16 @@ def _stale(env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     raw = env.get("EJKERNEL_STALE", "").strip().lower()
     if raw in _STALE:
         return tuple((name, raw) for name in _MAY_DIFFER)
-    said = [tuple(map(str.strip, part.partition("=")[::2])) for part in filter(None, raw.split(","))]
-    if any(name not in _MAY_DIFFER or action not in _STALE for name, action in said):
-        fields = ", ".join(_MAY_DIFFER)
-        raise _error(f"EJKERNEL_STALE must be one of {', '.join(_STALE)}, or NAME=ACTION of {fields}; got {raw!r}.")
-    return tuple((name, action) for name, action in said)
+    said: dict[str, str] = {}
+    for item in _items(env, "EJKERNEL_STALE"):
+        name, _, action = (part.strip() for part in item.lower().partition("="))
+        if name not in _MAY_DIFFER or action not in _STALE:
+            fields = ", ".join(_MAY_DIFFER)
+            raise _error(f"EJKERNEL_STALE must be one of {', '.join(_STALE)}, or NAME=ACTION of {fields}; got {raw!r}.")
+        if name in said:
+            raise _error(f"EJKERNEL_STALE must say once what becomes of another {name}; got {raw!r}.")
+        said[name] = action
+    return tuple(said.items())
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

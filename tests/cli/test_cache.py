@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from ejkernel import settings
 from ejkernel.cli import main
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
 from ejkernel.ops.config import staleness
@@ -227,3 +229,64 @@ def test_what_is_no_folder_is_said(tmp_path, capsys, monkeypatch, command):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
     assert main(command) == 1
     assert "is no folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def unlistable(clean, monkeypatch):
+    """A folder of the cache that may not be read."""
+    closed = str(clean / "gpu-some")
+    scandir = os.scandir
+
+    def refusing(path="."):
+        if os.fspath(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", closed)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    return closed
+
+
+def test_a_folder_that_cannot_be_listed_is_told_and_is_nothing_to_remove(capsys, clean, unlistable):
+    status, out, _ = run(capsys, "verify", cache=clean)
+    assert status == 1
+    assert f"{unlistable}: it cannot be listed: [Errno 13] Permission denied" in out
+    assert out.endswith("1 file cannot be used\n")
+    (bad,) = json.loads(run(capsys, "verify", "--json", cache=clean)[1])["unusable"]
+    assert (bad["file"], bad["kind"]) == (unlistable, "folder")
+    before = written(clean)
+    assert run(capsys, "prune", "--unreadable", cache=clean)[0] == 0
+    assert written(clean) == before
+
+
+def test_what_is_not_called_as_ours_is_told_and_stays(capsys, folder):
+    (folder / "gpu-some" / "older-v0" / "0123-01234567.json").write_text("{")
+    status, out, _ = run(capsys, "verify", cache=folder)
+    assert (status, out.count("\n")) == (1, 3)
+    assert "2 files cannot be used; `ejkernel cache prune --unreadable` removes 1 of them" in out
+    assert "1 entry, 0 searches, 0 notes removed" in run(capsys, "prune", "--unreadable", cache=folder)[1]
+    status, out, _ = run(capsys, "verify", cache=folder)
+    assert (status, out.endswith("1 file cannot be used\n")) == (1, True)
+
+
+COMMANDS = ["path", "verify", "list", "prune --older-than 1d", "clear --yes --dry-run", "diff {0} {0}", "merge {0}"]
+NEEDED = {"list": ["EJKERNEL_CACHE_LAYERS"]}  # which reads them; all others are about one folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_bad_variable_that_a_command_does_not_need_is_nothing_to_it(capsys, clean, monkeypatch, command):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(clean))
+    for name in settings._READ:
+        if name.startswith("EJKERNEL_") and name not in ("EJKERNEL_CACHE_DIR", *NEEDED.get(command, ())):
+            monkeypatch.setenv(name, "banana,,")
+    status, _, err = run(capsys, *command.format(clean).split())
+    assert (status, err.count("error")) == (0, 0)
+
+
+def test_a_bad_variable_that_a_command_needs_is_an_error_that_names_it(capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", "/a,,")
+    status, _, err = run(capsys, "list")
+    assert (status, "EJKERNEL_CACHE_LAYERS must" in err) == (1, True)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "s3://team/ejkernel")
+    for command in ("path", "verify", "push"):
+        status, _, err = run(capsys, command)
+        assert (status, "URLs are for EJKERNEL_CACHE_LAYERS" in err) == (1, True)

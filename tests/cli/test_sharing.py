@@ -109,12 +109,69 @@ def test_a_damaged_copy_is_found_and_removed(capsys, url, theirs, tmp_path, monk
     assert not (tmp_path / "third" / ".layers").exists()
 
 
+def test_pull_fetches_again_what_was_damaged_here(capsys, url, theirs, tmp_path, monkeypatch):
+    run(capsys, "push", url, cache=theirs)
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", url)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "third"))
+    run(capsys, "pull")
+    (pack,) = (tmp_path / "third").glob(".layers/*/*.pack")
+    whole = pack.read_bytes()
+    pack.write_bytes(whole.replace(b'"rows":13', b'"rows":14'))
+    assert run(capsys, "verify")[0] == 1
+    assert run(capsys, "pull") == (0, f"{url}: 1 pack fetched; 3 entries here\n", "")
+    assert (run(capsys, "verify")[0], pack.read_bytes()) == (0, whole)
+
+
+def test_one_place_that_cannot_be_read_keeps_no_other_from_being_pulled(capsys, url, theirs, tmp_path, monkeypatch):
+    run(capsys, "push", url, cache=theirs)
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f"nosuchkind://x,{url}")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "third"))
+    status, out, err = run(capsys, "pull")
+    assert (status, out) == (1, f"{url}: 1 pack fetched; 3 entries here\n")
+    assert "nosuchkind" in err
+
+
+def test_push_writes_again_what_was_damaged_there(capsys, url, mine, tmp_path):
+    run(capsys, "push", url, cache=mine)
+    (pack,) = (tmp_path / "team").iterdir()
+    whole = pack.read_bytes()
+    pack.write_bytes(whole.replace(b'"rows":1', b'"rows":7'))
+    assert f"{url}: 1 pack damaged there, and written again" in run(capsys, "push", url, cache=mine)[2]
+    assert pack.read_bytes() == whole
+    assert "damaged" not in run(capsys, "push", url, cache=mine)[2]
+
+
+@pytest.mark.filterwarnings("default::ejkernel.ops.errors.CacheWarning")
+def test_a_shared_cache_is_pruned(capsys, url, mine, theirs, tmp_path):
+    FolderPlace(mine).put([entry(9, 9, jax="0.0.1"), entry(8, 8, days=90)])
+    run(capsys, "push", url, cache=mine)
+    run(capsys, "push", url, cache=theirs)
+    asked = ("prune", url, "--not-for-this-jax", "--cache", str(theirs))
+    assert run(capsys, *asked, "--dry-run")[1] == f"{url}: 3 entries would be removed; 1 pack fewer\n"
+    assert json.loads(run(capsys, *asked, "--json")[1]) == {
+        "url": url,
+        "dry_run": False,
+        "entries": 3,
+        "packs": 1,
+        "damaged": 0,
+    }
+    assert run(capsys, "prune", url, cache=theirs)[1] == f"{url}: 0 entries removed; 0 packs fewer\n"
+    (pack,) = (tmp_path / "team").iterdir()
+    pack.write_bytes(pack.read_bytes()[:-5])
+    (tmp_path / "third").mkdir()
+    status, out, err = run(capsys, "prune", url, "--unreadable", "--older-than", "30d", cache=tmp_path / "third")
+    assert (status, out) == (0, f"{url}: 1 entry removed, 1 pack damaged; 0 packs fewer\n")
+    assert "1 pack cannot be used" in err
+    assert "3 entries added" in run(capsys, "pull", url, cache=tmp_path / "third")[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("push",), "set EJKERNEL_CACHE_LAYERS"),
         (("push", "no url"), "'no url' is no URL"),
         (("pull",), "set EJKERNEL_CACHE_LAYERS"),
+        (("prune", "no url"), "'no url' is no URL"),
         (("diff", "/nowhere/at/all"), "there is no folder /nowhere/at/all"),
         (("merge", "/nowhere/at/all"), "there is no folder"),
         (("push", "nosuchkind://x"), "nosuchkind"),

@@ -84,9 +84,9 @@ def test_the_package_runs_as_the_command(module):
 
 
 def test_a_variable_that_cannot_be_read_is_an_error_without_a_traceback(monkeypatch, capsys):
-    monkeypatch.setenv("EJKERNEL_ON_MISS", "perhaps")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", "s3://perhaps")
     assert main(["cache", "path"]) == 1
-    assert capsys.readouterr().err.startswith("ejkernel: error: EJKERNEL_ON_MISS must be one of")
+    assert capsys.readouterr().err.startswith("ejkernel: error: EJKERNEL_CACHE_DIR must be a folder")
 
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path):

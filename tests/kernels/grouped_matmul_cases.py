@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tests.kernels.conformance import Backend, Subject
 
+from ejkernel import compat
+from ejkernel.kernels.grouped_matmul.megablox import MegabloxParams
 from ejkernel.kernels.grouped_matmul.xla import XlaParams
 from ejkernel.modules import GroupedMatmul
 
@@ -50,6 +54,11 @@ def in_use(*others, **options):
     return call
 
 
+def interpret_megablox(monkeypatch):
+    for name in ("megablox_product", "megablox_weights_gradient"):
+        monkeypatch.setattr(compat, name, functools.partial(getattr(compat, name), interpret=True))
+
+
 SUBJECT = Subject(
     operation=GroupedMatmul(),
     calls={
@@ -64,6 +73,9 @@ SUBJECT = Subject(
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "jax_mgpu": Backend(dtypes=("bfloat16",)),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=7),) * 2),
+        "megablox": Backend(
+            dtypes=("float32",), params=(MegabloxParams(block_m=16), None), simulate=interpret_megablox
+        ),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
     spaces={"16 groups": in_use(), "16 groups, transposed": in_use(transpose_rhs=True)},

@@ -46,6 +46,7 @@ SUBJECT = Subject(
         "wide vectors": rows_of(4, 16, vectors="float32"),
         "residual": rows_of(20, 24, residual=True),
         "long rows": rows_of(6, 1536, residual=True),
+        "short rows": rows_of(2, 8, 192, residual=True),
     },
     briefly=("rows", "residual"),
     backends={

@@ -25,8 +25,8 @@ def rows_of(*shape, weight_dtype=None, residual=False, **options):
     return call
 
 
-def in_use(dtype):
-    return (jax.ShapeDtypeStruct((8192, 4096), dtype), jax.ShapeDtypeStruct((4096,), dtype)), {}
+def in_use(rows, dim):
+    return lambda dtype: ((jax.ShapeDtypeStruct((rows, dim), dtype), jax.ShapeDtypeStruct((dim,), dtype)), {})
 
 
 SUBJECT = Subject(
@@ -39,6 +39,7 @@ SUBJECT = Subject(
         "wide weight": rows_of(4, 16, weight_dtype="float32"),
         "residual": rows_of(8, 16, residual=True),
         "long rows": rows_of(6, 1536, residual=True),
+        "short rows": rows_of(2, 8, 128, residual=True),
     },
     briefly=("rows", "residual"),
     backends={
@@ -48,5 +49,5 @@ SUBJECT = Subject(
         ),
     },
     tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3},
-    spaces={"many rows": in_use},
+    spaces={"many rows": in_use(8192, 4096), "many short rows": in_use(65536, 128)},
 )

@@ -71,7 +71,7 @@ def assert_equal(expected, actual):
         ({"gate": [1.0]}, "gate must be a floating-point array .*, got list"),
         ({"row_scale": GIVEN["row_scale"][1:]}, r"a number for each row of lhs; got shapes \(19,\) and \(20, 8\)"),
         ({"row_scale": jnp.ones(ROWS, int)}, r"row_scale must be a floating-point array \[m\], got dtype int32"),
-        ({"gate": GIVEN["gate"], "implementation": "jax_mgpu"}, "implementation must be one of mosaic_gpu, xla"),
+        ({"gate": GIVEN["gate"], "implementation": "jax_mgpu"}, "must be one of mosaic_gpu, xla, megablox"),
     ],
 )
 def test_a_wrong_argument_is_named(changes, words):

@@ -13,24 +13,63 @@ from ejkernel.settings import Settings
 
 
 def test_an_empty_environment_gives_the_defaults():
-    got = Settings.from_env({})
+    got = Settings({})
     assert (got.autotune, got.record, got.stamp) == (False, False, "hash")
     assert got.cache_dir == Path("~/.cache/ejkernel/configs").expanduser()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "EJKERNEL_AUTOTUNE",
-        "EJKERNEL_CACHE_DIR",
-        "EJKERNEL_NOTE_MISSES",
-        "EJKERNEL_ON_MISS",
-        "EJKERNEL_OPS_RECORD",
-        "EJKERNEL_OPS_STAMP",
-    ],
-)
+FIELDS = {  # what depends on each variable
+    "EJKERNEL_AUTOTUNE": ("autotune", "heuristic"),
+    "EJKERNEL_CACHE_DIR": ("cache_dir",),
+    "EJKERNEL_CACHE_LAYERS": ("cache_layers",),
+    "EJKERNEL_NOTE_MISSES": ("note_misses",),
+    "EJKERNEL_ON_MISS": ("autotune", "heuristic"),
+    "EJKERNEL_OPS_RECORD": ("record",),
+    "EJKERNEL_OPS_STAMP": ("stamp",),
+    "EJKERNEL_STALE": ("stale",),
+}
+ALL = sorted({field for fields in FIELDS.values() for field in fields})
+
+
+def values(env, *but):
+    return [getattr(Settings(env), field) for field in ALL if field not in but]
+
+
+@pytest.mark.parametrize("name", FIELDS)
 def test_an_empty_variable_means_its_default(name):
-    assert Settings.from_env({name: " "}) == Settings.from_env({})
+    assert values({name: " "}) == values({})
+
+
+def test_all_variables_are_tested_here():
+    assert sorted(FIELDS) == sorted(name for name in settings._READ if name.startswith("EJKERNEL_"))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_bad_variable_is_an_error_where_it_is_asked_for_and_nowhere_else(name):
+    env = {name: "s3://banana,,"}
+    for field in FIELDS[name]:
+        with pytest.raises(ConfigError, match=f"{name} must .*banana"):
+            getattr(Settings(env), field)
+    assert values(env, *FIELDS[name]) == values({}, *FIELDS[name])
+
+
+@pytest.mark.parametrize(
+    ("raw", "layers"), [("/a", ("/a",)), (" /a , s3://b/c ", ("/a", "s3://b/c")), ("/a,/a/b", ("/a", "/a/b"))]
+)
+def test_layers_have_commas_between_them(raw, layers):
+    assert Settings({"EJKERNEL_CACHE_LAYERS": raw}).cache_layers == layers
+
+
+@pytest.mark.parametrize("raw", [",", "/a,", ",/a", "/a,,/b", "/a, ,/b"])
+@pytest.mark.parametrize("name", ["EJKERNEL_CACHE_LAYERS", "EJKERNEL_STALE"])
+def test_nothing_beside_a_comma_is_an_error(name, raw):
+    with pytest.raises(ConfigError, match=f"{name} must have something before and behind each comma; got"):
+        values({name: raw.replace("/a", "jax=use").replace("/b", "driver=use") if "STALE" in name else raw})
+
+
+def test_a_layer_that_is_named_twice_is_an_error():
+    with pytest.raises(ConfigError, match="EJKERNEL_CACHE_LAYERS must name everything once, and has '/a' twice"):
+        _ = Settings({"EJKERNEL_CACHE_LAYERS": "/a,/b, /a"}).cache_layers
 
 
 @pytest.mark.parametrize("raw", ["1", "true", "TRUE", "Yes", " on "])
@@ -39,23 +78,23 @@ def test_an_empty_variable_means_its_default(name):
     [("EJKERNEL_AUTOTUNE", "autotune"), ("EJKERNEL_OPS_RECORD", "record"), ("EJKERNEL_NOTE_MISSES", "note_misses")],
 )
 def test_a_flag_is_on(name, field, raw):
-    assert getattr(Settings.from_env({name: raw}), field) is True
+    assert getattr(Settings({name: raw}), field) is True
 
 
 @pytest.mark.parametrize("raw", ["0", "false", "No", "OFF"])
 def test_a_flag_is_off(raw):
-    assert Settings.from_env({"EJKERNEL_AUTOTUNE": raw}).autotune is False
+    assert Settings({"EJKERNEL_AUTOTUNE": raw}).autotune is False
 
 
 @pytest.mark.parametrize("name", ["EJKERNEL_AUTOTUNE", "EJKERNEL_OPS_RECORD"])
 def test_a_bad_flag_is_an_error_with_its_name_and_value(name):
     with pytest.raises(ConfigError, match=f"{name} must be one of 1, true, .* got 'perhaps'"):
-        Settings.from_env({name: "Perhaps"})
+        values({name: "Perhaps"})
 
 
 @pytest.mark.parametrize(("raw", "stamp"), [("hash", "hash"), ("JSON", "json"), ("none", "none")])
 def test_a_stamp_is_chosen(raw, stamp):
-    assert Settings.from_env({"EJKERNEL_OPS_STAMP": raw}).stamp == stamp
+    assert Settings({"EJKERNEL_OPS_STAMP": raw}).stamp == stamp
 
 
 @pytest.mark.parametrize(
@@ -63,28 +102,28 @@ def test_a_stamp_is_chosen(raw, stamp):
     [("", False, True), ("heuristic", False, True), ("Tune", True, True), ("error", False, False)],
 )
 def test_what_happens_on_a_miss_is_chosen(raw, autotune, heuristic):
-    got = Settings.from_env({"EJKERNEL_ON_MISS": raw})
+    got = Settings({"EJKERNEL_ON_MISS": raw})
     assert (got.autotune, got.heuristic) == (autotune, heuristic)
 
 
 def test_a_bad_answer_to_a_miss_is_an_error_with_the_choices():
     with pytest.raises(ConfigError, match=r"EJKERNEL_ON_MISS must be one of heuristic, tune, error; got 'panic'"):
-        Settings.from_env({"EJKERNEL_ON_MISS": "panic"})
+        values({"EJKERNEL_ON_MISS": "panic"})
 
 
 @pytest.mark.parametrize("asked", ["error", "heuristic"])
 def test_two_variables_that_contradict_each_other_are_an_error(asked):
     with pytest.raises(ConfigError, match=f"EJKERNEL_ON_MISS={asked} and EJKERNEL_AUTOTUNE=1 contradict"):
-        Settings.from_env({"EJKERNEL_ON_MISS": asked, "EJKERNEL_AUTOTUNE": "1"})
+        values({"EJKERNEL_ON_MISS": asked, "EJKERNEL_AUTOTUNE": "1"})
 
 
 def test_two_variables_that_agree_are_fine():
-    assert Settings.from_env({"EJKERNEL_ON_MISS": "tune", "EJKERNEL_AUTOTUNE": "1"}).autotune
+    assert Settings({"EJKERNEL_ON_MISS": "tune", "EJKERNEL_AUTOTUNE": "1"}).autotune
 
 
 def test_a_bad_stamp_is_an_error_with_the_choices():
     with pytest.raises(ConfigError, match=r"EJKERNEL_OPS_STAMP must be one of hash, json, none; got 'md5'"):
-        Settings.from_env({"EJKERNEL_OPS_STAMP": "md5"})
+        values({"EJKERNEL_OPS_STAMP": "md5"})
 
 
 @pytest.mark.parametrize(
@@ -97,7 +136,7 @@ def test_a_bad_stamp_is_an_error_with_the_choices():
     ],
 )
 def test_the_cache_folder_is_chosen(env, expected):
-    assert Settings.from_env(env).cache_dir == Path(expected).expanduser()
+    assert Settings(env).cache_dir == Path(expected).expanduser()
 
 
 def test_current_settings_are_read_anew(monkeypatch):

@@ -7,6 +7,7 @@ import datetime
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -89,31 +90,33 @@ def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
 
 
 @cache.command()
+@click.argument("url", required=False, default="")
 @written_cache
 @click.option("--older-than", callback=_age, metavar="AGE", help="Only what is older than this: 90m, 12h, 30d, 8w.")
-@click.option("--not-for-this-jax", is_flag=True, help="Only what was measured with another version of JAX.")
+@click.option(
+    "--not-for-this-jax", "other_jax", is_flag=True, help="Only what was measured with another version of JAX."
+)
 @click.option("--unreadable", is_flag=True, help="Files that cannot be used, whatever their age.")
 @dry_run
 @as_json
-def prune(
-    cache: Path | None,
-    older_than: datetime.timedelta | None,
-    not_for_this_jax: bool,
-    unreadable: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
+def prune(url: str, cache: Path | None, dry_run: bool, as_json: bool, **wanted: Any) -> int:
     """Remove some of the saved configurations, searches and notes.
 
     What is removed meets both --older-than and --not-for-this-jax, where both are given. Searches are what later ones
     start from, and notes are what `tune --missed` tunes.
+
+    With URL, entries of that shared cache are removed, and not of the folder: those, and in any case all that are worse
+    than others there. What is whole of an object that cannot be read stays. Others may push meanwhile.
     """
-    if older_than is None and not not_for_this_jax and not unreadable:
+    if not url and not any(wanted.values()):
         raise click.UsageError("say what to remove: --older-than, --not-for-this-jax or --unreadable.")
     from ejkernel.cli.folder import Wanted, run_prune
+    from ejkernel.cli.sharing import run_prune_shared
 
-    wanted = Wanted(older_than=older_than, other_jax=not_for_this_jax, unreadable=unreadable)
-    run_prune(cache, wanted, dry_run=dry_run, as_json=as_json)
+    if url:
+        run_prune_shared(url, cache, Wanted(**wanted), dry_run=dry_run, as_json=as_json)
+    else:
+        run_prune(cache, Wanted(**wanted), dry_run=dry_run, as_json=as_json)
     return 0
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
 from ejkernel.ops.config.entries import StoredEntry, read_entry
+from ejkernel.ops.config.missed import FOLDER as NOTES
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.layer import FOLDER
@@ -39,7 +41,8 @@ from ejkernel.ops.utils.printable import printable
 logger = logging.getLogger(__name__)
 
 SpaceOf = Callable[[StoredEntry], str | None]
-_KINDS: Final = {"entry": "entries", "search": "searches", "note": "notes", "pack": "packs"}
+_KINDS: Final = {"entry": "entries", "search": "searches", "note": "notes", "pack": "packs", "folder": "folders"}
+_RARE: Final = ("pack", "folder")  # most caches have none; a folder counts that cannot be listed
 # What is written here is called so; what somebody else keeps in the same folder is not.
 _OURS: Final = re.compile(
     r"[a-z0-9._-]+-[0-9a-f]{8}(\.json|\.\d{8}T\d{6}Z-[0-9a-f]{12}\.jsonl)|[0-9a-f]{32}\.pack|\..+\.tmp"
@@ -52,7 +55,7 @@ class Item:
 
     Attributes:
         path: Where it is.
-        kind: `entry`, `search`, `note`, or `pack`, of the copy of a shared cache.
+        kind: `entry`, `search`, `note`, `pack` of the copy of a shared cache, or `folder` that cannot be listed.
         problem: Why it cannot be used; `""` if it can.
         time: When it was written; `None` if that is not known.
         jax: The version of JAX that it was measured with; `""` if none is noted.
@@ -67,6 +70,11 @@ class Item:
     jax: str = ""
     stale: tuple[Difference, ...] = ()
     unknown: tuple[str, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a file that may be removed: one that was read, or is at least called as those are."""
+        return self.kind != "folder" and (not self.problem or _OURS.fullmatch(self.path.name) is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +94,7 @@ class Wanted:
     def has(self, item: Item, now: datetime.datetime) -> bool:
         """Return whether a file is to be removed."""
         if item.problem:
-            return self.unreadable and _OURS.fullmatch(item.path.name) is not None
+            return self.unreadable and item.is_ours
         if self.older_than is None and not self.other_jax:
             return False
         is_old = self.older_than is None or (item.time is not None and now - item.time > self.older_than)
@@ -120,6 +128,19 @@ def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[I
                     item = _item(path, kind, provenance)
                     yield _with_staleness(item, content, space_of) if kind == "entry" else item
     yield from _packs(cache.path)
+    yield from _unlisted(cache.path)
+
+
+def _unlisted(root: Path) -> Iterator[Item]:
+    """Yield the folders whose files are not known, because they cannot be listed."""
+    failed: list[OSError] = []
+    for path, folders, _ in os.walk(root, onerror=failed.append):
+        parts = Path(path).relative_to(root).parts
+        if len(parts) >= (3 if parts[:1] == (NOTES,) else 2):
+            folders.clear()  # what lies deeper is a stranger's
+    for error in failed:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            yield Item(path=Path(error.filename), kind="folder", problem=f"it cannot be listed: {error}")
 
 
 def _packs(folder: Path) -> Iterator[Item]:
@@ -130,6 +151,11 @@ def _packs(folder: Path) -> Iterator[Item]:
             yield Item(path=path, kind="pack", problem=str(error))
         else:
             yield Item(path=path, kind="pack")
+
+
+def item_of(entry: StoredEntry) -> Item:
+    """Return an entry as an item, of a file or of none."""
+    return _item(entry.path or Path(), "entry", entry.provenance)
 
 
 def _with_staleness(item: Item, entry: StoredEntry, space_of: SpaceOf | None) -> Item:
@@ -148,7 +174,7 @@ def _item(path: Path, kind: str, provenance: Mapping[str, Any]) -> Item:
 
 def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -> int:
     """Run `ejkernel cache verify`; return 1 if a file cannot be used."""
-    store = opened(cache)
+    store = opened(cache, alone=True)
     if imports:
         look_here()
     for module in map(module_named, imports):
@@ -170,18 +196,23 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
         click.echo(f"{printable(item.path)}: {printable(item.problem)}")
     for words, count in collections.Counter(told(item.stale) for item in found if item.stale).most_common():
         click.echo(f"{counted(count, 'entry', 'entries')}: {words}")
-    click.echo(f"{store.path}: {_counts(counts)}; {_usable(len(found), len(bad))}")
+    click.echo(f"{store.path}: {_counts(counts)}; {_usable(len(found), bad)}")
     return 1 if bad else 0
 
 
-def _usable(count: int, bad: int) -> str:
+def _usable(count: int, bad: Sequence[Item]) -> str:
     if not bad:
         return "all can be used" if count else "nothing is there"
-    return f"{counted(bad, 'file')} cannot be used; `ejkernel cache prune --unreadable` removes such"
+    ours = sum(item.is_ours for item in bad)
+    cannot = f"{counted(len(bad), 'file')} cannot be used"
+    if not ours:  # what somebody else keeps there, and folders that cannot be listed
+        return cannot
+    such = "such" if ours == len(bad) else f"{ours} of them"
+    return f"{cannot}; `ejkernel cache prune --unreadable` removes {such}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    shown = (kind for kind in _KINDS if kind != "pack" or counts.get(kind))  # most folders have none
+    shown = (kind for kind in _KINDS if kind not in _RARE or counts.get(kind))
     return ", ".join(counted(counts.get(kind, 0), kind, _KINDS[kind]) for kind in shown)
 
 
@@ -199,15 +230,15 @@ def _space_of(entry: StoredEntry) -> str | None:
 
 def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache prune`."""
-    store = opened(cache)
+    store = opened(cache, alone=True)
     now = store.clock()
     _remove(store, [item for item in items(store) if wanted.has(item, now)], dry_run=dry_run, as_json=as_json)
 
 
 def run_clear(cache: Path | None, *, yes: bool, dry_run: bool, as_json: bool) -> int:
     """Run `ejkernel cache clear`; return 1 if the user does not want to."""
-    store = opened(cache)
-    found = [item for item in items(store) if not item.problem or _OURS.fullmatch(item.path.name)]
+    store = opened(cache, alone=True)
+    found = [item for item in items(store) if item.is_ours]
     if found and not yes and not dry_run:
         # A prompt that nobody sees would wait for ever.
         if not sys.stdin.isatty():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel cache push`, `pull`, `diff` and `merge`: what was found here, and what others have found."""
+"""`ejkernel cache push`, `pull`, `diff` and `merge`, and `prune` of a URL: what was found here and by others."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -12,8 +13,10 @@ import click
 
 from ejkernel import settings
 from ejkernel.cli import report
+from ejkernel.cli.folder import Wanted, item_of
 from ejkernel.cli.show import opened
 from ejkernel.ops.config._files import is_url
+from ejkernel.ops.config.shared import upkeep
 from ejkernel.ops.config.shared.exchange import Place, Plan, SharedPlace, Step, place_of, plan
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, EjkernelError
@@ -26,10 +29,12 @@ _SHOWN: Final = 50  # rows of a table; `--json` has all
 def run_push(url: str, cache: Path | None, *, merge: bool, dry_run: bool, as_json: bool) -> None:
     """Run `ejkernel cache push`."""
     folder = _folder(cache)
-    target = _shared(url or _only_layer(), folder)
+    target = _shared(url or _only_layer(), folder, may_be_new=True, bounded=not merge)
+    if not dry_run and (mended := _told(lambda: upkeep.mend(target))):
+        click.echo(f"{target}: {counted(mended, 'pack')} damaged there, and written again", err=True)
     _bring([place_of(str(folder), folder)], target, dry_run=dry_run, as_json=as_json)
     if merge and not dry_run:
-        fewer = _told(target.merge)
+        fewer = _told(lambda: upkeep.merge(target))
         click.echo(f"{target}: {counted(fewer, 'pack')} fewer", err=True)
 
 
@@ -39,13 +44,20 @@ def run_pull(url: str, cache: Path | None, *, dry_run: bool, as_json: bool) -> N
     if url:
         _bring([_shared(url, folder)], place_of(str(folder), folder), dry_run=dry_run, as_json=as_json)
         return
-    places = [_shared(layer, folder) for layer in _layers()]
+    places, problems = [], []
+    for layer in _layers():
+        try:
+            places.append(_shared(layer, folder))
+        except EjkernelError as error:  # the others' copies are brought up to date all the same
+            problems.append(str(error))
     found = [(str(place), place.fetched, sum(1 for _ in place.copy.variants())) for place in places]
     if as_json:
         report.echo_json([{"url": place, "fetched": fetched, "entries": count} for place, fetched, count in found])
-        return
-    for place, fetched, count in found:
-        click.echo(f"{place}: {counted(fetched, 'pack')} fetched; {_entries(count)} here")
+    else:
+        for place, fetched, count in found:
+            click.echo(f"{place}: {counted(fetched, 'pack')} fetched; {_entries(count)} here")
+    if problems:
+        raise ConfigError("; ".join(problems))
 
 
 def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_json: bool) -> None:
@@ -55,13 +67,35 @@ def run_merge(sources: Sequence[str], cache: Path | None, *, dry_run: bool, as_j
     _bring(_told(lambda: [place_of(name, folder) for name in sources]), target, dry_run=dry_run, as_json=as_json)
 
 
+def run_prune_shared(url: str, cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: bool) -> None:
+    """Run `ejkernel cache prune URL`."""
+    store = opened(cache, alone=True)
+    target, now = _shared(url, _folder(cache), bounded=False), store.clock()
+    if not dry_run:
+        _told(lambda: upkeep.mend(target))
+    found = _told(
+        lambda: upkeep.prune(
+            target,
+            lambda entry: wanted.has(item_of(entry), now),
+            unreadable=wanted.unreadable,
+            dry_run=dry_run,
+        )
+    )
+    if as_json:
+        report.echo_json({"url": str(target), "dry_run": dry_run, **dataclasses.asdict(found)})
+        return
+    damaged = f", {counted(found.damaged, 'pack')} damaged" if found.damaged else ""
+    verb = "would be removed" if dry_run else "removed"
+    click.echo(f"{target}: {_entries(found.entries)} {verb}{damaged}; {counted(found.packs, 'pack')} fewer")
+
+
 def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     """Run `ejkernel cache diff`; return 1 if the places differ."""
     folder = _folder(cache)
     theirs = _told(lambda: place_of(one, folder))
     ours = _told(lambda: place_of(other or str(folder), folder))
     found = [step for step in plan([theirs], ours).steps if step.action != "same"]
-    missing = [step for step in plan([ours], theirs).steps if step.action == "added"]
+    missing = [step for step in plan([ours], theirs).steps if step.ours is None]
     if as_json:
         report.echo_json({"left": str(ours), "right": str(theirs), **_sides(found, missing)})
     else:
@@ -145,7 +179,7 @@ def _entries(count: int) -> str:
 
 def _folder(cache: Path | None) -> Path:
     """Return the cache's own folder."""
-    folder = opened(cache).path
+    folder = opened(cache, alone=True).path
     assert folder is not None  # else `opened` raises
     _told(lambda: folder.mkdir(parents=True, exist_ok=True))
     return folder
@@ -165,10 +199,10 @@ def _only_layer() -> str:
     return found[0]
 
 
-def _shared(url: str, folder: Path) -> SharedPlace:
+def _shared(url: str, folder: Path, *, may_be_new: bool = False, bounded: bool = True) -> SharedPlace:
     if not is_url(url):
         raise ConfigError(f"{url!r} is no URL, such as s3://bucket/prefix or file:///shared/ejkernel.")
-    return _told(lambda: SharedPlace(url, folder))
+    return _told(lambda: SharedPlace(url, folder, may_be_new=may_be_new, bounded=bounded))
 
 
 def _told(do: Callable[[], _T]) -> _T:

@@ -20,13 +20,13 @@ from ejkernel.ops.utils.formatting import arguments, cases, compact, ratio
 from ejkernel.ops.utils.printable import printable
 
 
-def opened(cache: Path | None) -> PersistentCache:
-    """Return the cache of a folder.
+def opened(cache: Path | None, *, alone: bool = False) -> PersistentCache:
+    """Return the cache of a folder, and of what is read after the usual one unless it is wanted `alone`.
 
     Raises:
         ConfigError: the folder was named and is not there, or is none.
     """
-    store = PersistentCache(cache)
+    store = PersistentCache(cache, layers=() if alone else None)
     if store.path is None:
         raise ConfigError("there is no home folder that a cache could be in; choose one with --cache.")
     if store.path.exists() and not store.path.is_dir():

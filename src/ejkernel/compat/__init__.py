@@ -29,6 +29,8 @@ from ejkernel.compat.executables import gpu_topology_sharding as gpu_topology_sh
 from ejkernel.compat.executables import load_mosaic_gpu_runtime as load_mosaic_gpu_runtime
 from ejkernel.compat.executables import loaded as loaded
 from ejkernel.compat.executables import serialized as serialized
+from ejkernel.compat.pallas import megablox_product as megablox_product
+from ejkernel.compat.pallas import megablox_weights_gradient as megablox_weights_gradient
 from ejkernel.compat.pallas import mosaic_gpu_reason as mosaic_gpu_reason
 from ejkernel.compat.pallas import ragged_dot_mgpu as ragged_dot_mgpu
 from ejkernel.compat.pallas import simulated_races as simulated_races

@@ -72,9 +72,9 @@ def flash_attention(  # type: ignore[misc]  # the options above are these
         key, value: Keys and values, of query's dtype.
         causal: Hide keys after the query; the last query is aligned with the last key.
         softmax_scale: Factor on the products of query and key; `None` means `head_dim ** -0.5`.
-        bias: Added to the logits; broadcastable to `[batch, heads, queries, keys]`. It has a gradient. Where it is meant
-            to hide keys, `attention_mask` is exact and faster: a row all of whose keys have a bias such as -1e9 sees
-            the mean of all values, and its gradients, which are computed from its log-sum-exp in float32, are off.
+        bias: Added to the logits; broadcastable to `[batch, heads, queries, keys]`. It has a gradient. Where it is
+            meant to hide keys, `attention_mask` is exact, and faster: a row all of whose keys have a bias such as -1e9
+            sees the mean of all values, and its gradients, computed from a log-sum-exp in float32, are off.
         attention_mask: True where a key is visible; `[batch, keys]`, or four axes, broadcastable like `bias`.
         segment_ids: A query sees the keys of its own segment alone; one array for both, or a pair.
         query_lengths: How many queries of each example count; the others see nothing.

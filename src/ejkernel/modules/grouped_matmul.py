@@ -74,8 +74,8 @@ def grouped_matmul(
         transpose_rhs: Whether the matrices, the gate's too, are transposed, `[groups, n, k]`.
         preferred_element_type: Dtype of the result; that of `lhs` by default.
         precision: Of the products, as for `jax.lax.dot`; asked for, it leaves `xla` alone.
-        implementation: Run this one (`mosaic_gpu`, `jax_mgpu`, `xla`), or one of these, the one to prefer first, or
-            raise; `None` leaves the choice to the configuration. It is for the gradient's products, too.
+        implementation: Run this one (`mosaic_gpu`, `jax_mgpu`, `xla`, `megablox`), or one of these, the one to prefer
+            first, or raise; `None` leaves the choice to the configuration. It is for the gradient's products, too.
         cfg: The configuration to run with, for this call alone, with an activation or a gate a
             `GroupedMatmulActivationConfig`; `None` resolves one.
 
@@ -122,7 +122,7 @@ def grouped_matmul_wgrad(
         groups: How many groups, from the first on, the result is of; all by default.
         preferred_element_type: Dtype of the result; that of `lhs` by default.
         precision: As for `grouped_matmul`.
-        implementation: Likewise, of `mosaic_gpu` and `xla`.
+        implementation: Likewise, of `mosaic_gpu`, `xla` and `megablox`.
         cfg: The configuration to run with, for this call alone; `None` resolves one.
 
     Returns:

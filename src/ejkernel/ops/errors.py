@@ -75,15 +75,16 @@ class KernelCheckError(EjkernelError, AssertionError):
 class NoConfigError(EjkernelError, LookupError):
     """No tier had a configuration."""
 
-    def __init__(self, op_id: str, tried: tuple[str, ...], call: str = "") -> None:
-        super().__init__(op_id, tried, call)  # args keep the fields, so the error survives pickling
-        self.op_id, self.tried, self.call = op_id, tried, call
+    def __init__(self, op_id: str, tried: tuple[str, ...], call: str = "", not_taken: str = "") -> None:
+        super().__init__(op_id, tried, call, not_taken)  # args keep the fields, so the error survives pickling
+        self.op_id, self.tried, self.call, self.not_taken = op_id, tried, call, not_taken
 
     def __str__(self) -> str:
+        saved = f" What is saved for it is not taken: {self.not_taken}." if self.not_taken else ""
         return printable_lines(
             f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}; tried "
-            f"{', '.join(self.tried)}. Pass cfg=..., tune the call (`ejkernel tune`), give the kernel a heuristic_cfg, "
-            "or allow that with AutotunePolicy(heuristic=True), or without EJKERNEL_ON_MISS=error."
+            f"{', '.join(self.tried)}.{saved} Pass cfg=..., tune the call (`ejkernel tune`), give the kernel a "
+            "heuristic_cfg, or allow that with AutotunePolicy(heuristic=True), or without EJKERNEL_ON_MISS=error."
         )
 
 

@@ -21,6 +21,7 @@ from ejkernel.ops import ConfigError
 
 pytestmark = pytest.mark.slow
 
+SHORT = RowNormParams(block_rows=16, stages=1)
 OPERATIONS = {"rms_norm": RmsNorm(), "layer_norm": LayerNorm()}
 
 
@@ -87,17 +88,27 @@ def test_output_and_gradients_are_right_without_races(name, params, dim, residua
     assert not compat.simulated_races()
 
 
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("block_rows", "dim"), [(16, 192), (32, 64)], ids=["a slab", "two slabs"])
+@pytest.mark.usefixtures("simulated")
+def test_output_and_gradients_of_short_rows_are_right_without_races(name, block_rows, dim, residual):
+    params = RowNormParams(block_rows=block_rows, stages=1, occupancy=1)  # three or five blocks of rows, by two blocks
+    check(OPERATIONS[name], params, arguments(OPERATIONS[name], 80 if block_rows == 16 else 96, dim, residual=residual))
+    assert not compat.simulated_races()
+
+
+@pytest.mark.parametrize("dim", [512, 64], ids=["long rows", "short rows"])
 @pytest.mark.parametrize(
     ("options", "arrays"),
     [({"weight_offset": 1.0}, {}), ({}, {"weight": False}), ({}, {"dtype": "float32", "residual": True})],
     ids=["offset", "no weight", "float32"],
 )
 @pytest.mark.usefixtures("simulated")
-def test_options_are_those_of_the_reference(options, arrays):
+def test_options_are_those_of_the_reference(options, arrays, dim):
     error = 1e-5 if arrays.get("dtype") == "float32" else 2e-2
-    check(
-        OPERATIONS["rms_norm"], RowNormParams(), arguments(OPERATIONS["rms_norm"], 3, 512, **arrays), error, **options
-    )
+    params, rows = (RowNormParams(), 3) if dim == 512 else (SHORT, 16)
+    check(OPERATIONS["rms_norm"], params, arguments(OPERATIONS["rms_norm"], rows, dim, **arrays), error, **options)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (0, 0)], ids=["one weight", "a weight for each"])
@@ -124,6 +135,31 @@ def test_blocks_of_rows_must_divide_them_and_fit():
     assert all(6 % params.block_rows == 0 for params in found.space(call))
 
 
+def test_short_rows_are_taken_sixteen_at_a_time_as_far_as_there_are_registers():
+    found, operation = OPERATIONS["layer_norm"].implementations["mosaic_gpu"], OPERATIONS["layer_norm"]
+    call = dataclasses.replace(operation.describe(*arguments(operation, 128, 256)), backward=True)
+    assert "take block_rows a multiple of 16, and stages 1; they are 8 and 1" in found.params_fault(
+        call, RowNormParams(block_rows=8, stages=1)
+    )
+    assert "320 registers of a thread, and there are 256" in found.params_fault(
+        call, RowNormParams(block_rows=64, stages=1)
+    )
+    assert "reads 32768 elements at once" in found.params_fault(
+        dataclasses.replace(call, backward=False), RowNormParams(block_rows=128, stages=1)
+    )
+    assert {params.block_rows for params in found.space(call)} == {16, 32}
+    assert found.heuristic(call) in list(found.space(call))
+
+
+def test_short_rows_are_left_to_xla_unless_they_were_tuned():
+    for operation in OPERATIONS.values():
+        call = operation.describe(*arguments(operation, 1 << 10, 128))
+        found = operation.implementations["mosaic_gpu"]
+        assert [found.preference(dataclasses.replace(call, backward=x, rows=1 << 20)) for x in (False, True)] == [
+            -1
+        ] * 2
+
+
 @pytest.mark.parametrize("wrong", [{"block_rows": 0}, {"stages": -1}, {"occupancy": 2.0}], ids=str)
 def test_parameters_are_positive_integers(wrong):
     ((name, value),) = wrong.items()
@@ -134,7 +170,15 @@ def test_parameters_are_positive_integers(wrong):
 @pytest.mark.parametrize(
     ("rows", "dim", "dtype", "platform", "reason"),
     [
-        (8, 256, "bfloat16", "gpu", "rows of 256 elements, and 'mosaic_gpu' takes multiples of 128 from 512"),
+        (
+            16,
+            96,
+            "bfloat16",
+            "gpu",
+            "rows of 96 elements, and 'mosaic_gpu' takes multiples of 64 below 512, and of 128",
+        ),
+        (8, 256, "bfloat16", "gpu", "x has 8 rows, and of short ones 'mosaic_gpu' takes a multiple of 16; use 'xla'"),
+        (16, 448, "float32", "gpu", "rows of 448 elements, which registers do not hold"),
         (8, 1000, "bfloat16", "gpu", "rows of 1000 elements"),
         (8, 65536, "bfloat16", "gpu", "which shared memory does not hold"),
         (8, 1024, "float64", "gpu", "x has dtype float64"),
@@ -144,7 +188,7 @@ def test_parameters_are_positive_integers(wrong):
 def test_what_does_not_run_says_why(rows, dim, dtype, platform, reason):
     operation = OPERATIONS["rms_norm"]
     call = dataclasses.replace(operation.describe(*arguments(operation, 1, 512)), platform=platform)
-    call = dataclasses.replace(call, rows=rows, dim=dim, dtype=dtype)
+    call = dataclasses.replace(call, rows=rows, dim=dim, dtype=dtype, backward=dim == 448)
     if platform == "tpu" and compat.mosaic_gpu_reason():
         reason = "is not available"
     assert reason in operation.implementations.unsupported("mosaic_gpu", call)
@@ -164,7 +208,8 @@ def test_small_forwards_and_gradients_of_many_examples_are_left_to_xla():
 
 
 def both_norms(x, weight, residual):
-    params = {"implementation": "mosaic_gpu", "fwd": RowNormParams(), "bwd": RowNormParams()}
+    own = SHORT if x.shape[-1] < 512 else RowNormParams()
+    params = {"implementation": "mosaic_gpu", "fwd": own, "bwd": own}
     out, total = rms_norm(x, weight, residual=residual, cfg=RmsNormConfig(**params))
     return layer_norm(out, weight, weight, cfg=LayerNormConfig(**params)) + total
 
@@ -182,10 +227,12 @@ def launches(function, *args):
 @pytest.mark.skipif(compat.mosaic_gpu_reason() is not None, reason=str(compat.mosaic_gpu_reason()))
 def test_they_are_lowered_within_shard_map_and_under_strict_settings():
     rows, vector = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 1024), (1024,)))
+    short = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.bfloat16)
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     specs = (P("rows"), P(), P("rows"))
     mapped = jax.shard_map(gradients_of_both, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
-    assert launches(mapped, rows, vector, rows) == 4
+    for own, weight in ((rows, vector), short):
+        assert launches(mapped, own, weight, own) == 4
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         assert launches(gradients_of_both, rows, vector, rows) == 4
 

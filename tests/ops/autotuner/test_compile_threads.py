@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, default_width
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, CompileThreads, default_width, result_within
 from ejkernel.ops.errors import CandidateError
 
 LONG = 60.0  # seconds that no test waits for
@@ -156,3 +156,22 @@ def test_patience_learns_from_jobs_that_end_well_alone():
     results([lambda: 1, raising(ValueError())], width=1, timeout=timeout, clock=lambda: float(next(ticks)))
     learnt = timeout.seconds
     assert learnt == 2.0  # one tick from the beginning to the end
+
+
+def test_a_job_that_ends_in_time_has_a_result_and_what_it_raises_is_raised():
+    assert result_within(60.0, lambda: 3) == (3, True)
+    with pytest.raises(ZeroDivisionError):
+        result_within(60.0, lambda: 1 // 0)
+    with pytest.raises(CandidateError, match="its own"):
+        result_within(60.0, lambda: raised(CandidateError("its own")))
+
+
+def test_a_job_that_takes_too_long_or_is_to_stop_is_left_alone():
+    ended = threading.Event()
+    assert result_within(0.01, ended.wait) == (None, False)
+    assert result_within(60.0, ended.wait, lambda: True) == (None, False)
+    ended.set()
+
+
+def raised(error):
+    raise error

@@ -134,7 +134,7 @@ def test_a_search_depends_on_ratios_of_times_and_not_on_their_unit():
 
 @pytest.mark.slow
 def test_the_model_finds_the_best_much_sooner_than_chance():
-    model = np.mean([evaluations_to_best(ModelSearch(TILES, seed=seed)) for seed in range(5)])
+    model = np.mean([evaluations_to_best(ModelSearch(TILES, seed=seed)) for seed in range(3)])
     chance = np.mean([evaluations_to_best(Random(TILES, seed=seed)) for seed in range(40)])
     assert 4 * model < chance
 
@@ -157,7 +157,7 @@ def test_a_promising_region_that_fails_does_not_hide_the_best_of_the_rest():
     def measure(config):
         return None if config["block_q"] * config["warps"] > 128 or config["order"] == "column" else seconds(config)
 
-    model = np.mean([evaluations_to_best(ModelSearch(TILES, seed=seed), measure=measure) for seed in range(5)])
+    model = np.mean([evaluations_to_best(ModelSearch(TILES, seed=seed), measure=measure) for seed in range(3)])
     chance = np.mean([evaluations_to_best(Random(TILES, seed=seed), measure=measure) for seed in range(40)])
     assert 2 * model < chance
 
@@ -171,7 +171,7 @@ def test_a_record_of_a_like_device_leads_to_the_best_at_once():
 @pytest.mark.slow
 def test_a_record_with_gaps_still_helps():
     record = Record("like", tuple((c, seconds(c)) for c in list(TILES)[::7] if c["block_kv"] != 96))
-    warm = [evaluations_to_best(ModelSearch(TILES, records=[record], seed=seed)) for seed in range(3)]
+    warm = [evaluations_to_best(ModelSearch(TILES, records=[record], seed=seed)) for seed in range(2)]
     assert max(warm) <= 10
 
 

@@ -632,7 +632,8 @@ def test_a_home_that_cannot_be_written_is_one_warning_and_memory(tmp_path, monke
     assert cache.layers == ()
     with pytest.warns(CacheWarning, match="cannot be written"):
         cache.put(KEY, CFG)
-    assert cache.get(KEY) == CFG
+    with pytest.warns(CacheWarning, match="there is no folder ~nobody-of-that-name/x"):
+        assert cache.get(KEY) == CFG
 
 
 def test_the_environment_names_the_default_folder(tmp_path, monkeypatch):
@@ -685,3 +686,25 @@ def test_writing_an_entry_initialises_no_device(tmp_path):
     path = os.pathsep.join(entry for entry in sys.path if entry)
     outcome = subprocess.run([sys.executable, "-c", probe], check=False, env={**os.environ, "PYTHONPATH": path})
     assert outcome.returncode == 0
+
+
+# --- layers that are not there ---
+
+
+def test_a_layer_that_is_not_there_is_one_warning_that_names_it(tmp_path, recwarn):
+    (tmp_path / "a file").write_text("")
+    names = [str(tmp_path / "typo"), str(tmp_path / "a file"), "~nobody-of-this-name/x"]
+    there = PersistentCache(tmp_path / "there")
+    there.put("gpu:some", "op@v0", "0123456789abcdef", {"rows": 3})
+    for _ in range(2):
+        cache = PersistentCache(tmp_path / "mine", layers=[*names, there.path], shipped=False)
+        assert cache.get("gpu:some", "op@v0", "0123456789abcdef") == {"rows": 3}
+        assert len(cache.keys()) == 1
+    told = [str(warning.message) for warning in recwarn]
+    assert len(told) == 3
+    assert all(any(f"there is no folder {name}, which was to be read after" in text for text in told) for name in names)
+
+
+def test_an_empty_layer_is_no_warning_and_nor_is_ones_own_folder(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert PersistentCache(tmp_path / "absent", layers=[tmp_path / "empty"]).get("gpu", "op@v0", "0") is None

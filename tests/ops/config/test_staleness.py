@@ -4,20 +4,31 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 from tests.ops.config.shared.stores import entry
 
-from ejkernel import settings
-from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, ConfigSpace, Invocation, Kernel, PersistentCache
+from ejkernel.ops import (
+    AutotunePolicy,
+    ConfigSelectorChain,
+    ConfigSpace,
+    Invocation,
+    Kernel,
+    PersistentCache,
+    default_executor,
+    set_default_executor,
+)
 from ejkernel.ops.config import staleness
 from ejkernel.ops.config._files import location
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.entries import text_of
 from ejkernel.ops.config.spaces.digest import space_digest
 from ejkernel.ops.config.staleness import Difference, StalePolicy, differences, made_with, usual_stale_policy
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, NoConfigError
+from ejkernel.settings import Settings
 
 
 class Spaced(Kernel):
@@ -96,6 +107,50 @@ def test_of_several_differences_the_strictest_counts(cache, inv):
     save(cache, inv, jax="0.0.1", jaxlib="0.0.1")
     assert resolved(cache, inv, jax="retune", jaxlib="refuse") == (1, "heuristic")
     assert resolved(cache, inv, jax="retune", jaxlib="use") == (2, "stale")
+
+
+ON_MISS = {
+    ("use", "heuristic"): (2, "persistent"),
+    ("use", "tune"): (2, "persistent"),
+    ("use", "error"): (2, "persistent"),
+    ("retune", "heuristic"): (2, "stale"),
+    ("retune", "tune"): (1, "autotune"),
+    ("retune", "error"): (2, "stale"),  # it was measured: it answers until the call is tuned
+    ("refuse", "heuristic"): (1, "heuristic"),
+    ("refuse", "tune"): (1, "autotune"),
+    ("refuse", "error"): None,
+}
+
+
+@pytest.mark.parametrize(("stale", "on_miss"), ON_MISS)
+def test_what_becomes_of_a_stale_entry_on_each_kind_of_miss(cache, inv, monkeypatch, stale, on_miss):
+    save(cache, inv, jax="0.0.1")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(cache.path))
+    monkeypatch.setenv("EJKERNEL_STALE", stale)
+    monkeypatch.setenv("EJKERNEL_ON_MISS", on_miss)
+    set_default_executor(None)
+    chain = default_executor().chooser
+    chain.tuner = Heuristically()
+    wanted = ON_MISS[stale, on_miss]
+    if wanted is None:
+        with pytest.raises(NoConfigError, match=r"What is saved for it is not taken: measured with jax 0\.0\.1, not"):
+            chain.resolve(inv, KERNEL)
+    else:
+        found = chain.resolve(inv, KERNEL)
+        assert (found.config, found.source) == wanted
+
+
+class Heuristically:
+    """A tuner that measures nothing."""
+
+    def tune(self, inv, kernel, **options):
+        return SimpleNamespace(config=1, interrupted=False, summary_data=dict)
+
+
+def test_an_error_says_once_what_is_saved_and_survives_pickling():
+    error = NoConfigError("op", ("memory", "persistent"), "", "measured with jax 1, not 2: the policy says refuse")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert "What is saved" not in str(NoConfigError("op", ("memory",)))
 
 
 def test_what_is_to_be_tuned_anew_is_tuned_where_that_is_allowed_and_noted_as_missed(cache, inv):
@@ -184,10 +239,16 @@ def test_the_environment_says_it(monkeypatch, text, policy):
     assert usual_stale_policy() == policy
 
 
-@pytest.mark.parametrize("text", ["always", "jax", "jax=maybe", "python=use"])
+@pytest.mark.parametrize("text", ["always", "jax", "jax=maybe", "python=use", "retune,jax=use", "jax=retune=use"])
 def test_a_bad_variable_is_an_error(text):
     with pytest.raises(ConfigError, match=r"EJKERNEL_STALE must be .*got"):
-        settings.Settings.from_env({"EJKERNEL_STALE": text, "HOME": "/"})
+        _ = Settings({"EJKERNEL_STALE": text}).stale
+
+
+@pytest.mark.parametrize("text", ["jax=retune,jax=refuse", "jax=retune, JAX = use", "jax=use,driver=use,jax=use"])
+def test_what_is_said_twice_of_one_difference_is_an_error(text):
+    with pytest.raises(ConfigError, match=r"EJKERNEL_STALE must .*got"):
+        _ = Settings({"EJKERNEL_STALE": text}).stale
 
 
 def test_a_bad_policy_is_an_error():

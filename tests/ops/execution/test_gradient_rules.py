@@ -93,7 +93,7 @@ def test_a_rule_gets_positional_arguments_configuration_and_keywords():
         (w, r"must return a tuple of 2 gradients.*got ndarray"),
         ((x, {"w": w}), r"gradient of positional argument 1 must have the argument's structure"),
         ((x, [w, w]), r"gradient of positional argument 1 must have the argument's structure"),
-        ((x, w.T), r"gradient of array 1 must have the array's shape \(5, 3\), got \(3, 5\)"),
+        ((x, w.T), r"gradient of w must have its shape \(5, 3\), got \(3, 5\)"),
     ],
     ids=["too few", "too many", "not a tuple", "a dict for an array", "a list for an array", "transposed"],
 )

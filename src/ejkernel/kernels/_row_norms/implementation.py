@@ -14,12 +14,12 @@ from ejkernel.ops.utils.values.signature import is_known
 
 from . import launch
 from .common import RowNormCall
-from .plan import THREADS, Formula, RowNormParams, RowNormPlan
+from .plan import SHORT, SLAB, THREADS, Formula, RowNormParams, RowNormPlan
 
 CallT = TypeVar("CallT", bound=RowNormCall)
 
 _DTYPES = (*hopper.DTYPES, "float32")
-_SHORTEST = 512  # elements: of a shorter row each thread has too little to do
+_SHORTEST = 64  # elements, which a short row has a multiple of
 _FEW = 1 << 23  # elements, up to which XLA's forward is as fast
 _MULTIPROCESSOR = 233_472  # bytes of its shared memory, of which a block of threads may take `_RESERVED` for itself
 _RESERVED = 2048
@@ -42,21 +42,27 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
             return "it needs rows whose number is known and not 0; use 'xla'."
         if call.dtype not in _DTYPES:
             return f"x has dtype {call.dtype}, and 'mosaic_gpu' takes {', '.join(_DTYPES)}; cast it, or use 'xla'."
-        if call.dim % THREADS or call.dim < _SHORTEST:
+        is_short = call.dim < SHORT
+        if call.dim % (_SHORTEST if is_short else THREADS):
             return (
-                f"x has rows of {call.dim} elements, and 'mosaic_gpu' takes multiples of {THREADS} from {_SHORTEST} "
-                "on; use 'xla'."
+                f"x has rows of {call.dim} elements, and 'mosaic_gpu' takes multiples of {_SHORTEST} below {SHORT}, "
+                f"and of {THREADS} from there on; use 'xla'."
             )
-        if self.params_fault(call, RowNormParams(stages=1, occupancy=1)):
-            return f"x has rows of {call.dim} elements, which shared memory does not hold; use 'xla'."
+        if is_short and call.rows % SLAB:
+            return f"x has {call.rows} rows, and of short ones 'mosaic_gpu' takes a multiple of {SLAB}; use 'xla'."
+        if self.params_fault(call, RowNormParams(block_rows=SLAB if is_short else 1, stages=1, occupancy=1)):
+            where = "registers do" if is_short else "shared memory does"
+            return f"x has rows of {call.dim} elements, which {where} not hold; use 'xla'."
         return hopper.unavailable(call, "x", "'xla'")
 
     def preference(self, call: CallT) -> int:
         """Return that XLA is as good where one pass is all that there is to win, or better.
 
         That is where there is little to do, or rows have no more than their squares summed before they are scaled; and
-        where gradients are summed for each of many examples.
+        where gradients are summed for each of many examples. Of short rows nothing was measured yet.
         """
+        if call.dim < SHORT:
+            return -1
         if call.backward:
             return 0 if call.examples == 1 else -1
         # On one H200 rms_norm's forward took 0.96 to 1.08 of our time in XLA, layer_norm's 1.03 to 1.49.
@@ -65,15 +71,24 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
 
     def params_fault(self, call: CallT, params: RowNormParams) -> str | None:
         """Return why rows cannot be gone through like this; `None` if they can."""
-        needed = self._plan(call, params).shared_bytes()
+        plan = self._plan(call, params)
+        needed = plan.shared_bytes()
         if call.rows % params.block_rows:
             return f"block_rows must divide {call.rows}, the number of rows, and is {params.block_rows}."
+        if plan.is_short:
+            return plan.short_fault()
         if needed > hopper.SHARED_MEMORY:
             return f"it takes {needed} bytes of shared memory, and a block of threads has {hopper.SHARED_MEMORY}."
         return None
 
     def heuristic(self, call: CallT) -> RowNormParams:
-        """Return as many blocks of threads as there is room for, with a row at a time; or one with two of them."""
+        """Return as many blocks of threads as there is room for, with a row at a time; or one with two of them.
+
+        Of short rows 32 at a time, if a thread has room for its part of them.
+        """
+        if call.dim < SHORT:
+            fitting = [params for params in self.space(call) if params.occupancy == _OCCUPANCY[-1]]
+            return max(fitting[:2], key=lambda params: params.block_rows)
         for occupancy in reversed(_OCCUPANCY):
             params = RowNormParams(block_rows=1 + (occupancy == 1), occupancy=occupancy)
             if self._fits(call, params):
@@ -88,6 +103,8 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
             return self._fits(call, RowNormParams(block_rows=block_rows, stages=stages, occupancy=occupancy))
 
         axes = {"block_rows": (1, 2, 4), "stages": (1, 2, 3, 4), "occupancy": _OCCUPANCY}
+        if call.dim < SHORT:
+            axes = {"block_rows": (16, 32, 64, 128), "stages": (1,), "occupancy": (*_OCCUPANCY, 12, 16)}
         return ConfigSpace(axes, constraints=fits, build=RowNormParams)
 
     def _fits(self, call: CallT, params: RowNormParams) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,9 +36,8 @@ def normalize(
     count = len(rows)
 
     def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        from .machine import normalize  # what it imports is not there in every environment
-
         plan = plan_of(arrays[0], formula, params, backward=False)
+        normalize = _kernels(plan).normalize
         shape = arrays[0].shape
         with jax.enable_x64(False):  # the kernels count in int32
             flat = _flat(plan, arrays[:count], arrays[count:])
@@ -60,9 +60,8 @@ def gradients(
     ends = len(rows), len(rows) + len(stats)
 
     def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        from .machine import gradients
-
         plan = plan_of(arrays[0], formula, params, backward=True)
+        gradients = _kernels(plan).gradients
         with jax.enable_x64(False):
             flat = _flat(plan, arrays[: ends[0]], arrays[ends[1] :])
             dx, *sums = gradients(plan, flat, [x.reshape(-1) for x in arrays[slice(*ends)]], **options)
@@ -71,6 +70,11 @@ def gradients(
     # Examples are not folded into the rows, as each has sums of its own.
     found: tuple[jax.Array, ...] = _one_by_one(compute)(*unify_varying((*rows, *stats, *vectors)))
     return found
+
+
+def _kernels(plan: RowNormPlan) -> Any:
+    """Return the module of the kernels, which import what is not there in every environment."""
+    return importlib.import_module(f"{__package__}.{'registers' if plan.is_short else 'machine'}")
 
 
 def plan_of(x: Any, formula: Formula, params: RowNormParams, *, backward: bool) -> RowNormPlan:

@@ -12,7 +12,12 @@ from ejkernel.ops.errors import ConfigError
 
 THREADS = 128  # of a block: one warpgroup, which has a row to itself
 MINOR = 256  # elements along an axis that one copy takes
-_CHUNK = 1024  # elements of a row that are in registers at once
+SHORT = 512  # elements: of shorter rows a warpgroup has several at once, in registers
+SLAB = 16  # of them
+_CHUNK = 1024  # elements of a longer row that are in registers at once
+# Of a thread, by a guess of what it needs, and elements of one array that a warpgroup has read: up to both of them no
+# compiler was seen to spill.
+_REGISTERS, _ELEMENTS = 256, 24_576
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +25,9 @@ class RowNormParams:
     """How rows are gone through by the kernels.
 
     Attributes:
-        block_rows: Rows that are copied together.
-        stages: How many such copies are under way or being worked on.
+        block_rows: Rows that are copied together; of rows shorter than 512, which are read into registers, a multiple
+            of 16.
+        stages: How many such copies are under way or being worked on; of short rows 1.
         occupancy: Blocks of threads that a multiprocessor is given.
     """
 
@@ -76,6 +82,16 @@ class RowNormPlan:
     params: RowNormParams
 
     @property
+    def is_short(self) -> bool:
+        """Whether rows are short, so that each is in registers as a whole."""
+        return self.dim < SHORT
+
+    @property
+    def stats(self) -> int:
+        """How many numbers are known of each row before it is read."""
+        return self.backward * (1 + self.formula.centred)
+
+    @property
     def row_shape(self) -> tuple[int, int]:
         """A row as copies take it."""
         return self.dim // self.minor, self.minor
@@ -115,8 +131,29 @@ class RowNormPlan:
         """How many vectors are summed over rows."""
         return self.backward * ((self.formula.weight is not None) + self.formula.bias)
 
+    def registers(self) -> int:
+        """Return a guess of how many registers a thread needs for short rows, vectors, sums, and the work on a slab."""
+        read = self.sources * self.params.block_rows * self.dim * jnp.dtype(self.dtype).itemsize // 4
+        vectors = (self.formula.weight is not None) + (self.formula.bias and not self.backward)
+        kept = self.sums + vectors + (3 if self.backward else 1)
+        return (read + kept * SLAB * self.dim) // THREADS
+
+    def short_fault(self) -> str | None:
+        """Return why short rows cannot be gone through like this; `None` if they can."""
+        block_rows, stages = self.params.block_rows, self.params.stages
+        if block_rows % SLAB or stages != 1:
+            asked = f"block_rows a multiple of {SLAB}, and stages 1"
+            return f"rows of {self.dim} elements take {asked}; they are {block_rows} and {stages}."
+        if block_rows * self.dim > _ELEMENTS:
+            return f"it reads {block_rows * self.dim} elements at once, and registers have room for {_ELEMENTS}."
+        if self.registers() > _REGISTERS:
+            return f"it takes about {self.registers()} registers of a thread, and there are {_REGISTERS}."
+        return None
+
     def shared_bytes(self) -> int:
         """Return how much shared memory a block of threads needs."""
+        if self.is_short:
+            return 0
         row = self.dim * jnp.dtype(self.dtype).itemsize
         rows = (self.sources + self.results) * self.params.stages * self.params.block_rows * row
         return rows + self.sums * 4 * self.dim + 1024  # sums in float32, barriers, and what means go through

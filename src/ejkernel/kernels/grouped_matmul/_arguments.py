@@ -19,17 +19,25 @@ from .common import Groups, row_ends, taken_apart
 def check_operand(name: str, array: Any, axes: str) -> None:
     """Raise unless an operand is a floating-point array with as many axes as `axes` names."""
     if not is_array(array) or not jnp.issubdtype(array.dtype, jnp.floating):
-        got = f"dtype {array.dtype}" if is_array(array) else type(array).__name__
-        raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
+        raise ArgumentError(
+            f"{name} must be a floating-point array {axes}, got {_other_than_asked(array, 'bfloat16')}."
+        )
     if len(array.shape) != len(axes.split(",")):
-        raise ArgumentError(f"{name} must be {axes}, got shape {tuple(array.shape)}.")
+        raise ArgumentError(f"{name} must be {axes}, got shape {tuple(array.shape)}; reshape it.")
+
+
+def _other_than_asked(value: Any, dtype: str) -> str:
+    """Return what an argument is instead of an array of such a dtype, and what to do."""
+    if is_array(value):
+        return f"dtype {value.dtype}; cast it, such as to {dtype}"
+    return f"{type(value).__name__}; pass an array of JAX's or NumPy's"
 
 
 def check_product(lhs: Any, rhs: Any, *, transpose_rhs: bool) -> None:
     """Raise unless these are rows, and a matrix for each group that they can be multiplied with."""
     check_operand("lhs", lhs, "[m, k]")
     check_operand("rhs", rhs, "[groups, n, k]" if transpose_rhs else "[groups, k, n]")
-    check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), "have one k")
+    check_pair(lhs, rhs, (1, 2 if transpose_rhs else 1), f"have one k where transpose_rhs is {transpose_rhs}")
 
 
 def check_gate(gate: Any, rhs: Any) -> None:
@@ -57,17 +65,22 @@ def check_pair(lhs: Any, rhs: Any, axes: tuple[int, int], what: str) -> None:
     if lhs.dtype != rhs.dtype:
         raise ArgumentError(f"lhs and rhs must have one dtype, got {lhs.dtype} and {rhs.dtype}; cast one of them.")
     if lhs.shape[axes[0]] != rhs.shape[axes[1]]:
-        raise ArgumentError(f"lhs and rhs must {what}; got shapes {tuple(lhs.shape)} and {tuple(rhs.shape)}.")
+        shapes = f"{tuple(lhs.shape)} and {tuple(rhs.shape)}"
+        raise ArgumentError(
+            f"lhs and rhs must {what}; got shapes {shapes}, of which axes {axes[0]} and {axes[1]} differ."
+        )
 
 
 def check_sizes(group_sizes: Any, groups: int | None = None) -> None:
     """Raise unless sizes are integers, one for each group."""
     if not is_array(group_sizes) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        got = f"dtype {group_sizes.dtype}" if is_array(group_sizes) else type(group_sizes).__name__
+        got = _other_than_asked(group_sizes, "int32")
         raise ArgumentError(f"group_sizes must be an array of integers [groups], got {got}.")
     if len(group_sizes.shape) != 1 or groups not in (None, group_sizes.shape[0]):
         wanted = "[groups]" if groups is None else f"[{groups}], one for each matrix of rhs"
-        raise ArgumentError(f"group_sizes must be {wanted}; got shape {tuple(group_sizes.shape)}.")
+        some = len(group_sizes.shape) == 1 and groups is not None and group_sizes.shape[0] > groups
+        more = "; if rhs has some of the groups alone, say with first_group which" if some else ""
+        raise ArgumentError(f"group_sizes must be {wanted}; got shape {tuple(group_sizes.shape)}{more}.")
     if not is_known(group_sizes.shape[0]):
         raise ArgumentError(
             f"group_sizes must have a length that is a number, got {group_sizes.shape[0]}; export for one of each."
@@ -95,8 +108,19 @@ def canonical_groups(group_sizes: Any, first_group: Any, count: int | None) -> G
 def canonical_count(groups: Any) -> int | None:
     """Return how many groups a call is asked for; `None`: all."""
     if groups is not None and (type(groups) is not int or groups < 0):
-        raise ArgumentError(f"groups must be an int >= 0, or None; got {groups!r}.")
+        raise ArgumentError(f"groups must be an int >= 0, or None; got {groups!r}; it is static under jit.")
     return groups
+
+
+def check_count(groups: int | None, group_sizes: Any, first_group: Any) -> None:
+    """Raise unless it is said which groups a result of some of them is of."""
+    if first_group is not None or groups is None or not is_array(group_sizes) or len(group_sizes.shape) != 1:
+        return
+    if group_sizes.shape[0] != groups:
+        raise ArgumentError(
+            f"groups must be {group_sizes.shape[0]}, as many as group_sizes has, or come with first_group, which says "
+            f"which they are; got {groups}."
+        )
 
 
 def _canonical_first(first_group: Any, groups: int) -> Any:
@@ -104,7 +128,8 @@ def _canonical_first(first_group: Any, groups: int) -> Any:
         is_array(first_group) and jnp.issubdtype(first_group.dtype, jnp.integer) and first_group.shape == ()
     )
     if not is_number:
-        raise ArgumentError(f"first_group must be an integer, or an array of one without axes; got {first_group!r}.")
+        shown = f"{first_group.dtype}{list(first_group.shape)}" if is_array(first_group) else repr(first_group)
+        raise ArgumentError(f"first_group must be an integer, or an array of one without axes; got {shown}.")
     if type(first_group) is int and not 0 <= first_group <= groups:
         raise ArgumentError(f"first_group must be from 0 to {groups}, the number of groups; got {first_group}.")
     return first_group if isinstance(first_group, jax.ShapeDtypeStruct) else jnp.asarray(first_group, jnp.int32)

@@ -53,6 +53,7 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
                 f"{__package__}.mosaic_gpu.implementation:MosaicGpuActivation", platforms=("gpu",)
             ),
             "xla": f"{__package__}.xla:XlaActivation",
+            "megablox": LazyImplementation(f"{__package__}.megablox:MegabloxActivation", platforms=("tpu",)),
         }
     )
 

@@ -149,6 +149,7 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
             "mosaic_gpu": LazyImplementation(f"{__package__}.mosaic_gpu.implementation:MosaicGpu", platforms=("gpu",)),
             "jax_mgpu": LazyImplementation(f"{__package__}.jax_mgpu:JaxMgpu", platforms=("gpu",)),
             "xla": f"{__package__}.xla:Xla",
+            "megablox": LazyImplementation(f"{__package__}.megablox:Megablox", platforms=("tpu",)),
         }
     )
 
@@ -258,6 +259,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
                 f"{__package__}.mosaic_gpu.implementation:MosaicGpuWgrad", platforms=("gpu",)
             ),
             "xla": f"{__package__}.xla:XlaWgrad",
+            "megablox": LazyImplementation(f"{__package__}.megablox:MegabloxWgrad", platforms=("tpu",)),
         }
     )
 
@@ -280,7 +282,9 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         arguments.check_operand("lhs", lhs, "[m, k]")
         arguments.check_operand("rhs", rhs, "[m, n]")
         arguments.check_pair(lhs, rhs, (0, 0), "have as many rows")
-        own = arguments.canonical_groups(group_sizes, first_group, arguments.canonical_count(groups))
+        count_asked = arguments.canonical_count(groups)
+        arguments.check_count(count_asked, group_sizes, first_group)
+        own = arguments.canonical_groups(group_sizes, first_group, count_asked)
         said = arguments.said_options(lhs.dtype, preferred_element_type=preferred_element_type, precision=precision)
         # Where all groups are here their sizes say how many: said again, it would make another key of an equal call.
         count = {"groups": groups} if isinstance(own, tuple) else {}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -155,8 +156,12 @@ def read_file(file: Traversable | str, largest: int) -> bytes | None:
     return raw
 
 
-def opened(path: str | Path) -> tuple[int, int]:
-    """Open a file to read it, and return its descriptor and size; whatever else is there, this does not wait for it.
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[tuple[int, int]]:
+    """Open a file to read it, for the `with` block; whatever else is there, this does not wait for it.
+
+    Yields:
+        Its descriptor and its size.
 
     Raises:
         OSError: it cannot be opened.
@@ -168,15 +173,13 @@ def opened(path: str | Path) -> tuple[int, int]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UnusableError("it cannot be read: it is no regular file")
-    except BaseException:
+        yield descriptor, status.st_size
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor, status.st_size
 
 
 def _read_path(path: str | Path, largest: int) -> bytes:
-    descriptor, size = opened(path)
-    try:
+    with opened(path) as (descriptor, size):
         if size > largest:
             raise UnusableError(f"it has more than {largest} bytes")
         raw = os.read(descriptor, size + 1)
@@ -186,8 +189,6 @@ def _read_path(path: str | Path, largest: int) -> bytes:
                 break
             raw += chunk
         return raw
-    finally:
-        os.close(descriptor)
 
 
 def _read_other(file: Traversable, largest: int) -> bytes:
@@ -197,9 +198,14 @@ def _read_other(file: Traversable, largest: int) -> bytes:
 
 def warn_of(place: str, reason: Exception) -> None:
     """Warn, once a place, that what is there is ignored."""
+    warn_once(place, f"ignoring cache entry {place}: {reason}", stacklevel=6)
+
+
+def warn_once(place: str, text: str, *, stacklevel: int) -> None:
+    """Warn of a place, unless this process has done so."""
     if place not in _warned:
         _warned.add(place)
-        warnings.warn(f"ignoring cache entry {place}: {reason}", CacheWarning, stacklevel=5)
+        warnings.warn(text, CacheWarning, stacklevel=stacklevel)
 
 
 def forget_warning(file: Path) -> None:

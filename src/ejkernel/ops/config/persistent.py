@@ -28,6 +28,7 @@ from ejkernel.ops.config._files import (
     places,
     slug,
     warn_of,
+    warn_once,
 )
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.entries import (
@@ -55,7 +56,8 @@ class PersistentCache:
 
     A key is a `ConfigKey`, another tuple of three strings, or any value that `stable_json` accepts; keys of equal
     JSON are equal. An entry that cannot be used is a miss with one `CacheWarning` a file; a folder that cannot be
-    written is one `CacheWarning`, after which this object keeps in memory what it was given.
+    written is one `CacheWarning`, after which this object keeps in memory what it was given. A layer that is not there
+    is one, too.
     """
 
     def __init__(
@@ -80,8 +82,12 @@ class PersistentCache:
         if layers is None:
             layers = _usual_layers() if path is None else ()
         self._path = _expand(path)
-        opened = (_shared(layer, self._path) if is_url(layer) else _expand(layer) for layer in map(_text, layers))
-        self._layers = tuple(layer for layer in opened if layer is not None)
+        opened = {
+            layer: _shared(layer, self._path) if is_url(layer) else _expand(layer) for layer in map(_text, layers)
+        }
+        self._layers = tuple(layer for layer in opened.values() if layer is not None)
+        self._homeless = [str(name) for name, layer in opened.items() if layer is None]
+        self._has_looked_for_layers = False
         self._shipped = shipped
         self._clock = clock if clock is not None else now
         self._memory: dict[str, str] = {}  # canonical key: text of the file that could not be written
@@ -229,8 +235,19 @@ class PersistentCache:
                 seen.add(canonical)
                 yield entry.key, entry
 
+    def _look_for_layers(self) -> None:
+        """Warn, once, of folders that were named and are not there; URLs are asked when a call has no answer."""
+        if self._has_looked_for_layers:
+            return
+        self._has_looked_for_layers = True
+        folders = [str(layer) for layer in self._layers if isinstance(layer, Path)]
+        for name in (*self._homeless, *(folder for folder in folders if not os.path.isdir(folder))):
+            text = f"there is no folder {name}, which was to be read after {self._path}; is its name right?"
+            warn_once(name, text, stacklevel=5)
+
     def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
         """Yield all entries, each with the canonical form of its key."""
+        self._look_for_layers()
         for canonical, text in list(self._memory.items()):
             yield canonical, parsed(text.encode(), None)
         for layer in (self._path, *self._layers):
@@ -260,6 +277,7 @@ class PersistentCache:
                 yield answer
 
     def _places(self, key: object, canonical: str) -> Iterator[tuple[str, Callable[[], StoredEntry | None]]]:
+        self._look_for_layers()
         text = self._memory.get(canonical)
         if text is not None:
             yield f"{canonical} (in memory)", functools.partial(parsed, text.encode(), None)

@@ -24,7 +24,8 @@ class AutotunePolicy:
             kernel's rule, are held against JAX's. `"outputs"`: results alone, where to compile and run JAX's derivative
             of a large call's reference would take long.
         budget_s: Seconds after which a search ends with the best so far, also when a candidate never returns, within a
-            grace of a quarter of them, five seconds at least; `None`: no limit. The heuristic has its turn in any case.
+            grace of a quarter of them, five seconds at least; `None`: no limit. The heuristic has its turn in any case,
+            and stands for a reference that takes more than a third of what is left to compile.
         cold_cache: Measure with inputs that no cache of the device holds, where calls meet such inputs in the program.
         isolate: Tune in a worker process, which a candidate that crashes or never returns takes with it.
         devices: How many GPUs tune side by side, each with a worker process of its own; only with `isolate`, and where

@@ -30,9 +30,12 @@ from ejkernel.ops.config.tiers import (
     SHIPPED,
     SISTER,
     STALE,
+    Answer,
+    NotTaken,
     Tier,
-    tier_named,
 )
+from ejkernel.ops.config.tiers import Consulted as Consulted
+from ejkernel.ops.config.tiers import Resolution as Resolution
 from ejkernel.ops.core.context import current_scope, is_measuring
 from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
@@ -58,47 +61,10 @@ from ejkernel.ops.errors import (
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.formatting import arguments, counted
-from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.validation import check_argument
 from ejkernel.ops.utils.weak_caches import IdentitySet
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Resolution(Generic[Cfg]):
-    """A configuration, the tier that it came from, and the key of the call (`None` if it has none)."""
-
-    config: Cfg
-    source: str
-    key: ConfigKey | None
-
-    @property
-    def tier(self) -> Tier:
-        """That tier."""
-        return tier_named(self.source)
-
-
-_Answer = Resolution[Any] | tuple[Resolution[Any], str] | str  # an answer, also with a note; or why there is none
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Consulted:
-    """What one tier said: an answer, with a note where there is more to say of it, or a note why it had none."""
-
-    tier: str
-    resolution: Resolution[Any] | None
-    note: str = ""
-
-    @classmethod
-    def of(cls, tier: Tier, answer: _Answer) -> Consulted:
-        """Return what a tier said, of what it answered."""
-        if isinstance(answer, str):
-            return cls(tier.name, None, answer)
-        return cls(tier.name, *answer) if isinstance(answer, tuple) else cls(tier.name, answer)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "note", printable(self.note))  # it tells of what files hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,11 +156,11 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         Raises:
             NoConfigError: no tier had an answer.
         """
-        tried = []
+        tried: list[Consulted] = []
         request = self._request(inv, kernel, dry=False)
         self._warn_of_namesake(kernel)
         for consulted in self._consult(request):
-            tried.append(consulted.tier)
+            tried.append(consulted)
             if consulted.resolution is not None:
                 self._remember(consulted.resolution, shared=overrides(kernel, "bucket"))
                 if consulted.resolution.tier.is_provisional:
@@ -205,7 +171,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         key, call = request.key, ""
         if key is not None:
             call = f"{arguments(inv.description)}, key {key.call} on {key.device}"
-        raise NoConfigError(inv.op_id, tuple(tried), call)
+        not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_not_taken)
+        raise NoConfigError(inv.op_id, tuple(consulted.tier for consulted in tried), call, "; ".join(not_taken))
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return what every tier says, down to the one that answers; nothing is measured or remembered."""
@@ -300,7 +267,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             warnings.warn(text, KernelWarning, stacklevel=2)
 
     def _consult(self, request: _Request) -> Iterator[Consulted]:
-        tiers: tuple[tuple[Tier, Callable[[_Request], _Answer]], ...] = (  # the order is the contract
+        tiers: tuple[tuple[Tier, Callable[[_Request], Answer]], ...] = (  # the order is the contract
             (OVERRIDE, self._from_override),
             (OVERLAY, self._from_overlay),
             (MEMORY, self._from_memory),
@@ -364,10 +331,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             return f"it does not fit: {error}"
         return ""
 
-    def _from_persistent(self, request: _Request) -> _Answer:
+    def _from_persistent(self, request: _Request) -> Answer:
         return self._saved(request, PERSISTENT, "use")
 
-    def _saved(self, request: _Request, tier: Tier, wanted: Action) -> _Answer:
+    def _saved(self, request: _Request, tier: Tier, wanted: Action) -> Answer:
         """Return the first that is saved of which the policy says what is wanted."""
         if self.persistent is None:
             return "the chain has no persistent cache"
@@ -385,18 +352,18 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             if action == wanted:
                 return (request.answer(config, tier), why) if why else request.answer(config, tier)
             notes.append(f"{why}: the policy says {action}")
-        return "; ".join(dict.fromkeys(notes)) or "no entry"
+        return NotTaken("; ".join(dict.fromkeys(notes))) if notes else "no entry"
 
-    def _from_stale(self, request: _Request) -> _Answer:
+    def _from_stale(self, request: _Request) -> Answer:
         return self._saved(request, STALE, "retune")
 
-    def _from_shipped(self, request: _Request) -> _Answer:
+    def _from_shipped(self, request: _Request) -> Answer:
         return self._shipped(request, SHIPPED, ShippedConfigs.find)
 
-    def _from_sister(self, request: _Request) -> _Answer:
+    def _from_sister(self, request: _Request) -> Answer:
         return self._shipped(request, SISTER, ShippedConfigs.find_of_sister)
 
-    def _shipped(self, request: _Request, tier: Tier, find: Callable[..., Shipped | None]) -> _Answer:
+    def _shipped(self, request: _Request, tier: Tier, find: Callable[..., Shipped | None]) -> Answer:
         """Return what `find` finds among what the package ships, where the call runs with it."""
         if request.key is None:
             return request.no_key
@@ -413,7 +380,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
             misfit = request.kernel.why_not(request.inv, found.config)
         return misfit or (request.answer(found.config, tier), found.note)
 
-    def _from_shared(self, request: _Request) -> _Answer:
+    def _from_shared(self, request: _Request) -> Answer:
         """Ask the persistent cache again once the copies of what machines share are up to date."""
         if request.key is None:
             return request.no_key

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may say which configuration a call has, and how far their answers hold."""
+"""Who may say which configuration a call has, how far their answers hold, and what they have said."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import Any, Final, Generic
+
+from ejkernel.ops.core.types import Cfg, ConfigKey
+from ejkernel.ops.utils.printable import printable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,3 +56,57 @@ def tier_named(name: str) -> Tier:
     if name.startswith(f"{AGREED.name} with "):
         return AGREED
     return _BY_NAME.get(name) or Tier(name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolution(Generic[Cfg]):
+    """A configuration, the tier that it came from, and the key of the call (`None` if it has none)."""
+
+    config: Cfg
+    source: str
+    key: ConfigKey | None
+
+    @property
+    def tier(self) -> Tier:
+        """That tier."""
+        return tier_named(self.source)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NotTaken:
+    """Why what is saved for a call is no answer here, by the policy."""
+
+    why: str
+
+
+# an answer, also with a note; or why there is none
+Answer = Resolution[Any] | tuple[Resolution[Any], str] | NotTaken | str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Consulted:
+    """What one tier said: an answer, with a note where there is more to say of it, or a note why it had none.
+
+    Attributes:
+        tier: Its name.
+        resolution: Its answer, or `None`.
+        note: What else there is to say.
+        is_not_taken: Whether it has something for the call, which the policy for stale entries does not take from it.
+    """
+
+    tier: str
+    resolution: Resolution[Any] | None
+    note: str = ""
+    is_not_taken: bool = False
+
+    @classmethod
+    def of(cls, tier: Tier, answer: Answer) -> Consulted:
+        """Return what a tier said, of what it answered."""
+        if isinstance(answer, NotTaken):
+            return cls(tier.name, None, answer.why, is_not_taken=True)
+        if isinstance(answer, str):
+            return cls(tier.name, None, answer)
+        return cls(tier.name, *answer) if isinstance(answer, tuple) else cls(tier.name, answer)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "note", printable(self.note))  # it tells of what files hold

@@ -12,6 +12,7 @@ import jax
 from ejkernel.ops.core.callspec import CallSpec, take_apart
 from ejkernel.ops.core.hooks import Kernel
 from ejkernel.ops.core.transformations.autodiff import with_spec
+from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Node
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, KernelError
@@ -111,11 +112,11 @@ def _asked(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], own: _StandIn) -
             f"{kernel.op_id}: bucket must return arguments of the same structure as the call's, "
             f"{_shown(own)}; got {_shown((spec, types))}."
         )
-    for index, (mine, like) in enumerate(zip(types, own[1], strict=True)):
+    for name, mine, like in zip(array_names(spec), types, own[1], strict=True):
         if mine.dtype != like.dtype or len(mine.shape) != len(like.shape):
             raise KernelError(
                 f"{kernel.op_id}: bucket may change the sizes of arrays alone, but made {mine.dtype}{list(mine.shape)} "
-                f"of array {index}, {like.dtype}{list(like.shape)}."
+                f"of {name}, {like.dtype}{list(like.shape)}."
             )
     return spec, [
         # Weak types are a part of the key, and a hook that makes types by hand does not know of them: they stay the

@@ -21,6 +21,7 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.identity import identity, identity_of_node, token_of
 from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
@@ -73,6 +74,7 @@ class Plans:
 
         Raises:
             Traced: the call is a part of what another trace computes.
+            ArgumentError: an argument is a type in the place of an array.
         """
         # The table of before the call: another may be there after it, for which this plan would be too old.
         table = self.tables.of(kernel)
@@ -80,6 +82,7 @@ class Plans:
         plan = table.get(key)
         if plan is not None:
             return plan(args, kwargs, arrays)
+        _refuse_types(kernel, arrays)
         values = (*args, *kwargs.values())
         types = (*map(type, args), *kwargs, *map(type, kwargs.values()))
         if override is None and types not in table and all(map(_goes_by_type, values)):
@@ -110,6 +113,15 @@ class Plans:
         names = [name for name, value in kwargs.items() if is_static(value)]
         plan: Plan = jax.jit(run, static_argnums=positions, static_argnames=names)
         return plan
+
+
+def _refuse_types(kernel: Kernel[Cfg, Out], arrays: Sequence[jax.Array]) -> None:
+    for array in arrays:
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise ArgumentError(
+                f"{kernel.op_id}: an argument is a type, {array.dtype}{list(array.shape)}, which has no values; pass "
+                "an array, or types to jax.eval_shape, jax.jit(...).lower or explain."
+            )
 
 
 class _Detour:

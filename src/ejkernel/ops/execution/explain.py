@@ -143,8 +143,7 @@ def _with_agreement(tiers: Sequence[Consulted], inv: Invocation[Cfg, Out]) -> tu
 def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], key: ConfigKey) -> Consulted:
     """Say more about why the persistent tier has no answer."""
     store = getattr(chooser, "persistent", None)
-    is_stale = "the policy says" in tier.note
-    no_entry = tier.tier == PERSISTENT.name and tier.resolution is None and not is_stale
+    no_entry = tier.tier == PERSISTENT.name and tier.resolution is None and not tier.is_not_taken
     if not no_entry or not isinstance(store, PersistentCache):
         return tier
     return dataclasses.replace(tier, note=why_no_entry(store, inv, key))

@@ -17,7 +17,6 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import Counter, on_event
-from ejkernel.ops.autotuner.trials.naming import array_names
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.tuner import Autotuner, process_session
@@ -27,6 +26,7 @@ from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.examples import GivenInputs
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides, prepared, unbound
+from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover, local_calls

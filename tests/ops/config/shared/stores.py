@@ -27,6 +27,14 @@ def entry(number=0, rows=64, *, speedup=1.5, days=0, note="", measured=True, **p
     return dataclasses.replace(found, provenance={**found.provenance, **provenance})
 
 
+def tuned_together(*numbers, rows=64, speedup=1.5, **made) -> list[StoredEntry]:
+    """Return the entries of calls that were given one configuration; `speedup` is that of their mean."""
+    cases = [{"call": f"{number:016x}", "draw": "", "weight": 1.0, "winner_us": 10.0} for number in numbers]
+    mean = {"winner_us": 10.0, "heuristic_us": 10.0 * speedup}
+    found = [entry(number, rows, **{"speedup": speedup} | made) for number in numbers]
+    return [dataclasses.replace(e, measured={**e.measured, "cases": cases, "geometric_mean": mean}) for e in found]
+
+
 def pack(*entries):
     """Return the name and the content of a pack."""
     ((name, raw),) = packed(map(line_of, entries))
@@ -41,6 +49,7 @@ class FakeStore:
         self.asked = []
         self.down = ""
         self.url = "fake://team"
+        self.is_there = True
 
     def __call__(self, url):
         return self
@@ -50,15 +59,20 @@ class FakeStore:
         if self.down:
             raise UnreachableError(self.down)
 
-    def sizes(self):
+    def sizes(self, most=10_000):
         self._ask("list")
+        if len(self.objects) > most:
+            raise UnreachableError("too many")
         return {name: len(raw) for name, raw in self.objects.items()}
+
+    def raw(self, name):
+        self._ask("read")
+        return self.objects.get(name)
 
     def read(self, name):
         from ejkernel.ops.config.shared.packs import check
 
-        self._ask("read")
-        raw = self.objects.get(name)
+        raw = self.raw(name)
         if raw is not None:
             check(name, raw)
         return raw

@@ -11,8 +11,9 @@ from tests.ops.config.shared.stores import FakeStore, entry, pack
 from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.entries import text_of
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.shared import exchange
+from ejkernel.ops.config.shared import exchange, upkeep
 from ejkernel.ops.config.shared.exchange import FolderPlace, SharedPlace, place_of, plan
+from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.errors import CacheWarning, ConfigError
 
 
@@ -129,10 +130,10 @@ def test_packs_are_merged_without_losing_what_others_push_meanwhile(tmp_path, st
 
     store.read = read_and_push
     other = SharedPlace("fake://team", tmp_path / "theirs")
-    assert other.merge() > 0
+    assert upkeep.merge(other) > 0
     store.read = read
     assert rows(SharedPlace("fake://team", tmp_path / "third")) == [0, 1, 2, 3, 4, 5, 9]
-    assert SharedPlace("fake://team", tmp_path / "fourth").merge() == len(store.objects)
+    assert upkeep.merge(SharedPlace("fake://team", tmp_path / "fourth")) == len(store.objects)
     assert len(store.objects) == 1
 
 
@@ -143,14 +144,14 @@ def test_a_damaged_copy_damages_nothing_in_the_store(store, shared):
     file = shared.copy.packs()[0].path
     file.write_bytes(file.read_bytes().replace(b'"rows":', b'"rowz":'))
     with pytest.raises(UnusableError, match="digest"):
-        shared.merge()
+        upkeep.merge(shared)
     assert store.objects == before
 
 
 def test_to_merge_what_is_merged_already_changes_nothing(store, shared):
     shared.put([entry(1)])
     before = dict(store.objects)
-    assert shared.merge() == 0
+    assert upkeep.merge(shared) == 0
     assert store.objects == before
 
 
@@ -160,16 +161,16 @@ def test_two_that_merge_at_once_lose_nothing(tmp_path, store, shared):
     slow, quick = (SharedPlace("fake://team", tmp_path / name) for name in ("slow", "quick"))
     sizes = store.sizes
 
-    def sizes_then_merge():
-        listed = sizes()
+    def sizes_then_merge(*most):
+        listed = sizes(*most)
         store.sizes = sizes
-        quick.merge()
+        upkeep.merge(quick)
         quick.put([entry(7, 7)])
-        quick.merge()
+        upkeep.merge(quick)
         return listed
 
     store.sizes = sizes_then_merge
-    slow.merge()
+    upkeep.merge(slow)
     assert rows(SharedPlace("fake://team", tmp_path / "third")) == [0, 1, 2, 3, 7]
 
 
@@ -192,13 +193,13 @@ both = pytest.mark.parametrize("url", ["memory", "file"], indirect=True)
 
 @both
 def test_entries_go_through_a_store(tmp_path, url):
-    mine = SharedPlace(url, tmp_path / "mine")
+    mine = SharedPlace(url, tmp_path / "mine", may_be_new=True)
     mine.put([entry(1, 1), entry(2, 2)])
     other = SharedPlace(url, tmp_path / "theirs")
     assert (other.fetched, rows(other)) == (1, [1, 2])
     other.put([entry(3, 3)])
     mine.put([entry(4, 4)])
-    assert other.merge() == 2
+    assert upkeep.merge(other) == 2
     assert rows(SharedPlace(url, tmp_path / "third")) == [1, 2, 3, 4]
     mine.layer.refresh()
     assert rows(mine) == [1, 2, 3, 4]
@@ -206,7 +207,7 @@ def test_entries_go_through_a_store(tmp_path, url):
 
 @both
 def test_a_layer_by_url_answers_from_its_copy(tmp_path, url):
-    SharedPlace(url, tmp_path / "theirs").put([entry(1, 1)])
+    SharedPlace(url, tmp_path / "theirs", may_be_new=True).put([entry(1, 1)])
     cache = PersistentCache(tmp_path / "mine", layers=[url], shipped=False)
     assert cache.get(entry(1).key) is None
     cache.look_again()
@@ -214,9 +215,43 @@ def test_a_layer_by_url_answers_from_its_copy(tmp_path, url):
     assert PersistentCache(tmp_path / "mine", layers=[url], shipped=False).get(entry(1).key) == {"rows": 1}
 
 
+@both
+def test_a_store_says_whether_the_place_is_there(url):
+    store = Store(url)
+    assert (store.sizes(), store.is_there) == ({}, False)
+    name, raw = pack(entry(1))
+    store.write(name, raw)
+    assert (len(store.sizes()), store.is_there) == (1, True)
+
+
+@both
+def test_an_object_without_content_is_damaged_and_is_written_again(tmp_path, url):
+    mine = SharedPlace(url, tmp_path / "mine", may_be_new=True)
+    mine.put([entry(1, 1)])
+    (name,) = mine.store.sizes()
+    mine.store.write(name, b"")
+    with pytest.warns(CacheWarning, match="1 pack cannot be used"):
+        SharedPlace(url, tmp_path / "theirs")
+    assert upkeep.mend(mine) == 1
+    assert rows(SharedPlace(url, tmp_path / "theirs")) == [1]
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
+def test_a_file_is_no_place(tmp_path, url):
+    (tmp_path / "team").write_text("")
+    with pytest.warns(CacheWarning, match="there is no such place"):
+        assert rows(SharedPlace(url, tmp_path / "mine")) == []
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
+def test_a_folder_without_packs_is_there(tmp_path, url):
+    (tmp_path / "team").mkdir()
+    assert rows(SharedPlace(url, tmp_path / "mine")) == []
+
+
 @pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_what_a_writer_left_half_written_is_left_out(tmp_path, url):
-    SharedPlace(url, tmp_path / "theirs").put([entry(1, 1)])
+    SharedPlace(url, tmp_path / "theirs", may_be_new=True).put([entry(1, 1)])
     name, raw = pack(entry(2, 2))
     (tmp_path / "team" / name).write_bytes(raw[:-9])
     os.mkfifo(tmp_path / "team" / ("f" * 32 + ".pack"))

@@ -109,7 +109,7 @@ def test_a_store_that_is_down_is_one_warning_and_the_copy_answers(layer, store, 
 def test_a_store_that_does_not_answer_is_waited_for_once(layer, store):
     answers = threading.Event()
     sizes = store.sizes
-    store.sizes = lambda: answers.wait() and sizes()
+    store.sizes = lambda *most: answers.wait() and sizes(*most)
     with pytest.warns(CacheWarning, match="it has not answered for 0.01 s"):
         layer.look_again(0.01)
     layer.look_again(600)  # returns at once: the first call has waited
@@ -164,7 +164,7 @@ def test_what_others_merge_while_it_is_listed_is_not_lost(layer, store):
     merged = pack(entry(1), entry(2), entry(9))
     listings = [dict([pack(entry(5))]), dict([pack(entry(5)), merged])]  # the first has neither the old nor the new
 
-    def sizes():
+    def sizes(*_):
         store.objects = listings.pop(0) if len(listings) > 1 else listings[0]
         return {name: len(raw) for name, raw in store.objects.items()}
 
@@ -192,6 +192,19 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, store):
     (tmp_path / ".layers").write_text("a file")
     with pytest.warns(CacheWarning, match="is not up to date"):
         SharedLayer("fake://team", tmp_path, connect=store).look_again()
+
+
+def test_a_place_that_is_not_there_is_one_warning_that_names_it(layer, store, clock):
+    store.objects, store.is_there = {}, False
+    with pytest.warns(CacheWarning, match=r"shared cache fake://team .*there is no such place, .*is the URL right"):
+        layer.look_again()
+    clock.now += AGAIN
+    layer.look_again()
+
+
+def test_a_place_that_is_there_and_is_empty_is_no_warning(layer, store):
+    store.objects = {}
+    layer.look_again()
 
 
 # --- in a chain ---
@@ -239,7 +252,7 @@ def test_explain_says_what_the_shared_cache_had(cache, inv):
 def test_layers_of_the_environment_are_read(tmp_path, monkeypatch):
     folder = tmp_path / "others"
     PersistentCache(folder).put(entry(5).key, {"rows": 5})
-    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f" fake://user:secret@team/x , {folder},")
+    monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", f" fake://user:secret@team/x , {folder}")
     cache = PersistentCache()
     assert [str(layer) for layer in cache.layers] == ["fake://team/x", str(folder)]
     assert cache.get(entry(5).key) == {"rows": 5}

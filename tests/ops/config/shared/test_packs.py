@@ -11,7 +11,17 @@ from tests.ops.config.shared.stores import KEY, entry, pack
 from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.copies import LocalCopy
-from ejkernel.ops.config.shared.packs import Pack, check, is_name, line_of, packed, read_line, token_of, verify
+from ejkernel.ops.config.shared.packs import (
+    Pack,
+    check,
+    is_name,
+    line_of,
+    packed,
+    read_line,
+    salvaged,
+    token_of,
+    verify,
+)
 
 NUMBERS = st.sets(st.integers(0, 10**6), min_size=1, max_size=30)
 
@@ -144,3 +154,12 @@ def test_verify_reads_all_of_a_pack(tmp_path):
 def test_no_other_file_is_taken_for_a_pack(name):
     assert not is_name(name)
     assert is_name("0" * 32 + ".pack")
+
+
+@given(st.integers(0, 3000), st.binary(max_size=40), st.integers(0, 40))
+def test_what_is_saved_of_a_damaged_pack_is_what_was_written(position, garbage, cut):
+    lines = [line_of(entry(number)) for number in range(3)]
+    _, raw = pack(*map(entry, range(3)))
+    damaged = raw[:position] + garbage + raw[position + cut :]
+    assert set(salvaged(damaged)) <= set(lines)
+    assert set(salvaged(raw)) == set(lines)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from tests.ops.config.shared.stores import entry
 
+from ejkernel.ops.config.shared import upkeep
 from ejkernel.ops.config.shared.exchange import SharedPlace
+from ejkernel.ops.config.shared.stores import Store
 
 pytestmark = pytest.mark.slow
 
@@ -20,15 +22,16 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.ops.config.shared.stores import entry
+from ejkernel.ops.config.shared import upkeep
 from ejkernel.ops.config.shared.exchange import SharedPlace
 
 url, folder, first = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-place = SharedPlace(url, folder)
+place = SharedPlace(url, folder, may_be_new=True)
 for number in range(first, first + int(sys.argv[4])):
     place.put([entry(number, number), entry(0, number, speedup=1.0 + number)])
     print(number, flush=True)
     if number % 7 == 3:
-        place.merge()
+        upkeep.merge(place)
 print("done", flush=True)
 """
 
@@ -95,3 +98,24 @@ def test_writers_of_one_bucket_lose_nothing(tmp_path, s3):
     assert [writer.wait() for writer in writers] == [0, 0]
     assert list(map(len, written)) == [12, 12]
     check(s3, tmp_path / "reader", written)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bucket_is_mended_and_pruned_and_one_that_is_not_there_is_known(tmp_path, s3):
+    import fsspec
+
+    place = SharedPlace(s3, tmp_path / "mine", may_be_new=True)
+    assert not place.layer.is_there
+    assert Store("s3://team").sizes() == {}
+    assert not Store("s3://no-such-bucket").sizes()
+    for number in range(3):
+        place.put([entry(number, number), entry(number + 10, 99, jax="0.0.1")])
+    objects = fsspec.filesystem("s3", skip_instance_cache=True)
+    one, other, _ = sorted(place.store.sizes())
+    objects.pipe_file(f"team/ejkernel/{one}", b"")  # of which a server has no range of bytes
+    objects.pipe_file(f"team/ejkernel/{other}", objects.cat_file(f"team/ejkernel/{other}")[:-9])
+    assert upkeep.mend(place) == 2
+    assert upkeep.prune(place, lambda stored: stored.provenance["jax"] == "0.0.1").entries == 3
+    found = SharedPlace(s3, tmp_path / "theirs")
+    assert (found.layer.is_there, found.fetched) == (True, 1)
+    assert sorted(variants[0].config["rows"] for variants in found.variants()) == [0, 1, 2]

@@ -14,11 +14,12 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
-from ejkernel.ops.autotuner.trials.naming import array_names, result_names
+from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, hook, overrides
 from ejkernel.ops.core.transformations.autodiff import Vjp, innermost, with_spec
+from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, GradientError
@@ -86,6 +87,8 @@ def rule_fault(oracle: Oracle) -> str:
     # Without either, the gradient is JAX's own derivative of `run`, and there is nothing to hold it against.
     if not (has_reference or has_gradient_rule(kernel)) or inv.direction == "jvp":
         return ""
+    if has_reference and (inv.direction == "bwd" or not oracle.has_reference):
+        return ""  # the baseline was held against JAX's derivative as each candidate was, or nothing can be
     choice = oracle.choice
     oracle.begin("checking the gradient rule")
     try:
@@ -102,12 +105,17 @@ def rule_fault(oracle: Oracle) -> str:
     # A rule that is wrong under every configuration alike would pass where candidates are compared with the heuristic,
     # and would reject them all where they are compared with the reference. So the heuristic's is held against JAX's
     # derivative before anybody wins; then tuning goes on by the heuristic's, for the fault is no candidate's.
-    truth_node = node if has_reference else without_rule(node, choice)
     try:
-        truth = _run_once(truth_node, dataclasses.replace(choice, reference=True), inputs, inv.platform)
+        if has_reference:
+            truth = oracle.truth_about(node, inputs)
+        else:
+            of_run = dataclasses.replace(choice, reference=True)
+            truth = _run_once(without_rule(node, choice), of_run, inputs, inv.platform)
     except Exception as error:  # noqa: BLE001 - what JAX cannot differentiate, nobody can be compared with
         logger.info("%s: gradients are not checked, JAX finds none: %s", inv.op_id, error)
         return ""
+    if has_reference and not oracle.has_reference:
+        return ""  # there was no time for it
     try:
         oracle.compare(gradients, truth, names)
     except CandidateError as error:

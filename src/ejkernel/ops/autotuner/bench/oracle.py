@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -13,8 +15,11 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.compile.threads import result_within
 from ejkernel.ops.autotuner.measure.cases import Case
 from ejkernel.ops.autotuner.measure.correctness import check_results, is_nowhere_finite
+from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
+from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.autotuner.trials.programs import Program
@@ -26,6 +31,8 @@ from ejkernel.ops.errors import CandidateError, TuningError, TuningWarning
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import arguments
 
+_SHARE: Final = 1 / 3  # of what is left, in which a reference has to be compiled
+_LEAST: Final = 1.0  # second, of that
 REFERENCE: Final = "running the reference"  # what no candidate is to blame for
 
 
@@ -75,6 +82,7 @@ class Oracle:
         inputs: What the user wants to measure with; made from the signature otherwise.
         watch: Who must know what is under way.
         limits: How long the parts of the search may take.
+        left: The seconds that are left for the search.
         weight: How much the call counts beside others.
         others: Of the other calls.
     """
@@ -87,6 +95,7 @@ class Oracle:
     inputs: GivenInputs | None = None
     watch: Watch = dataclasses.field(default_factory=Unwatched)
     limits: Limits = dataclasses.field(default_factory=Limits)
+    left: Callable[[], float] = lambda: math.inf
     weight: float = 1.0
     others: Sequence[Oracle] = ()
 
@@ -95,6 +104,7 @@ class Oracle:
         self._sets: dict[str, list[Any]] | None = None
         self._truths: dict[str, Sequence[Any]] = {}
         self._is_doubted = False
+        self._lacks_reference = False
 
     @property
     def all(self) -> tuple[Oracle, ...]:
@@ -157,6 +167,9 @@ class Oracle:
             raise
         except BaseException as error:  # whatever it is, without inputs and truth no candidate can be judged
             raise TuningError(f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error)}") from error
+        if self._lacks_reference:
+            text = "the reference takes too long to compile for so small a budget; candidates are compared with"
+            warnings.warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning, stacklevel=2)
         self._doubt_truth()
 
     def _doubt_truth(self) -> None:
@@ -197,11 +210,28 @@ class Oracle:
         if node is self.inv.node and self.reference is not None:
             loaded: Callable[..., Any] = self.reference.load()
             return loaded
-        choice = dataclasses.replace(self.choice, reference=overrides(node.spec.kernel, "reference"))
-        lowered = jax.jit(node.flat(choice)).lower(*arrays)
+        left = self.left()
+        compiled = None
+        if self.has_reference and left < math.inf:  # else it would take what candidates are to be measured in
+            job = in_callers_context(functools.partial(self._compiled, node, arrays, reference=True))
+            compiled, in_time = result_within(max(_LEAST, left * _SHARE), job, self.watch.is_abandoned)
+            self._lacks_reference = not in_time
+        elif self.has_reference:
+            compiled = self._compiled(node, arrays, reference=True)
+        return compiled or self._compiled(node, arrays, reference=False)
+
+    def _compiled(self, node: Node, arrays: Sequence[jax.Array], *, reference: bool) -> Callable[..., Any]:
+        lowered = jax.jit(node.flat(dataclasses.replace(self.choice, reference=reference))).lower(*arrays)
         # It runs once: XLA's own search for fast algorithms would keep all cores busy for it.
         compiled: Callable[..., Any] = compat.compiled_for_one_run(lowered, self.inv.platform)
+        if node is not self.inv.node:
+            check_room(peak_bytes(compiled) or 0, "the gradient")
         return compiled
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the kernel says what is right, and that can be had in the time that there is."""
+        return overrides(self.inv.node.spec.kernel, "reference") and not self._lacks_reference
 
     def judge(self, results: Sequence[object], draw: str) -> None:
         """Raise a `CandidateError` unless results of the call, on a set of inputs, are as near to the truth as can be.

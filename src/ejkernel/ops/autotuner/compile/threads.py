@@ -26,6 +26,10 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _POLL = 0.05  # seconds between two looks at the deadlines, and at whether to stop
 
 
+class GivenUpError(CandidateError):
+    """A compilation takes longer than is allowed, and was left alone."""
+
+
 class AdaptiveTimeout:
     """How long something may take before it is given up: long at first, then a multiple of what was usual.
 
@@ -165,8 +169,22 @@ class CompileThreads(Generic[T]):
         for index in [index for index, start in self._running.items() if now - start > allowed]:
             seconds = now - self._running.pop(index)
             self._fill()
-            error = CandidateError(f"compiling was given up after {seconds:.1f} s (allowed: {allowed:.1f} s)")
+            error = GivenUpError(f"compiling was given up after {seconds:.1f} s (allowed: {allowed:.1f} s)")
             yield Done(index, None, error, seconds)
+
+
+def result_within(
+    seconds: float, job: Callable[[], T], stop: Callable[[], bool] = lambda: False
+) -> tuple[T | None, bool]:
+    """Return what a job returns, and whether it ended in time; if it does not, or is to stop, it is left alone."""
+    threads = CompileThreads([job], width=1, timeout=AdaptiveTimeout(first=seconds, least=seconds))
+    for done in threads.results(stop):
+        if isinstance(done.error, GivenUpError):
+            break
+        if done.error is not None:
+            raise done.error
+        return done.result, True
+    return None, False
 
 
 def _wait_at_exit() -> None:

@@ -169,6 +169,7 @@ class TuningRun:
             inputs=call.inputs,
             watch=self._watch,
             limits=self.task.limits,
+            left=self._left,
             weight=call.weight,
         )
 

@@ -1,48 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's author calls the arrays of a call."""
+"""What the results of a backward are called."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
-import jax
-
-from ejkernel.ops.core.callspec import CallSpec
-from ejkernel.ops.core.kernel import Kernel, run_forms
 from ejkernel.ops.core.transformations.autodiff import innermost
+from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Node
-from ejkernel.ops.core.types import Cfg, Out
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def array_names(spec: CallSpec) -> list[str]:
-    """Return what the arrays of a call are called, in their order, such as `x`, `state['step']` or `args[2]`."""
-    mark = object()
-    leaves = jax.tree_util.tree_leaves_with_path(spec.join([mark] * spec.num_arrays))
-    return [leaf_name(spec.kernel, path) for path, leaf in leaves if leaf is mark]
-
-
-def leaf_name(kernel: Kernel[Any, Any], path: Any) -> str:
-    """Return what the leaf at `path` in `(args, kwargs)` of a kernel's call is called."""
-    part, argument, *rest = path
-    if part.idx == 1:
-        name = argument.key
-    else:
-        positional = _parameters(kernel)
-        name = positional[argument.idx] if argument.idx < len(positional) else f"args[{argument.idx}]"
-    return f"{name}{jax.tree_util.keystr(tuple(rest))}"
-
-
-def _parameters(kernel: Kernel[Cfg, Out]) -> list[str]:
-    # a `run` that takes whatever `prepare` returns has no names of its own
-    for name in ("run", *run_forms(kernel), "prepare"):
-        parameters = inspect.signature(getattr(kernel, name)).parameters.values()
-        named = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
-        if named:
-            return named
-    return []
 
 
 def result_names(node: Node) -> list[str]:

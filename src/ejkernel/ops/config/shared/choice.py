@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several entries of one key is better, and why."""
+"""Which of several entries of one key is better, and why.
+
+Calls may have been tuned together, for one configuration (`ejkernel tune --shapes`). To take the better measured of
+each would leave them with several, so all that is asked here of such an entry has one answer for the whole set: it is
+of a class of its own, which no entry that was tuned alone takes the place of, and is judged by the mean of all calls.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from collections.abc import Iterable
@@ -12,6 +18,7 @@ from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared.packs import line_of
 from ejkernel.ops.config.staleness import differences, made_with, told
 from ejkernel.ops.utils.formatting import ratio
+from ejkernel.ops.utils.storage.encode import dumps
 
 _APART: Final = 1.02  # speed-ups that differ by less do not tell two configurations apart; a winner is held to the same
 
@@ -23,6 +30,8 @@ class Evidence(NamedTuple):
         is_measured: It was measured, and not set by hand.
         is_whole: Its search was not interrupted.
         speedup: Over the heuristic, in one race; clocks differ between machines, so this counts before times.
+        seconds: How long it takes, negative.
+        search: Something of its search's own, where that was for several calls.
         time: When it was measured, the later the better.
         content: Something of its own.
     """
@@ -31,6 +40,7 @@ class Evidence(NamedTuple):
     is_whole: bool
     speedup: float
     seconds: float
+    search: str
     time: str
     content: bytes
 
@@ -38,21 +48,52 @@ class Evidence(NamedTuple):
 def evidence(entry: StoredEntry) -> Evidence:
     """Return what speaks for an entry."""
     measured: Any = entry.measured or {}
-    winner = measured.get("winner")
-    median = _positive(winner.get("median_us") if isinstance(winner, dict) else None)
+    median = _number_in(measured.get("winner"), "median_us")
+    speedup, seconds, search = _positive(measured.get("speedup")), median, ""
+    if calls_of(entry):
+        mean = measured.get("geometric_mean")
+        before, seconds = _number_in(mean, "heuristic_us"), _number_in(mean, "winner_us")
+        speedup = before / seconds if before and seconds else None
+        search = _digest([entry.config_type, entry.config, measured["cases"]])
     return Evidence(
         is_measured=median is not None,
         is_whole=measured.get("interrupted") is not True,
-        speedup=_positive(measured.get("speedup")) or 1.0,
-        seconds=-(median or math.inf),
+        speedup=speedup or 1.0,
+        seconds=-(seconds or math.inf),
+        search=search,
         time=str(entry.provenance.get("time")),
         content=line_of(entry),
     )
 
 
+def _number_in(data: Any, name: str) -> float | None:
+    return _positive(data.get(name)) if isinstance(data, dict) else None
+
+
+def calls_of(entry: StoredEntry) -> frozenset[str]:
+    """Return the keys of the calls that an entry was tuned together with, and its own; none if it was tuned alone."""
+    calls = frozenset(str(case.get("call")) for case in _cases(entry))
+    return calls if len(calls) > 1 else frozenset()
+
+
+def _cases(entry: StoredEntry) -> list[dict[str, Any]]:
+    found = (entry.measured or {}).get("cases")
+    return [case for case in found if isinstance(case, dict)] if isinstance(found, list) else []
+
+
+def together(entry: StoredEntry) -> str:
+    """Return what tells the calls that an entry was tuned together with, as they were weighted; empty if alone."""
+    told = sorted(dumps([case.get(name) for name in ("call", "draw", "weight")]) for case in _cases(entry))
+    return _digest(told) if calls_of(entry) else ""
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(dumps(data).encode()).hexdigest()
+
+
 def provenance_class(entry: StoredEntry) -> tuple[str, ...]:
     """Return what an entry was measured with, as far as it decides whether two entries may be compared."""
-    return (*made_with(entry).values(), "measured" if evidence(entry).is_measured else "set by hand")
+    return (*made_with(entry).values(), "measured" if evidence(entry).is_measured else "set by hand", together(entry))
 
 
 def best_of_classes(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
@@ -68,12 +109,13 @@ def best_of_classes(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
 def by_preference(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
     """Return the entries of a key in the order in which they answer here.
 
-    What was measured comes before what was set by hand, then what was measured with what is here, then the newest.
+    What was measured comes before what was set by hand, then what was measured with what is here, then what was tuned
+    together with other calls, which would have several configurations otherwise, then the newest.
     """
 
     def rank(entry: StoredEntry) -> tuple[Any, ...]:
         found = evidence(entry)
-        return found.is_measured, -len(differences(entry)), found.time, found
+        return found.is_measured, -len(differences(entry)), bool(together(entry)), found.time, found
 
     return sorted(best_of_classes(entries), key=rank, reverse=True)
 
@@ -100,13 +142,23 @@ def judge(ours: StoredEntry, theirs: StoredEntry) -> Verdict:
     if not mine.is_measured or not other.is_measured:
         is_newer = not mine.is_measured and not other.is_measured and is_same and other > mine
         return Verdict(is_newer, f"{'theirs' if mine.is_measured else 'ours'} was set by hand", not is_same)
-    if provenance_class(ours) != provenance_class(theirs):
+    if together(ours) != together(theirs) and not is_same and (calls := calls_of(ours)):
+        takes = calls <= calls_of(theirs) and other.time > mine.time
+        return Verdict(takes, "ours was tuned together with other calls", not takes)
+    if made_with(ours) != made_with(theirs):
         return _of_classes(ours, theirs)
     if is_same:
         return Verdict(other > mine, "the same configuration")
+    if together(ours) != together(theirs):
+        mine, other = mine._replace(speedup=_own_speedup(ours)), other._replace(speedup=_own_speedup(theirs))
     about_equal = max(mine.speedup, other.speedup) < _APART * min(mine.speedup, other.speedup)
     why = f"ours has {ratio(mine.speedup)} the heuristic's speed, theirs {ratio(other.speedup)}"
     return Verdict(other > mine, why, about_equal)
+
+
+def _own_speedup(entry: StoredEntry) -> float:
+    """Return what an entry brings its own call."""
+    return _positive((entry.measured or {}).get("speedup")) or 1.0
 
 
 def _of_classes(ours: StoredEntry, theirs: StoredEntry) -> Verdict:

@@ -21,7 +21,16 @@ from ejkernel.ops.config._writing import write_chunks
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.choice import best_of_classes, by_preference
-from ejkernel.ops.config.shared.packs import Pack, checked, entry_in_line, line_of, read_line, token_in, token_of
+from ejkernel.ops.config.shared.packs import (
+    DamagedError,
+    Pack,
+    checked,
+    entry_in_line,
+    line_of,
+    read_line,
+    token_in,
+    token_of,
+)
 from ejkernel.ops.utils.printable import printable
 
 logger = logging.getLogger(__name__)
@@ -44,6 +53,7 @@ class LocalCopy:
         self._name = str(folder)
         self._packs: dict[str, Pack] = {}
         self._listed: int | None = None
+        self._damaged: set[str] = set()  # names of files
 
     def packs(self) -> list[Pack]:
         """Return the packs that are there; the folder is listed only if it has changed."""
@@ -71,18 +81,52 @@ class LocalCopy:
             except FileNotFoundError:
                 raise
             except (OSError, UnusableError) as error:
-                warn_of(str(self.folder / name), error)
+                self._leave_out(self.folder / name, error)
         return found
+
+    def whole_packs(self) -> list[Pack]:
+        """Return the packs that are there, but for those that were found damaged."""
+        return [pack for pack in self.packs() if pack.path.name not in self._damaged]
+
+    def verify(self) -> None:
+        """Read all packs, and take note of those that are damaged."""
+        for pack in self.packs():
+            try:
+                packs.verify(pack.path)
+            except DamagedError:
+                self._damaged.add(pack.path.name)
+            except (OSError, UnusableError) as error:
+                warn_of(str(pack.path), error)
+
+    def remove_damaged(self) -> None:
+        """Remove the packs that were found damaged, if all that they had is in others.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        known = frozenset().union(*(pack.names for pack in self.whole_packs()))
+        opened = {pack.path.name: pack for pack in self.packs()}
+        for name in sorted(self._damaged):
+            if name not in opened or opened[name].names <= known:  # what cannot be opened has no answers
+                (self.folder / name).unlink(missing_ok=True)
+                self._damaged.discard(name)
+        self._listed = None
+
+    def _leave_out(self, path: Path, error: Exception) -> None:
+        """Warn that a pack, or some of it, is of no use; one that is damaged is to be had again."""
+        if isinstance(error, DamagedError):
+            self._damaged.add(path.name)
+        warn_of(str(path), error)
 
     def find(self, key: object) -> list[StoredEntry]:
         """Return the entries of a key in the order in which they answer here: of each provenance class the best."""
         token = token_of(key)
         found = []
-        for line in dict.fromkeys(self._found(token)):
+        for line, pack in self._found(token).items():
             try:
                 found.append(entry_in_line(line, key))
             except UnusableError as error:
-                warn_of(f"{token} of {self.folder}", error)
+                self._leave_out(pack.path, error)
         return by_preference(found) if len(found) > 1 else found
 
     def entries(self, operation: str | None = None) -> Iterator[StoredEntry]:
@@ -93,7 +137,7 @@ class LocalCopy:
     def variants(self, operation: str | None = None) -> Iterator[list[StoredEntry]]:
         """Yield for each key all entries of it; see `entries`."""
         wanted = None if operation is None else json.dumps(f"{operation}@v")[:-1].encode()  # as lines have it
-        for _, lines in itertools.groupby(_merged([_walked(pack) for pack in self.packs()]), token_in):
+        for _, lines in itertools.groupby(_merged([self._walked(pack) for pack in self.packs()]), token_in):
             read = [self._read(line) for line in lines if wanted is None or wanted in line]
             found = [entry for entry in read if entry is not None]
             if found:
@@ -106,6 +150,8 @@ class LocalCopy:
             OSError: it cannot be written.
         """
         write_chunks(self.folder / name, lambda: (raw,))
+        self._damaged.discard(name)
+        self._packs.pop(name, None)
         self._listed = None
 
     def remove(self, gone: Sequence[Pack]) -> None:
@@ -116,6 +162,7 @@ class LocalCopy:
         """
         for pack in gone:
             pack.path.unlink(missing_ok=True)
+            self._damaged.discard(pack.path.name)
         self._listed = None
 
     def merge(self, most: int = MOST_PACKS) -> None:
@@ -140,15 +187,30 @@ class LocalCopy:
             UnusableError: one is not what was written, so that what is made of them must not replace them.
             OSError: a pack cannot be read.
         """
-        walks = [pack.walk() for pack in (self.packs() if sources is None else sources)]
+        walks = [self._checked(pack) for pack in (self.packs() if sources is None else sources)]
         for _, lines in itertools.groupby(_merged(walks), token_in):
-            of_key = [checked(line) for line in lines]
+            of_key = list(lines)
             if len(of_key) == 1:
                 yield of_key[0]
                 continue
             read = [(line, self._read(line)) for line in of_key]
             best = {line_of(entry) for entry in best_of_classes(entry for _, entry in read if entry is not None)}
             yield from sorted(best | {line for line, entry in read if entry is None})
+
+    def _walked(self, pack: Pack) -> Iterator[bytes]:
+        """Yield the lines of a pack as far as it can be read."""
+        try:
+            yield from pack.walk()
+        except (OSError, UnusableError) as error:
+            self._leave_out(pack.path, error)
+
+    def _checked(self, pack: Pack) -> Iterator[bytes]:
+        """Yield the lines of a pack; see `best_lines`."""
+        try:
+            yield from map(checked, pack.walk())
+        except DamagedError:
+            self._damaged.add(pack.path.name)
+            raise
 
     def _read(self, line: bytes) -> StoredEntry | None:
         try:
@@ -157,28 +219,21 @@ class LocalCopy:
             warn_of(f"{printable(token_in(line))} of {self.folder}", error)
             return None
 
-    def _found(self, token: str) -> list[bytes]:
+    def _found(self, token: str) -> dict[bytes, Pack]:
+        """Return the lines of a key, each with a pack that has it."""
         for _ in range(_ATTEMPTS):
-            found: list[bytes] = []
+            found: dict[bytes, Pack] = {}
             is_whole = True
             for pack in self.packs():
                 try:
-                    found += pack.find(token)
+                    found |= dict.fromkeys(pack.find(token), pack)
                 except FileNotFoundError:  # another process has put others in its place
                     is_whole, self._listed = False, None
                 except (OSError, UnusableError) as error:
-                    warn_of(str(pack.path), error)
+                    self._leave_out(pack.path, error)
             if is_whole:
                 break
         return found
-
-
-def _walked(pack: Pack) -> Iterator[bytes]:
-    """Yield the lines of a pack as far as it can be read."""
-    try:
-        yield from pack.walk()
-    except (OSError, UnusableError) as error:
-        warn_of(str(pack.path), error)
 
 
 def _merged(walks: Sequence[Iterator[bytes]]) -> Iterator[bytes]:

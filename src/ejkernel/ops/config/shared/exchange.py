@@ -6,13 +6,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ejkernel.ops.config._files import UnusableError, expanded, identity, is_url, location, warn_of
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.entries import StoredEntry, entry_in, text_of
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.shared.choice import Verdict, by_preference, judge, provenance_class
+from ejkernel.ops.config.shared.choice import (
+    Verdict,
+    by_preference,
+    evidence,
+    judge,
+    provenance_class,
+    together,
+)
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.packs import line_of, packed
@@ -76,29 +83,40 @@ class FolderPlace:
 
 
 class SharedPlace:
-    """A shared cache, which has an entry for each key and provenance class; its copy here is brought up to date.
+    """A shared cache, which has an entry for each key and provenance class.
+
+    Its copy here is brought up to date; what is damaged of that is fetched again.
 
     Args:
         url: See `Store`.
         cache_dir: The folder that the copy is kept in.
+        may_be_new: Whether it is no surprise if there is no such place yet.
+        bounded: Whether it is refused if it is too large to be read by every program.
+
+    Attributes:
+        store: The place itself.
+        layer: Its copy here, and when it was brought up to date.
+        fetched: How many packs were fetched for that.
     """
 
     has_classes = True
 
-    def __init__(self, url: str, cache_dir: Path) -> None:
-        self._store = Store(url)
-        self.layer = SharedLayer(url, cache_dir, connect=lambda _: self._store)
+    def __init__(self, url: str, cache_dir: Path, *, may_be_new: bool = False, bounded: bool = True) -> None:
+        self.store = Store(url)
+        self.layer = SharedLayer(url, cache_dir, connect=lambda _: self.store, bounded=bounded)
+        self.copy.verify()
         self.fetched = self.layer.refresh()
-        self.layer.tell()
+        if self.layer.is_there or not may_be_new:
+            self.layer.tell()
         self._is_empty = self.layer.is_empty
 
     def __str__(self) -> str:
-        return shown(self._store.url)
+        return shown(self.store.url)
 
     @property
     def copy(self) -> LocalCopy:
         """The copy of it."""
-        assert self.layer.copy is not None  # it was brought up to date
+        assert self.layer.copy is not None  # it was given a folder
         return self.layer.copy
 
     def variants(self) -> Iterator[list[StoredEntry]]:
@@ -113,37 +131,12 @@ class SharedPlace:
     def put(self, entries: Sequence[StoredEntry]) -> None:
         """See `Place`: into new objects, so that nothing of another writer's can be lost."""
         for name, raw in packed(map(line_of, entries)):
-            self._store.write(name, raw)
+            self.store.write(name, raw)
             self.copy.add(name, raw)
             self._is_empty = False
 
-    def merge(self) -> int:
-        """Make as few packs as can be of those that are there; return how many fewer there are.
 
-        What is removed was read before, and all of it that was not worse than something else is kept by then; so
-        whoever does the same, or adds a pack meanwhile, loses nothing.
-
-        Raises:
-            UnusableError: the copy is damaged; nothing is changed.
-            OSError: the place cannot be read or written.
-        """
-        before = self._store.sizes()
-        if not before.keys() <= frozenset().union(*(pack.names for pack in self.copy.packs())):
-            self.layer.refresh()
-        read = frozenset().union(*(pack.names for pack in self.copy.packs())) & before.keys()
-        new = dict(packed(self.copy.best_lines()))
-        for name, raw in new.items():
-            if name not in before:
-                self._store.write(name, raw)
-        gone = read - new.keys()
-        for name in gone:
-            self._store.remove(name)
-        self.layer.refresh()
-        return len(gone) - len(new.keys() - before.keys())
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What becomes of an entry at another place.
 
     Attributes:
@@ -160,7 +153,7 @@ class Step:
     def action(self) -> str:
         """`added`, `replaced`, `kept`, or `same`."""
         if self.ours is None:
-            return "added"
+            return "added" if self.verdict.takes else "kept"
         if line_of(self.ours) == line_of(self.theirs):
             return "same"
         return "replaced" if self.verdict.takes else "kept"
@@ -185,22 +178,70 @@ class Plan:
 
 
 def plan(sources: Iterable[Place], target: Place) -> Plan:
-    """Return what comes of bringing the entries of some places to another one; nothing is changed yet."""
-    found: list[Step] = []
-    put: dict[tuple[str, ...], StoredEntry] = {}
+    """Return what comes of bringing the entries of some places to another one; nothing is changed yet.
+
+    Calls that were tuned together come together: if one of them has something there that is to stay, none comes.
+    """
+    planner = _Planner(target)
     for source in sources:
+        planner.take(source)
+    return Plan(tuple(planner.steps), tuple(planner.put.values()))
+
+
+class _Planner:
+    """What is to become of entries.
+
+    Args:
+        target: Where they come.
+
+    Attributes:
+        steps: What becomes of each entry.
+        put: What is to be put there, by what it stands for.
+    """
+
+    def __init__(self, target: Place) -> None:
+        self._target = target
+        self.steps: list[Step] = []
+        self.put: dict[tuple[str, ...], StoredEntry] = {}
+
+    def take(self, source: Place) -> None:
+        """Take the entries of a place; where one has room there, the first of them."""
+        sets: dict[str, list[list[StoredEntry]]] = {}
         for variants in source.variants():
-            for entry in variants if target.has_classes else variants[:1]:
-                slot = (identity(entry.key), *(provenance_class(entry) if target.has_classes else ()))
-                step = _step(entry, put.get(slot) or target.rival(entry))
-                found.append(step)
-                if step.action in ("added", "replaced"):
-                    put[slot] = entry
-    return Plan(tuple(found), tuple(put.values()))
+            choices = [[entry] for entry in variants] if self._target.has_classes else [variants]
+            for choice in choices:
+                search = evidence(choice[0]).search
+                if search:
+                    sets.setdefault(search, []).append(choice)
+                else:
+                    self._note([self._step(choice[0])])
+        for members in sets.values():
+            self._take_set(members)
 
+    def _take_set(self, members: Sequence[list[StoredEntry]]) -> None:
+        steps = [self._step(choice[0]) for choice in members]
+        stays = [step for step in steps if step.action == "kept"]
+        if not stays:
+            self._note(steps)
+            return
+        verdict = Verdict(False, f"tuned together with a call that stays: {stays[0].verdict.why}", is_conflict=True)
+        self._note([step if step.action in ("kept", "same") else step._replace(verdict=verdict) for step in steps])
+        for choice in members:  # what is better of the same calls, tuned alone, may come all the same
+            alone = next((entry for entry in choice[1:] if not together(entry)), None)
+            if alone is not None:
+                self._note([self._step(alone)])
 
-def _step(theirs: StoredEntry, ours: StoredEntry | None) -> Step:
-    return Step(theirs, ours, Verdict(True, "") if ours is None else judge(ours, theirs))
+    def _note(self, steps: Sequence[Step]) -> None:
+        self.steps += steps
+        self.put |= {self._slot(step.theirs): step.theirs for step in steps if step.action in ("added", "replaced")}
+
+    def _step(self, entry: StoredEntry) -> Step:
+        ours = self.put.get(self._slot(entry)) or self._target.rival(entry)
+        return Step(entry, ours, Verdict(True, "") if ours is None else judge(ours, entry))
+
+    def _slot(self, entry: StoredEntry) -> tuple[str, ...]:
+        """Return what there is room for one entry of."""
+        return (identity(entry.key), *(provenance_class(entry) if self._target.has_classes else ()))
 
 
 def place_of(name: str, cache_dir: Path) -> FolderPlace | SharedPlace:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import threading
 import time
 import warnings
@@ -17,7 +18,7 @@ from ejkernel.ops.config._files import UnusableError, slug
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.packs import LARGEST
-from ejkernel.ops.config.shared.stores import Store, shown
+from ejkernel.ops.config.shared.stores import MOST, REMEDY, Store, shown
 from ejkernel.ops.errors import CacheWarning, EjkernelError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import counted
@@ -41,6 +42,7 @@ class SharedLayer:
         cache_dir: The folder of the cache that this is a layer of, which the copy is kept in; `None`: there is none.
         connect: Opens a store.
         clock: Seconds that only grow.
+        bounded: Whether a place is refused that is too large to be read by every program.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class SharedLayer:
         *,
         connect: Callable[[str], Store] = Store,
         clock: Callable[[], float] = time.monotonic,
+        bounded: bool = True,
     ) -> None:
         self.url = url
+        self._bounded = bounded
         self.copy = None if cache_dir is None else LocalCopy(copy_folder(url, cache_dir))
         self._connect = connect
         self._clock = clock
@@ -60,7 +64,8 @@ class SharedLayer:
         self._lock = threading.Lock()
         self._warned = False
         self.problem = ""
-        self.is_empty = False  # whether the place, when it was last read, had nothing; a copy of it may have
+        # of the place, when it was last read; a copy of it may have what it has not
+        self.is_empty, self.is_there = False, True
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -107,17 +112,20 @@ class SharedLayer:
         """
         if self.copy is None:
             raise OSError("there is no folder to keep a copy in; set EJKERNEL_CACHE_DIR")
-        store, fetched = self._connect(self.url), 0
-        listed = store.sizes()
+        store, fetched, most = self._connect(self.url), 0, MOST if self._bounded else math.inf
+        listed = store.sizes(most)
         for _ in range(_LISTINGS):
             fetched += self._fetch(store, listed)
             gone = [pack for pack in self.copy.packs() if not pack.names <= listed.keys()]
-            before, listed = listed, store.sizes() if gone else listed
+            before, listed = listed, store.sizes(most) if gone else listed
             if listed == before:  # else others merge meanwhile: what is gone may be in what was not listed yet
                 # An empty place may be one that is not mounted; else what was removed there, or merged, goes here too.
                 self.copy.remove(gone if listed else [])
+                self.copy.remove_damaged()
                 break
-        self.is_empty = not listed
+        self.is_empty, self.is_there = not listed, store.is_there
+        if not self.is_there:
+            self.problem = "there is no such place, or nothing was ever put there; is the URL right?"
         self._tidy()
         return fetched
 
@@ -125,17 +133,17 @@ class SharedLayer:
         """Add those packs to the copy that it has not; return how many, and leave in `problem` what is of no use."""
         copy = self.copy
         assert copy is not None
-        stay = [pack for pack in copy.packs() if pack.names <= listed.keys()]
+        stay = [pack for pack in copy.whole_packs() if pack.names <= listed.keys()]
         known = frozenset().union(*(pack.names for pack in stay))
         new = {name: size for name, size in sorted(listed.items()) if name not in known}
         usable = [size for size in new.values() if size <= LARGEST]
-        if sum(usable) > _MOST - sum(pack.size for pack in stay):
-            raise OSError(f"its copy would have more than {_MOST} bytes")
+        if self._bounded and sum(usable) > _MOST - sum(pack.size for pack in stay):
+            raise OSError(f"its copy would have more than {_MOST} bytes; {REMEDY}")
 
         def fetch(name: str) -> str | None:
             """Return `""`, or why a pack is of no use; `None` if it is gone."""
             try:
-                if not 0 < new[name] <= LARGEST:
+                if new[name] > LARGEST:
                     raise UnusableError(f"it has {new[name]} bytes, and none has more than {LARGEST}")
                 raw = store.read(name)
             except UnusableError as error:
@@ -145,7 +153,7 @@ class SharedLayer:
             copy.add(name, raw)
             return ""
 
-        found = _side_by_side(fetch, new)
+        found = side_by_side(fetch, new)
         problems = sorted(filter(None, found))
         self.problem = f"{counted(len(problems), 'pack')} cannot be used, such as {problems[0]}" if problems else ""
         return found.count("")
@@ -175,8 +183,8 @@ def copy_folder(url: str, cache_dir: Path) -> Path:
     return cache_dir / FOLDER / f"{slug(shown(url))}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
-def _side_by_side(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
-    """Return what `do` makes of items, in whatever order.
+def side_by_side(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
+    """Return what `do` makes of items, in whatever order; what it raises ends this.
 
     On threads that keep no process from ending, as those of a pool would while a network does not answer.
     """

@@ -35,6 +35,10 @@ _FIRST, _LAST = "", "~"  # in place of a key's digest: they sort before and behi
 _NAME: Final = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
 
 
+class DamagedError(UnusableError):
+    """Some of a pack is not what was written, or is missing; so it is worth having it again from elsewhere."""
+
+
 def is_name(name: str) -> bool:
     """Return whether a file of that name may be a pack."""
     return _NAME.fullmatch(name) is not None
@@ -138,21 +142,21 @@ def check(name: str, raw: bytes) -> None:
         UnusableError: they are not.
     """
     if _digest(raw) + SUFFIX != name:
-        raise UnusableError("it is not what was written: its digest is another's. Was it cut off?")
+        raise DamagedError("it is not what was written: its digest is another's. Was it cut off?")
     lines = raw.splitlines(keepends=True)
     if len(lines) < 2:
-        raise UnusableError("it has no entries")
+        raise DamagedError("it has no entries")
     if _sources(lines[0]):
         raise UnusableError("it speaks for other packs")
     if _content(lines[-1]) != {"lines": len(lines) - 2}:
-        raise UnusableError("its last line does not say how many there are")
+        raise DamagedError("its last line does not say how many there are")
     inner = lines[1:-1]
     for line in inner:
         if len(line) > _LONGEST:
-            raise UnusableError(f"a line has more than {_LONGEST} bytes")
+            raise DamagedError(f"a line has more than {_LONGEST} bytes")
         _text_of(line)
     if any(later < earlier for earlier, later in itertools.pairwise(inner)):
-        raise UnusableError("its lines are not sorted")
+        raise DamagedError("its lines are not sorted")
 
 
 class Pack:
@@ -175,16 +179,13 @@ class Pack:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._name = str(path)  # which takes longer to make than to open
-        descriptor, size = opened(self._name)
-        try:
+        with opened(self._name) as (descriptor, size):
             first = next(_lines(descriptor, 0, 1 << 10), b"")
             sources = _sources(first)
             tail = _read(descriptor, max(0, size - _WINDOW), _WINDOW)
-        finally:
-            os.close(descriptor)
         last = tail[tail.rfind(b"\n", 0, -1) + 1 :]
         if not last.startswith(f'["{_LAST}"'.encode()) or not last.endswith(b"\n"):
-            raise UnusableError("it was cut off")
+            raise DamagedError("it was cut off")
         self.names = frozenset(sources or [path.name])
         self.size = size
         self.lines = _content(last).get("lines")
@@ -198,11 +199,8 @@ class Pack:
             OSError: it cannot be read.
         """
         wanted = f'["{token}'.encode()
-        descriptor, size = opened(self._name)
-        try:
+        with opened(self._name) as (descriptor, size):
             return _lines_of(descriptor, self._before(descriptor, size, wanted), wanted)
-        finally:
-            os.close(descriptor)
 
     def _before(self, descriptor: int, size: int, wanted: bytes) -> int:
         """Return where a line begins that is not far before the first one that begins so."""
@@ -230,15 +228,26 @@ class Pack:
             OSError: it cannot be read.
         """
         last = f'["{_LAST}'.encode()
-        descriptor, _ = opened(self._name)
-        try:
+        with opened(self._name) as (descriptor, _):
             for line in _lines(descriptor, self._begin, 1 << 20):
                 if line.startswith(last):
                     return
                 yield line
-            raise UnusableError("it was cut off")
-        finally:
-            os.close(descriptor)
+        raise DamagedError("it was cut off")
+
+
+def salvaged(raw: bytes) -> list[bytes]:
+    """Return those lines of a damaged pack's entries that are what was written."""
+    lines = raw.splitlines(keepends=True)
+    return [line for line in lines if token_in(line).isalnum() and _is_whole(line)]  # the first and last have none
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        _text_of(line)
+    except DamagedError:
+        return False
+    return True
 
 
 def verify(path: Path) -> None:
@@ -252,10 +261,10 @@ def verify(path: Path) -> None:
     for line in pack.walk():
         _text_of(line)
         if line < previous:
-            raise UnusableError("its lines are not sorted")
+            raise DamagedError("its lines are not sorted")
         previous, count = line, count + 1
     if count != pack.lines:
-        raise UnusableError(f"it has {count} entries, not {describe(pack.lines)}")
+        raise DamagedError(f"it has {count} entries, not {describe(pack.lines)}")
 
 
 # --- lines ---
@@ -274,10 +283,10 @@ def _text_of(line: bytes) -> bytes:
     """
     parts = line.split(b'"', 4)  # what is between them has none
     if len(parts) != 5 or parts[0] != b"[" or parts[2] != b"," or parts[4][:2] != b",{" or line[-3:] != b"}]\n":
-        raise UnusableError("it is no line of a pack")
+        raise DamagedError("it is no line of a pack")
     token, digest, text = parts[1], parts[3], parts[4][1:-2]
     if _digest(token + text).encode() != digest:
-        raise UnusableError("it is not what was written: its digest is another's")
+        raise DamagedError("it is not what was written: its digest is another's")
     return text
 
 
@@ -381,4 +390,4 @@ def _lines(descriptor: int, offset: int, window: int = _WINDOW) -> Iterator[byte
         *whole, rest = (rest + chunk).split(b"\n")
         yield from (line + b"\n" for line in whole)
         if len(rest) > _LONGEST:
-            raise UnusableError(f"a line has more than {_LONGEST} bytes")
+            raise DamagedError(f"a line has more than {_LONGEST} bytes")

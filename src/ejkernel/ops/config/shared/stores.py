@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config._writing import write_chunks
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.printable import printable
 
-MOST: Final = 10_000  # objects that a store is listed for; `ejkernel cache push --merge` makes one of many
+MOST: Final = 10_000  # objects that a store is listed for
+REMEDY: Final = "`ejkernel cache prune URL` makes few of many"
 _USER: Final = re.compile(r"//[^/@]*@")
 
 
@@ -45,15 +45,16 @@ class Store:
     def __init__(self, url: str) -> None:
         self.url = url
         self._opened: tuple[Any, str] | None = None
+        self._empty: frozenset[str] = frozenset()  # objects that had nothing when they were listed
 
     def __repr__(self) -> str:
         return f"Store({shown(self.url)!r})"
 
-    def sizes(self) -> dict[str, int]:
-        """Return the names of the packs that are there, with their sizes; an empty place has none.
+    def sizes(self, most: float = MOST) -> dict[str, int]:
+        """Return the names of the packs that are there, with their sizes; a place that is not there has none.
 
         Raises:
-            UnreachableError: they cannot be listed.
+            UnreachableError: they cannot be listed, or are more than `most`.
         """
         with self._errors("listed"):
             system, root = self._system()
@@ -61,11 +62,14 @@ class Store:
             try:
                 found = system.ls(root, detail=True)
             except FileNotFoundError:
-                return {}
+                found, self.is_there = [], False
+            else:  # what is listed as itself is a file
+                self.is_there = [item["name"] for item in found] != [root]
         sizes = {posixpath.basename(item["name"]): item.get("size") for item in found if item.get("type") == "file"}
         ours = {name: size for name, size in sizes.items() if packs.is_name(name) and type(size) is int}
-        if len(ours) > MOST:
-            raise UnreachableError(f"{shown(self.url)} holds more than {MOST} packs; `ejkernel cache push --merge`.")
+        if len(ours) > most:
+            raise UnreachableError(f"{shown(self.url)} holds more than {most} packs; {REMEDY}.")
+        self._empty = frozenset(name for name, size in ours.items() if size == 0)
         return ours
 
     def read(self, name: str) -> bytes | None:
@@ -75,6 +79,20 @@ class Store:
             UnusableError: it is no such pack, or too large.
             UnreachableError: it cannot be read.
         """
+        raw = self.raw(name)
+        if raw is not None:
+            packs.check(name, raw)
+        return raw
+
+    def raw(self, name: str) -> bytes | None:
+        """Return what is there under the name of a pack, or `None` if it is gone.
+
+        Raises:
+            DamagedError: it is larger than any pack.
+            UnreachableError: it cannot be read.
+        """
+        if name in self._empty:  # of which S3 has no range
+            return b""
         with self._errors("read"):
             system, root = self._system()
             try:
@@ -82,8 +100,7 @@ class Store:
             except FileNotFoundError:  # merged, since it was listed
                 return None
         if len(raw) > packs.LARGEST:
-            raise UnusableError(f"it has more than {packs.LARGEST} bytes")
-        packs.check(name, raw)
+            raise packs.DamagedError(f"it has more than {packs.LARGEST} bytes")
         return raw
 
     def write(self, name: str, raw: bytes) -> None:
@@ -92,6 +109,7 @@ class Store:
         Raises:
             UnreachableError: it cannot be written.
         """
+        self._empty -= {name}
         with self._errors("written"):
             system, root = self._system()
             path = posixpath.join(root, name)

@@ -27,6 +27,8 @@ from ejkernel.ops.core.sharding.nodes import factors, has_rule, local, primals_o
 from ejkernel.ops.core.sharding.parts import with_own_arguments
 from ejkernel.ops.core.sharding.rule import Factors
 from ejkernel.ops.core.sharding.split import Shapes, Split, mesh_axes, part_of, split
+from ejkernel.ops.core.transformations.autodiff import innermost
+from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Node
 from ejkernel.ops.errors import ArgumentError, KernelError, ShardingWarning
 from ejkernel.ops.utils.meta import SPLIT
@@ -97,9 +99,8 @@ def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) ->
 
 
 def _check_nothing_is_left(node: Node, specs: Sequence[PartitionSpec], chosen: Split) -> None:
-    for index, (given, names, taken) in enumerate(
-        zip(specs, chosen.factors.operands, chosen.operand_specs, strict=True)
-    ):
+    arrays = zip(specs, chosen.factors.operands, chosen.operand_specs, chosen.shapes.operands, strict=True)
+    for index, (given, names, taken, sizes) in enumerate(arrays):
         for axis, (entry, name, own) in enumerate(zip(given, names, taken, strict=False)):
             left = [a for a in mesh_axes(entry) if chosen.shapes.mesh[a] > 1 and a not in mesh_axes(own)]
             if not left:
@@ -112,11 +113,18 @@ def _check_nothing_is_left(node: Node, specs: Sequence[PartitionSpec], chosen: S
                 if name in chosen.factors.splittable
                 else "and every device needs all of it"
             )
-            shape = list(chosen.shapes.operands[index])
             raise ArgumentError(
-                f"{node.spec.kernel.op_id}: axis {axis} of array {index}, of shape {shape} as the kernel has it, is "
-                f"sharded over {over}, {why}; use jax.sharding.reshard to shard it as {taken} first."
+                f"{node.spec.kernel.op_id}: axis {axis} of {_name(node, index)}, of shape {list(sizes)} as the kernel "
+                f"has it, is sharded over {over}, {why}; use jax.sharding.reshard to shard it as {taken} first."
             )
+
+
+def _name(node: Node, index: int) -> str:
+    """Return what the array of that number is called; what comes beside a call's own arrays has no name."""
+    names, own = array_names(node.spec), index - innermost(node).lead
+    if 0 <= own < len(names):
+        return names[own]
+    return f"array {index} of its derivative"
 
 
 def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:

@@ -18,6 +18,7 @@ from ejkernel import compat
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.hooks import has_residual_form, hook, overrides, writes_residual_form
 from ejkernel.ops.core.transformations.kept import forward_keeping, gradients_from
+from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.errors import GradientError
 from ejkernel.ops.utils.values.signature import HasType, is_array
 
@@ -311,7 +312,8 @@ def flat_gradients(spec: CallSpec, primals: Sequence[jax.Array], found: object) 
     for position, ((tree, flags), gradient) in enumerate(zip(arguments, found, strict=True)):
         leaves = _match_structure(op, position, tree, gradient)
         flat += [leaf for leaf, array in zip(leaves, flags, strict=True) if array]
-    fitted = [_fit(op, index, *pair) for index, pair in enumerate(zip(primals, flat, strict=False))]
+    names = array_names(spec)
+    fitted = [_fit(op, *each) for each in zip(names, primals, flat, strict=False)]
     return (*fitted, *[None] * (len(primals) - len(fitted)))  # arrays passed by keyword have no place in the answer
 
 
@@ -334,15 +336,14 @@ def _match_structure(op: str, position: int, tree: Any, gradient: Any) -> list[A
     return leaves
 
 
-def _fit(op: str, index: int, primal: jax.Array, gradient: Any) -> jax.Array | None:
+def _fit(op: str, name: str, primal: jax.Array, gradient: Any) -> jax.Array | None:
     if not is_inexact(primal):
         return None
     if gradient is None:
         return jnp.zeros_like(primal)
     if jnp.shape(gradient) != primal.shape:
         raise GradientError(
-            f"{op}: the gradient of array {index} must have the array's shape {primal.shape}, got "
-            f"{jnp.shape(gradient)}."
+            f"{op}: the gradient of {name} must have its shape {primal.shape}, got {jnp.shape(gradient)}."
         )
     # Of an argument that is the same on all devices of a `shard_map` each device has found another gradient: it is the
     # sum of them.

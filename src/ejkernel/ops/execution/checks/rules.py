@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from ejkernel.ops.autotuner.measure.correctness import deviations
-from ejkernel.ops.autotuner.trials.naming import array_names
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
+from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact, run_vjp
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject

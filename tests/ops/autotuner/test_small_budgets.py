@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small budget is for measuring: a reference that would take it all is left, and the heuristic stands for it."""
+
+from __future__ import annotations
+
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.ops.sample_kernels import told_apart
+
+from ejkernel.ops import AutotunePolicy, Autotuner, Invocation, Kernel
+from ejkernel.ops.autotuner.bench import oracle as oracles
+from ejkernel.ops.autotuner.bench.gradients import rule_fault
+from ejkernel.ops.autotuner.bench.oracle import Oracle
+from ejkernel.ops.errors import TuningWarning
+
+
+class SlowlyReferenced(Kernel):
+    """A kernel whose reference, or the derivative of it, takes until `goes_on` is set to be traced."""
+
+    def __init__(self):
+        super().__init__("slowly_referenced")
+        self.goes_on = threading.Event()
+
+    def run(self, x, *, cfg):
+        return told_apart(x * (3 if cfg == 3 else 2), cfg)
+
+    def reference(self, x):
+        self.goes_on.wait()
+        return x * 2
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def config_space(self, inv):
+        return [1, 2, 3]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(oracles, "_SHARE", 0.0)
+    monkeypatch.setattr(oracles, "_LEAST", 0.01)
+    made = SlowlyReferenced()
+    yield made
+    made.goes_on.set()  # a compilation that was left ends with the process at the latest
+
+
+def call(kernel):
+    return Invocation(kernel=kernel, args=(jnp.arange(4.0),))
+
+
+def test_candidates_are_measured_and_held_against_the_heuristic(kernel):
+    with pytest.warns(TuningWarning, match="so small a budget; candidates are compared with the heuristic's results"):
+        data = Autotuner(rounds=2, warmup=0).tune(call(kernel), kernel, policy=AutotunePolicy(budget_s=600))
+    assert [outcome.status for outcome in data.outcomes] == ["measured", "measured", "wrong"]
+    assert data.rule_fault == ""
+
+
+def test_a_rule_is_not_held_against_a_reference_that_cannot_be_had(kernel):
+    oracle = Oracle(inv=call(kernel), baseline=1, left=lambda: 600.0)
+    with pytest.warns(TuningWarning):
+        oracle.find_truth()
+    assert (oracle.has_reference, rule_fault(oracle)) == (False, "")
+
+
+def test_a_derivative_of_a_reference_that_takes_too_long_is_the_heuristics_own(kernel):
+    kernel.goes_on.set()
+    oracle = Oracle(inv=call(kernel), baseline=1)
+    oracle.find_truth()
+    assert oracle.has_reference
+    kernel.goes_on.clear()
+    oracle.left = lambda: 600.0
+    assert rule_fault(oracle) == ""
+    assert not oracle.has_reference
+
+
+def test_without_a_budget_the_reference_has_all_the_time_it_needs(kernel):
+    threading.Timer(0, kernel.goes_on.set).start()
+    oracle = Oracle(inv=call(kernel), baseline=1)
+    oracle.find_truth()
+    assert oracle.has_reference
+    np.testing.assert_allclose(oracle.truth_about(oracle.inv.node, oracle.arrays)[0], oracle.arrays[0] * 2)
