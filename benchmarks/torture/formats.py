@@ -156,7 +156,8 @@ class Readers:
     def environment(self, raw: bytes) -> Any:
         """Read the variables of an environment."""
         words = raw.decode("utf-8", "surrogateescape").split("\n")
-        return Settings.from_env(dict(word.partition("=")[::2] for word in words))
+        settings = Settings(dict(word.partition("=")[::2] for word in words))
+        return [getattr(settings, name) for name in _SETTINGS]
 
 
 def formats(folder: Path) -> dict[str, Format]:
@@ -166,6 +167,7 @@ def formats(folder: Path) -> dict[str, Format]:
     return {format.name: format for format in (*_sealed(files, readers), *_others(files, readers))}
 
 
+_SETTINGS: Final = [name for name, value in vars(Settings).items() if hasattr(value, "__get__") and name[0] != "_"]
 _UNUSABLE: Final = (UnusableError,)
 
 
