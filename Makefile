@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# make check | test | test-all | doctest | lint | demo | bench | clean - each sets up $(VENV) by itself.
+# make check | test | test-all | doctest | lint | demo | bench | torture | clean - each sets up $(VENV) by itself.
 PYTHON ?= python3
 VENV ?= .venv
 # An exact JAX version such as 0.10.2, or nightly; empty: the newest that PYTHON can run.
 JAX ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+# Such as --short, or crashes --seconds 60.
+TORTURE_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-jax$(JAX)
 
 .DELETE_ON_ERROR:
-.PHONY: help venv check test test-all doctest lint demo bench clean
+.PHONY: help venv check test test-all doctest lint demo bench torture clean
 
 help:
 	@echo "make check    lint, types and the quick tests (a minute): what to run while you work"
@@ -21,6 +23,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make demo     a small model tuned, and trained beside plain JAX (minutes)"
 	@echo "make bench    the benchmarks; BENCH_ARGS= goes to them"
+	@echo "make torture  faults, damage, bombs and fuzzing for an hour; TORTURE_ARGS=--short for a minute"
 	@echo "make clean    remove environments, caches and builds"
 
 $(STAMP): pyproject.toml scripts/setup_venv.sh
@@ -54,6 +57,9 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+torture: $(STAMP)
+	$(BIN)/python -m benchmarks.torture $(TORTURE_ARGS)
 
 clean:
 	rm -rf .venv .venv-* build dist .demo-cache .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -11,6 +11,8 @@ import sys
 import pytest
 
 from ejkernel.cli import main
+from ejkernel.cli.files import calls_in_file
+from ejkernel.ops.errors import ArgumentError
 
 pytestmark = pytest.mark.slow
 
@@ -194,6 +196,27 @@ def test_another_kind_of_file_is_a_clear_error(tmp_path, capsys, content, messag
     err = capsys.readouterr().err
     assert message in " ".join(err.split())
     assert "Traceback" not in err
+
+
+def test_a_name_that_no_file_can_have_is_a_clear_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", "a" * 5000, "--dry-run", "--in-process"]) == 1
+    assert "ejkernel: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["tune", "~no-such-user/x.py:step"], ["cache", "merge", "~no-such-user/x"]])
+def test_a_home_that_nobody_knows_is_a_clear_error(capsys, words):
+    assert main(words) == 1
+    assert "there is no home folder that '~no-such-user/x" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_what_is_no_file_is_not_read_as_a_program(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArgumentError, match="it is no regular file"):
+        calls_in_file(tmp_path / "pipe")
+    with pytest.raises(ArgumentError, match="there is no file"):
+        calls_in_file(tmp_path / "none")
 
 
 def test_a_text_imports_nothing_and_runs_nothing(folder):

@@ -3,6 +3,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
@@ -75,6 +76,7 @@ def test_keywords_are_what_json_says(tmp_path):
         ('{"kernel": "rms_norm"}', "line 2: 'args' is missing; a call has kernel and args"),
         (NORM % (8, ', "wieght": 2'), "line 2: 'wieght' is no field of it"),
         (NORM % (8, ', "weight": 0'), "line 2: weight must be a positive number, got 0"),
+        (NORM % (8, f', "weight": {10**400}'), "line 2: weight must be a positive number, got 1000"),
         (NORM % (8, ', "weight": "2"'), "line 2: weight must be a positive number, got '2'"),
         (NORM % (8, ', "kwargs": []'), r"line 2: kwargs must be an object, got \[\]"),
         (NORM % (8, ', "set": 1'), "line 2: set must be a text, got 1"),
@@ -108,6 +110,12 @@ def test_a_file_without_calls_and_one_that_is_not_there_are_errors(tmp_path):
         found(tmp_path, "")
     with pytest.raises(ArgumentError, match="cannot be read: "):
         calls_of_shapes(tmp_path / "none")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
+def test_a_file_that_has_no_end_is_an_error():
+    with pytest.raises(ArgumentError, match="has more than the 16777216 bytes that are read"):
+        calls_of_shapes(Path("/dev/zero"))
 
 
 PROGRAM = """

@@ -37,15 +37,16 @@ from ejkernel.ops import (
 from ejkernel.ops.autotuner.compile.bundles import read_bundle
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.search.strategies import default_strategy
+from ejkernel.ops.autotuner.store.log import lines_of
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
-from ejkernel.ops.config._files import location
+from ejkernel.ops.config._files import UnusableError, location
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.execution.why_missed import why_no_entry
 from ejkernel.ops.utils.formatting import arguments, compact
-from ejkernel.ops.utils.storage.sealed import sealed_json
+from ejkernel.ops.utils.storage.sealed import sealed_json, sealed_lines
 
 pytestmark = pytest.mark.slow
 
@@ -148,6 +149,12 @@ def test_a_flipped_byte_anywhere_is_a_miss_with_a_reason():
         for index in flipped(files.note):
             assert list(MissedNotes(files.cache.path).entries()) == [], index
         assert len(caught) == 2 + files.note.stat().st_size
+
+
+@pytest.mark.parametrize("text", ["", '{"schema":2}', '{"schema":2}\n[]'])
+def test_a_log_without_whole_lines_is_no_log_whatever_its_digest(text):
+    with pytest.raises(UnusableError, match="no whole lines before its digest"):
+        lines_of(sealed_lines(text).encode())
 
 
 def test_a_flipped_byte_of_a_manifest_is_an_error(tmp_path):

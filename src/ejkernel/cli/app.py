@@ -100,7 +100,8 @@ def _run(arguments: list[str] | None) -> int:
         click.echo(f"ejkernel: stopped{_what_is_left(sys.argv[1:] if arguments is None else arguments)}", err=True)
         return 130
     except Exception as error:
-        if not _is_ours(type(error), "EjkernelError"):
+        names_file = isinstance(error, OSError) and error.filename is not None  # such as a name that is too long
+        if not names_file and not _is_ours(type(error), "EjkernelError"):
             raise
         _echo_error(str(error))
         return 1

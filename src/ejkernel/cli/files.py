@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, read_bundle
 from ejkernel.ops.autotuner.tasks.task import SharedCall
+from ejkernel.ops.config._files import UnusableError, read_file
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.invocation import Invocation
@@ -160,12 +161,11 @@ def missed_calls(cache_dir: Path) -> Found:
 
 def _program_text(path: Path) -> str:
     try:
-        size = path.stat().st_size
-        if size > _LARGEST:
-            raise ArgumentError(f"{path} has {size} bytes, more than the {_LARGEST} that are read.")
-        data = path.read_bytes()
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be read: {error}") from error
+        data = read_file(path, _LARGEST)
+    except UnusableError as error:
+        raise ArgumentError(f"{path}: {error}.") from error
+    if data is None:
+        raise ArgumentError(f"there is no file {path}.")
     if data.startswith(_BYTECODE):
         # Not parsed: MLIR's reader does not come back from some programs with a flipped byte.
         raise ArgumentError(f"{path} is MLIR bytecode; write the program as text, as lowered.as_text() gives it.")

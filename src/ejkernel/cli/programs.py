@@ -24,6 +24,7 @@ import click
 import jax
 
 import ejkernel
+from ejkernel.ops.config._files import expanded
 from ejkernel.ops.errors import ArgumentError, EjkernelError
 
 _SHOWN: Final = 6  # names, and frames of a traceback, that are shown
@@ -70,7 +71,7 @@ def located(target: str) -> Program:
         raise ArgumentError(_what_to_type(target))
     if not _is_path(place):
         return Program(target=target, module=place, function=function)
-    file = _module_file(Path(place).expanduser(), function)
+    file = _module_file(expanded(place), function)
     names, folder = [], file
     if file.name != "__init__.py":
         names.append(file.stem)
@@ -117,7 +118,7 @@ def _module_file(path: Path, function: str) -> Path:
 
 def _what_to_type(target: str) -> str:
     """Return what is wrong with a target that names no function, and what to type instead."""
-    path = Path(target.removesuffix(":")).expanduser()
+    path = expanded(target.removesuffix(":"))
     if path.is_dir():
         if (path / "manifest.json").is_file():
             return f"{path} is a bundle; measure what is in it with --from {path}."

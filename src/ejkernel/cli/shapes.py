@@ -73,9 +73,11 @@ _EXAMPLE: Final = '{"kernel": "rms_norm", "args": ["bf16[4096,5120]", "bf16[5120
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        if path.stat().st_size > _LARGEST:
+        with path.open("rb") as stream:  # it may be a pipe, whose end nobody knows
+            raw = stream.read(_LARGEST + 1)
+        if len(raw) > _LARGEST:
             raise ArgumentError(f"{path} has more than the {_LARGEST} bytes that are read.")
-        text = path.read_text(encoding="utf-8-sig")
+        text = raw.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(text.split("\n"), 1):

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import errno
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +140,17 @@ def test_a_folder_that_cannot_be_made_is_an_error(twice, tmp_path):
     (tmp_path / "bundle").write_text("a file")
     with pytest.raises(ConfigError, match=r"the bundle's folder .*bundle cannot be written"):
         bundle(twice, tmp_path)
+
+
+def test_a_disk_that_is_full_is_an_error_and_no_part_of_a_bundle_is_left(twice, tmp_path, monkeypatch):
+    def full(file, data):
+        file.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"the bundle's folder .*bundle cannot be written: .*No space left"):
+        bundle(twice, tmp_path)
+    assert list((tmp_path / "bundle").iterdir()) == []
 
 
 def test_an_executor_compiles(twice, tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from ejkernel.ops.core.types import ConfigKey
-from ejkernel.ops.errors import CacheWarning, EjkernelError
+from ejkernel.ops.errors import CacheWarning, ConfigError, EjkernelError
 from ejkernel.ops.utils.storage.serialize import stable_json
 
 ENTRY: Final = ".json"  # how the name of an entry ends; whatever else lies beside it ends otherwise
@@ -72,6 +72,18 @@ def identity(key: object) -> str:
 def is_url(place: object) -> TypeGuard[str]:
     """Return whether a place is named by a URL, rather than by a path."""
     return isinstance(place, str) and _URL.fullmatch(place) is not None
+
+
+def expanded(name: str) -> Path:
+    """Return the path of that name, which may begin with `~`.
+
+    Raises:
+        ConfigError: nobody knows the home folder that it begins with.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"there is no home folder that {name!r} could begin with; write the whole path.") from error
 
 
 def slug(text: str) -> str:
@@ -168,7 +180,9 @@ def opened(path: str | Path) -> Iterator[tuple[int, int]]:
 
 def _read_path(path: str | Path, largest: int) -> bytes:
     with opened(path) as (descriptor, size):
-        raw = os.read(descriptor, min(size, largest) + 1)
+        if size > largest:
+            raise UnusableError(f"it has more than {largest} bytes")
+        raw = os.read(descriptor, size + 1)
         while len(raw) <= largest and len(raw) != size:  # a file system that is read piece by piece, or grew
             chunk = os.read(descriptor, largest + 1 - len(raw))
             if not chunk:

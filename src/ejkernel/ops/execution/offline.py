@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -384,7 +384,8 @@ def checked_weight(weight: object, what: str) -> float:
     Raises:
         ArgumentError: it is no positive finite number; `what` is its name in the message.
     """
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+    # not `inf`: an int may be less than that, and larger than any float
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
         raise ArgumentError(f"{what} must be a positive number, got {weight!r}.")
     return float(weight)
 

@@ -15,7 +15,7 @@ from ejkernel.ops.config.shared.choice import best_of_classes, by_preference, ev
 SMALL = st.builds(
     entry,
     rows=st.integers(1, 2),
-    speedup=st.sampled_from([1.0, 1.1, 1.105, None, "no number", -1.0]),
+    speedup=st.sampled_from([1.0, 1.1, 1.105, None, "no number", -1.0, 10**400]),
     days=st.integers(0, 1),
     measured=st.booleans(),
     jax=st.sampled_from(["0.0.1", "0.0.2"]),

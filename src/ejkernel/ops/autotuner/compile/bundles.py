@@ -184,9 +184,11 @@ def compile_bundle(
             schema=_SCHEMA, target=target.fingerprint, jax=jax.__version__, jaxlib=str(version("jaxlib")), calls=written
         )
         write_file(folder / _MANIFEST, sealed_json(manifest))
-    except BaseException:
+    except BaseException as error:
         for file in folder.iterdir():  # a part of a bundle is none, and in the way of the next attempt
             file.unlink()
+        if isinstance(error, OSError):
+            raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
         raise
     return bundled
 

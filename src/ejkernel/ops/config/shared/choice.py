@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
@@ -170,4 +171,4 @@ def _of_classes(ours: StoredEntry, theirs: StoredEntry) -> Verdict:
 
 
 def _positive(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and 0 < value < math.inf else None
+    return float(value) if type(value) in (int, float) and 0 < value <= sys.float_info.max else None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ejkernel.ops.config._files import UnusableError, identity, is_url, location, warn_of
+from ejkernel.ops.config._files import UnusableError, expanded, identity, is_url, location, warn_of
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.config.entries import StoredEntry, entry_in, text_of
 from ejkernel.ops.config.persistent import PersistentCache
@@ -257,7 +257,7 @@ def place_of(name: str, cache_dir: Path) -> FolderPlace | SharedPlace:
     """
     if is_url(name):
         return SharedPlace(name, cache_dir)
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}, and it is no URL either, such as s3://bucket/{folder.name}.")
     return FolderPlace(folder)

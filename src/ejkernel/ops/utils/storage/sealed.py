@@ -76,6 +76,8 @@ def read_lines(raw: bytes, schema: int, what: str) -> list[str]:
     if not _is_whole(raw, _LINE):
         check_schema(parse_json(lines[0]), schema, what)
         raise SerializationError(_CHANGED)
+    if len(lines) < 3 or not lines[-2].startswith(_LINE[:3]):
+        raise SerializationError("it has no whole lines before its digest")
     return lines[:-2]
 
 

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates that die in every way, in searches whose own process is killed while they do.
+
+No process may be left behind, what was stored must be whole, and a search that is let go to its end must find the one
+candidate that is right and fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from tests.ops.faulty_kernels import BEST, CLOSING, RAISED, SHAPE, Faulty
+
+from benchmarks.torture.commands import status_of
+from benchmarks.torture.material import quiet
+from benchmarks.torture.part import Budget, Tally
+from ejkernel.ops import AutotunePolicy, Autotuner, ConfigSelectorChain, Invocation, PersistentCache
+from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
+
+_MARK: Final = "EJKERNEL_TORTURE_MARK"
+_LEAVE: Final = 60.0  # seconds after which a process whose parent is gone ought to be gone too
+_LAST: Final = 900.0  # seconds that a search to its end may take
+_CHILD: Final = "import sys; from benchmarks.torture.candidates import search; search(sys.argv[1])"
+
+
+class Dying(Faulty):
+    """Its candidates die in every way that there is."""
+
+    kinds = (
+        *("abort", "exit", "abort while tracing", "memory", "nan", "wrong", "terabyte", "wrong gradient"),
+        *RAISED,
+        *CLOSING,
+        "never",
+        "lock",
+        "never while tracing",
+    )
+
+
+DYING: Final = Dying("dying")
+
+
+def search(folder: str) -> None:
+    """Tune, store what is found, and print it."""
+    quiet()
+    run = AdaptiveTimeout(first=120.0, least=2.0, factor=5.0)
+    chain = ConfigSelectorChain(
+        persistent=PersistentCache(folder, shipped=False),
+        tuner=Autotuner(limits=Limits(run=run)),
+        policy=AutotunePolicy(autotune=True, isolate=True),
+    )
+    inv = Invocation(kernel=DYING, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),))
+    sys.stderr.write(f"found {chain.resolve(inv, DYING).config!r}\n")
+
+
+def candidates(budget: Budget, tally: Tally) -> None:
+    """Kill searches at random moments, and then let one go to its end."""
+    quiet()
+    folder = budget.folder / "cache"
+    for number in budget.numbers():
+        seconds = budget.random("candidates", number).uniform(1.0, 8.0 if budget.inputs == 1 else 40.0)
+        mark = secrets.token_hex(8)
+        process = _started(folder, mark)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        process.kill()
+        process.wait()
+        tally.counts["searches that were killed"] += 1
+        _check(folder, mark, number, tally)
+    if budget.inputs != 1:
+        _let_go(folder, tally)
+
+
+def _started(folder: Path, mark: str) -> subprocess.Popen[str]:
+    env = {**os.environ, _MARK: mark, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", _CHILD, str(folder)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _check(folder: Path, mark: str, number: int, tally: Tally) -> None:
+    """Tell of processes that are left, and of files that are not whole."""
+    end = time.monotonic() + _LEAVE
+    while (left := _marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    if left:
+        tally.found("hang", "candidates", number, f"{len(left)} processes are left behind")
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    if folder.is_dir() and tally.try_("candidates", number, lambda: _verified(folder)) == 1:
+        tally.found("lost", "candidates", number, "a file is not whole")
+
+
+def _verified(folder: Path) -> int:
+    return status_of(["cache", "verify", "--cache", str(folder)])
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes that have the mark in their environment."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{_MARK}={mark}".encode() in (place / "environ").read_bytes():
+                found.append(int(place.name))
+    return found
+
+
+def _let_go(folder: Path, tally: Tally) -> None:
+    """Let a search go to its end."""
+    mark = secrets.token_hex(8)
+    process = _started(folder, mark)
+    try:
+        _, text = process.communicate(timeout=_LAST)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        tally.found("hang", "candidates", -1, f"a search had not come to its end after {_LAST:g} s")
+        return
+    tally.counts["searches that went to their end"] += 1
+    if f"found {BEST!r}" not in text:
+        tally.found("wrong", "candidates", -1, f"status {process.returncode}: {text[-1000:]}")
+    _check(folder, mark, -1, tally)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that put and get, side by side in one folder, and are killed at random moments.
+
+What a process was told to be stored must be there afterwards, or something later; what any process reads must be whole,
+of the right key, and not older than what it had been told before. They are forked from one that has imported the
+library, and no JAX threads: `python -m benchmarks.torture.crashes` is that process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any, Final
+
+from ejkernel.ops import PersistentCache
+
+_OWN: Final = 20  # keys of each process
+_SHARED: Final = 7  # keys that all processes write
+_TELLING: Final = 8  # bytes of an acknowledgement
+_PUT_OWN, _PUT_SHARED, _GET_OWN, _GET_SHARED = range(4)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is done.
+
+    Attributes:
+        folder: The cache's.
+        seed: What is put and when it is killed.
+        processes: How many there are at a time.
+        operations: Of each: puts and gets.
+        every: Operations of all, about, after which one of the processes is killed.
+    """
+
+    folder: str
+    seed: int
+    processes: int
+    operations: int
+    every: int
+
+
+# --- in a process that puts and gets ---
+
+
+def _content(writer: int, number: int, size: int) -> dict[str, Any]:
+    padding = "x" * size
+    return {
+        "writer": writer,
+        "number": number,
+        "padding": padding,
+        "sum": zlib.crc32(f"{writer} {number} {size}".encode()),
+    }
+
+
+def is_whole(found: Any) -> bool:
+    """Return whether a configuration is one that was put."""
+    return found == _content(found["writer"], found["number"], len(found["padding"]))
+
+
+def _operation(plan: Plan, index: int, number: int) -> tuple[random.Random, int]:
+    """Return what a process does at that number, with chance for the rest."""
+    chance = random.Random(f"{plan.seed} {index} {number}")
+    return chance, chance.randrange(_GET_SHARED + 1)
+
+
+class Writer:
+    """One of the processes.
+
+    Args:
+        plan: What is done.
+        index: Which it is.
+        acknowledged: Of each of its own keys, the number of the last put that it was told is stored.
+    """
+
+    def __init__(self, plan: Plan, index: int, acknowledged: dict[int, int]) -> None:
+        self._plan, self._index, self._acknowledged = plan, index, acknowledged
+        self._cache = PersistentCache(plan.folder, shipped=False)
+
+    def do(self, number: int) -> None:
+        """Do the operation of that number; the same in whatever process it is done again."""
+        chance, kind = _operation(self._plan, self._index, number)
+        size, own = chance.choice((0, 10, 1000, 20_000)), number % _OWN
+        if kind == _PUT_OWN:
+            self._cache.put("gpu", "own@v0", f"{self._index}-{own}", _content(self._index, number, size))
+            self._acknowledged[own] = number
+        elif kind == _PUT_SHARED:
+            shared = chance.randrange(_SHARED)
+            self._cache.put("gpu", "shared@v0", f"{shared}", _content(self._index, number, size))
+        elif kind == _GET_OWN:
+            found = self._cache.get("gpu", "own@v0", f"{self._index}-{own}")
+            self.check(own, found, number)
+        else:
+            found = self._cache.get("gpu", "shared@v0", f"{chance.randrange(_SHARED)}")
+            if found is not None and not is_whole(found):
+                raise AssertionError(f"wrong: read {str(found)[:200]}")
+
+    def check(self, own: int, found: Any, limit: int) -> None:
+        """Raise unless what was found under one of its own keys is what must be there.
+
+        Raises:
+            AssertionError: it is lost, or something else.
+        """
+        least = self._acknowledged.get(own)
+        if found is None:
+            if least is not None:
+                raise AssertionError(f"lost: put {least} of {self._index}-{own} is not there")
+        elif not is_whole(found) or found["writer"] != self._index or found["number"] % _OWN != own:
+            raise AssertionError(f"wrong: {self._index}-{own} is {str(found)[:200]}")
+        elif not (-1 if least is None else least) <= found["number"] <= limit:
+            raise AssertionError(f"lost: {self._index}-{own} is {found['number']}, after {least} was stored")
+
+
+def _run(writer: Writer, numbers: range, tell: int) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing here may be warned of
+            for number in numbers:
+                writer.do(number)
+                os.write(tell, number.to_bytes(_TELLING))
+    except BaseException as error:  # noqa: BLE001 - the process has nobody else to tell it
+        os.write(tell, b"!" * _TELLING + f"{type(error).__name__}: {error}".encode()[:3000])
+        os._exit(1)
+    os._exit(0)
+
+
+# --- in the process that starts and kills them ---
+
+
+class Child:
+    """One of the processes, and those that take its place.
+
+    Args:
+        plan: What is done.
+        index: Which it is.
+    """
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        self.plan, self.index = plan, index
+        self.acknowledged: dict[int, int] = {}
+        self.done = 0  # operations that were told of
+        self.error = ""
+        self._rest = b""
+        self.pid = self.descriptor = -1
+
+    def start(self) -> None:
+        """Go on behind what was told of."""
+        self.descriptor, tell = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            _run(Writer(self.plan, self.index, self.acknowledged), range(self.done, self.plan.operations), tell)
+        os.close(tell)
+
+    def read(self) -> bool:
+        """Read what the process tells; return whether it is still there."""
+        chunk = os.read(self.descriptor, 1 << 16)
+        self._rest += chunk
+        while len(self._rest) >= _TELLING and not self._rest.startswith(b"!"):
+            self._acknowledge(int.from_bytes(self._rest[:_TELLING]))
+            self._rest = self._rest[_TELLING:]
+        if not chunk:
+            self.error = self._rest[_TELLING:].decode("utf-8", "replace")
+            self._rest = b""
+        return bool(chunk)
+
+    def end(self) -> None:
+        """Let go of a process that has ended."""
+        os.close(self.descriptor)
+        os.waitpid(self.pid, 0)
+
+    def _acknowledge(self, number: int) -> None:
+        if _operation(self.plan, self.index, number)[1] == _PUT_OWN:
+            self.acknowledged[number % _OWN] = number
+        self.done = number + 1
+
+
+def torture(plan: Plan) -> dict[str, Any]:
+    """Run all of them to their end, and return what was seen."""
+    chance = random.Random(plan.seed)
+    children = [Child(plan, index) for index in range(plan.processes)]
+    selector = selectors.DefaultSelector()
+    for child in children:
+        child.start()
+        selector.register(child.descriptor, selectors.EVENT_READ, child)
+    kills, total, last = 0, 0, time.monotonic()
+    next_kill = chance.expovariate(1 / plan.every)
+    problems: list[str] = []
+    while selector.get_map() and not problems:
+        ready = selector.select(timeout=60.0)
+        if not ready and time.monotonic() - last > 60.0:
+            problems.append("hang: nobody has told anything for a minute")
+        for key, _ in ready:
+            child, last = key.data, time.monotonic()
+            before = child.done
+            if child.read():
+                total += child.done - before
+                continue
+            selector.unregister(key.fd)  # while it is open: others of the processes have it too
+            child.end()
+            if child.error:
+                problems.append(child.error)
+            elif child.done < plan.operations:  # it was killed
+                child.start()
+                selector.register(child.descriptor, selectors.EVENT_READ, child)
+        running = [key.data for key in selector.get_map().values()]
+        if total >= next_kill and running:
+            os.kill(chance.choice(running).pid, signal.SIGKILL)
+            kills, next_kill = kills + 1, next_kill + chance.expovariate(1 / plan.every)
+    for key in selector.get_map().values():
+        os.kill(key.data.pid, signal.SIGKILL)
+        os.waitpid(key.data.pid, 0)
+    problems += [] if problems else _left(plan, children)
+    return {"operations": total, "kills": kills, "problems": problems}
+
+
+def _left(plan: Plan, children: list[Child]) -> list[str]:
+    """Return what is wrong with what is there in the end."""
+    problems = []
+    cache = PersistentCache(plan.folder, shipped=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for child in children:
+            reader = Writer(plan, child.index, child.acknowledged)
+            for own in range(_OWN):
+                try:
+                    reader.check(own, cache.get("gpu", "own@v0", f"{child.index}-{own}"), plan.operations)
+                except AssertionError as error:
+                    problems.append(str(error))
+        listed = len(cache.keys())
+    if listed > plan.processes * _OWN + _SHARED:
+        problems.append(f"wrong: there are {listed} entries")
+    for file in Path(plan.folder).rglob(".*.tmp"):
+        os.utime(file, (0, 0))
+    cache.put("gpu", "own@v0", "last", 1)
+    cache.put("gpu", "shared@v0", "last", 1)
+    left = list(Path(plan.folder).rglob(".*.tmp"))
+    problems += [f"wrong: {len(left)} files of killed processes stay"] if left else []
+    return problems + [f"wrong: {warning.message}" for warning in caught]
+
+
+def main() -> None:
+    """Do what the plan on the command line says, and print what was seen."""
+    print(json.dumps(torture(Plan(**json.loads(sys.argv[1])))))
+
+
+def started(plan: Plan) -> dict[str, Any]:
+    """Run `torture` in a process of its own.
+
+    Raises:
+        RuntimeError: it did not come to its end.
+    """
+    command = [sys.executable, "-m", "benchmarks.torture.crashes", json.dumps(dataclasses.asdict(plan))]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+if __name__ == "__main__":
+    main()

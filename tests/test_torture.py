@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torture finds what is planted: for each guarantee one defect that breaks it, and the program says so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+from benchmarks.torture import __main__ as program
+from benchmarks.torture import bombs, candidates, commands, fuzzing, part, surroundings, threads
+from benchmarks.torture.crashes import Plan, Writer
+from benchmarks.torture.formats import formats
+from benchmarks.torture.fuzzing import Judge, input_of, runs_of
+from benchmarks.torture.part import Budget, Tally
+
+from ejkernel.ops.config import persistent
+from ejkernel.ops.utils.storage import sealed
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def loud_again(monkeypatch):
+    """What is damaged is warned of nowhere, while it is damaged on purpose."""
+    monkeypatch.delenv("EJKERNEL_OPS_STAMP", raising=False)
+    with warnings.catch_warnings():
+        yield
+
+
+@pytest.fixture
+def budget(tmp_path):
+    def made(inputs, **changes):
+        return Budget(**{"seconds": 60.0, "seed": 0, "folder": tmp_path, "inputs": inputs, **changes})
+
+    return made
+
+
+@pytest.fixture
+def tally():
+    return Tally("part")
+
+
+def kinds(tally):
+    return {(found.kind, found.where) for found in tally.findings}
+
+
+# --- what files hold ---
+
+
+def test_a_digest_that_is_not_checked_is_found(budget, tally, monkeypatch):
+    monkeypatch.setattr(sealed, "_is_whole", lambda raw, form: True)
+    fuzzing.damage(budget(2000, only=("entry",)), tally)
+    assert ("wrong", "entry") in kinds(tally)
+
+
+def test_a_reader_that_raises_what_it_does_not_say_and_one_that_hangs_are_found(budget, tally, monkeypatch):
+    monkeypatch.setattr(part, "PATIENCE", 0.01)
+    Judge.judge(judge(tally, lambda raw: raw[0]), 7, b"", sealed=False)
+    Judge.judge(judge(tally, lambda raw: threading.Event().wait()), 8, b"", sealed=False)
+    assert [(found.kind, found.number) for found in tally.findings] == [("uncaught", 7), ("hang", 8)]
+    assert tally.data()["hang"] == 1
+
+
+def judge(tally, read):
+    """Return a judge of a reader that may raise nothing."""
+    made = fuzzing.Format(name="made", originals=(), read=read)
+    return Judge(made, tally)
+
+
+def test_what_is_of_no_legal_form_is_found(budget, tally, monkeypatch):
+    monkeypatch.setattr("benchmarks.torture.formats.decoded", lambda entry, cfg_type: entry.config)
+    monkeypatch.setattr("benchmarks.torture.formats._is_tile", _has_fields)
+    fuzzing.mutation(budget(300, only=("entry",)), tally)
+    assert kinds(tally) == {("wrong", "entry")}
+
+
+def _has_fields(config):
+    return isinstance(config, dict) and config.keys() == {"rows", "order"}
+
+
+def test_the_same_seed_and_number_make_the_same_input(budget):
+    found = formats(budget(1).folder)
+    others = [raw for format in found.values() for raw in format.originals]
+    for name, format in found.items():
+        again = [input_of(format, budget(1).random(name, 5), others) for _ in range(2)]
+        assert again[0] == again[1]
+    several = {input_of(found["entry"], budget(1).random("entry", number), others)[0] for number in range(50)}
+    assert len(several) > 45
+    assert budget(1, seed=1).random("a").random() != budget(1).random("a").random()
+
+
+def test_nothing_is_found_in_what_is_there(budget, tally):
+    fuzzing.damage(budget(20), tally)
+    bombs.bombs(budget(100, only=("entry",), folder=budget(1).folder / "bombs"), tally)
+    assert tally.findings == []
+    assert tally.counts["entry"] > 40
+
+
+def test_without_atheris_it_is_said_that_nothing_was_guided(budget, tally, monkeypatch):
+    monkeypatch.setattr(fuzzing, "find_spec", lambda name: None)
+    fuzzing.guided(budget(1), tally)
+    assert "atheris is not installed" in tally.left_out[0]
+    assert runs_of("#2\tINITED cov: 3\n#4096\tpulse  cov: 5\nDone 5000 runs in 3 second(s)\n") == 5000
+
+
+# --- what is around them ---
+
+
+def not_atomic(file, text, *, durable=True):
+    """Write a file in place, and in two pieces."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb", buffering=0) as stream:
+        for piece in (text.encode()[:10], text.encode()[10:]):
+            if stream.write(piece) != len(piece):
+                raise OSError("the disk is full")
+
+
+def test_files_that_are_not_replaced_in_one_step_are_found(budget, tally, monkeypatch):
+    monkeypatch.setattr(persistent, "write_file", not_atomic)
+    surroundings.disks(budget(8), tally)
+    assert ("lost", "a limit of a file's size") in kinds(tally)
+
+
+def test_what_waits_for_a_pipe_is_found(budget, tally, monkeypatch):
+    monkeypatch.setattr(part, "PATIENCE", 0.2)
+    monkeypatch.setattr("ejkernel.ops.config._files._READ", os.O_RDONLY)
+    surroundings.places(budget(None, only=("a pipe as entry",)), tally)
+    assert ("hang", "a pipe as entry") in kinds(tally)
+
+
+def test_an_order_that_trusts_the_clock_is_found(budget, tally, monkeypatch):
+    monkeypatch.setattr("ejkernel.ops.autotuner.store.measurements._after", lambda stamp: "20000101T000000")
+    surroundings.clocks(budget(3), tally)
+    assert ("wrong", "clock") in kinds(tally)
+
+
+def test_what_a_killed_process_was_told_and_is_not_there_is_found(tmp_path):
+    plan = Plan(folder=str(tmp_path), seed=0, processes=1, operations=100, every=10)
+    writer = Writer(plan, 0, {})
+    for number in range(100):
+        writer.do(number)
+    own, last = max(writer._acknowledged.items(), key=lambda item: item[1])
+    found = writer._cache.get("gpu", "own@v0", f"0-{own}")
+    writer.check(own, found, 100)
+    with pytest.raises(AssertionError, match="lost: put"):
+        writer.check(own, None, 100)
+    with pytest.raises(AssertionError, match=f"lost: .*after {last} was stored"):
+        writer.check(own, found | older(found), 100)
+    with pytest.raises(AssertionError, match="wrong"):
+        writer.check(own, found | {"padding": "y" * len(found["padding"]) + "y"}, 100)
+
+
+def older(found):
+    """Return what was put under the same key before."""
+    from benchmarks.torture.crashes import _OWN, _content
+
+    return _content(found["writer"], found["number"] - _OWN, len(found["padding"]))
+
+
+def test_a_command_that_shows_a_traceback_or_drives_a_terminal_is_found(budget, tally, monkeypatch):
+    monkeypatch.setattr(commands, "main", lambda words: 1 // (len(words) - 2))
+    commands.commands(budget(40), tally)
+    assert kinds(tally) == {("uncaught", "command line")}
+    monkeypatch.setattr(commands, "main", lambda words: print("\x1b[2J") or 0)
+    with pytest.raises(AssertionError, match="it prints"):
+        commands.status_of(["show"])
+
+
+def test_an_overlay_that_is_not_in_force_is_found(budget, tally, monkeypatch):
+    monkeypatch.setattr(threads, "overlay_cache", lambda entries: contextlib.nullcontext())
+    threads.threads(budget(160), tally)
+    assert kinds(tally) == {("wrong", "threads")}
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
+def test_a_process_that_is_left_behind_is_found_and_ended(budget, tally, monkeypatch):
+    monkeypatch.setattr(candidates, "_LEAVE", 0.0)
+    left = subprocess.Popen(["sleep", "1000"], env={candidates._MARK: "here"})
+    candidates._check(budget(1).folder / "none", "here", 3, tally)
+    assert [(found.kind, found.number) for found in tally.findings] == [("hang", 3)]
+    assert left.wait() < 0
+
+
+# --- the program ---
+
+
+def test_what_is_found_is_told_with_the_command_that_repeats_it_and_kept(monkeypatch, capsys, tmp_path):
+    def broken(budget, tally):
+        tally.counts["tries"] += 5
+        tally.found("lost", "it's gone", 3, "it is not there")
+
+    monkeypatch.setattr(program, "PARTS", {"damage": broken, "clocks": lambda budget, tally: None})
+    figures = tmp_path / "figures.json"
+    for _ in range(2):
+        assert program.main(["--seed", "4", "--out", str(figures)]) == 1
+    out = capsys.readouterr().out
+    assert "LOST it's gone 3: it is not there" in out
+    assert """python -m benchmarks.torture damage --seed 4 --only 'it'"'"'s gone' --first 3 --inputs 1""" in out
+    totals = json.loads(figures.read_text())["totals"]
+    assert (totals["damage"]["counts"], totals["damage"]["lost"], totals["clocks"]["counts"]) == ({"tries": 10}, 2, {})
+    assert program.main(["clocks"]) == 0
+    with pytest.raises(SystemExit):
+        program.main(["none"])
+
+
+# --- the documents ---
+
+ROOT = Path(__file__).parents[1]
+
+
+def rows(document):
+    """Return the rows of the tables in a document, by their first cells that name a part or a kind."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"(?m)^\| .*`.*$", text)]
+
+
+def totals():
+    return json.loads((ROOT / "benchmarks/results/torture.json").read_text())["totals"]
+
+
+def test_each_guarantee_stands_beside_the_figures_of_its_part():
+    found = rows("docs/guarantees.md")
+    assert {name.strip("`") for _, name, *_ in found} == set(program.PARTS)
+    for _, name, tried, *kinds in found:
+        total = totals()[name.strip("`")]
+        assert tried == ", ".join(f"{count:,} {what}" for what, count in sorted(shown(total["counts"]).items()))
+        assert kinds == [str(total[kind]) for kind in ("lost", "hang", "uncaught", "wrong")]
+
+
+def shown(counts):
+    """Return the counts of a part, of kinds of content as one."""
+    return {"inputs": sum(counts.values())} if "entry" in counts else counts
+
+
+def test_each_kind_of_content_stands_beside_how_often_it_was_tried(tmp_path):
+    for kind, *figures in rows("SECURITY.md"):
+        parts = ("damage", "mutation", "guided", "bombs")
+        counts = [totals()[part]["counts"].get(kind.strip("`"), 0) for part in parts]
+        assert figures == [f"{count:,}" for count in counts]
+    assert {kind.strip("`") for kind, *_ in rows("SECURITY.md")} == set(formats(tmp_path))
+
+
+def test_the_guarantees_name_tests_that_there_are():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")))
+    defined = {
+        name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"(?m)^def (test_\w+)", file.read_text())
+    }
+    assert len(named) > 5
+    assert named <= defined
+
+
+def test_what_was_found_is_repeated_by_its_number(budget, tally, monkeypatch):
+    monkeypatch.setattr(sealed, "_is_whole", lambda raw, form: True)
+    fuzzing.damage(budget(None, only=("result",)), tally)
+    found, again = tally.findings[3], Tally("part")
+    fuzzing.damage(budget(1, only=("result",), first=found.number, folder=budget(1).folder / "again"), again)
+    assert again.findings == [found]
+    assert again.counts["result"] == 1
+
+
+def test_the_short_form_has_a_little_of_every_part():
+    assert set(program.SHORT) == set(program.PARTS)
