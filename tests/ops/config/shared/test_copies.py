@@ -69,6 +69,24 @@ def test_what_another_process_adds_or_merges_is_seen(copy):
     assert other.find(entry(99).key) == [entry(99)]
 
 
+def test_what_is_added_in_the_same_tick_of_the_clock_is_seen(copy):
+    added(copy, entry(0))
+    changed = copy.folder.stat()
+    other = LocalCopy(copy.folder)
+    assert other.find(entry(1).key) == []
+    added(copy, entry(1))
+    os.utime(copy.folder, ns=(changed.st_atime_ns, changed.st_mtime_ns))
+    assert other.find(entry(1).key) == [entry(1)]
+
+
+def test_a_folder_that_has_not_changed_for_long_is_not_listed_again(copy, monkeypatch):
+    added(copy, entry(0))
+    os.utime(copy.folder, (1e9, 1e9))
+    assert copy.find(entry(0).key)
+    monkeypatch.setattr(os, "listdir", lambda path: pytest.fail("it is listed"))
+    assert copy.find(entry(0).key)
+
+
 def test_a_pack_that_is_merged_after_it_was_listed_is_read_where_it_is_now(copy, monkeypatch):
     for number in range(MOST_PACKS + 1):
         added(copy, entry(number))

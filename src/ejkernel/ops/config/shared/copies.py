@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,7 @@ from ejkernel.ops.utils.printable import printable
 
 logger = logging.getLogger(__name__)
 
+_TICK_NS: Final = 2_000_000_000  # of the coarsest clock of a file system
 _ATTEMPTS: Final = 3  # of a lookup, while other processes merge packs
 MOST_PACKS: Final = 4  # more are merged into one, for each is searched for each key
 
@@ -63,7 +65,8 @@ class LocalCopy:
                 if changed == self._listed:
                     break
                 self._packs = self._opened_packs(os.listdir(self._name))
-                self._listed = changed
+                # A change within the same tick of the file system's clock would leave no trace.
+                self._listed = changed if time.time_ns() - changed > _TICK_NS else None
                 break
             except (FileNotFoundError, NotADirectoryError):  # there is none; or one was merged since it was listed
                 self._packs, self._listed = {}, None
