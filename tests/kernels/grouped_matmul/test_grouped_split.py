@@ -216,7 +216,7 @@ def test_experts_that_do_not_divide_are_split_as_far_as_they_do_and_columns_beyo
 
 def test_experts_and_rows_on_the_same_explicit_devices_are_an_error_that_says_which_to_move():
     mesh = mesh_of("explicit")
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"array 1, .* over 'model', .*reshard"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"axis 0 of rhs, .* over 'model', .*reshard"):
         jax.jit(grouped_matmul)(*placed(ARRAYS, SPLITS[CONTENDED[0]], mesh))
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,7 +73,9 @@ def gradients(
 
 def _kernels(plan: RowNormPlan) -> Any:
     """Return the module of the kernels, which import what is not there in every environment."""
-    return importlib.import_module(f"{__package__}.{'registers' if plan.is_short else 'machine'}")
+    from . import machine, registers
+
+    return registers if plan.is_short else machine
 
 
 def plan_of(x: Any, formula: Formula, params: RowNormParams, *, backward: bool) -> RowNormPlan:
