@@ -63,6 +63,10 @@ def assert_same(expected, actual, tolerance=1e-4):
 ARGUMENTS = {
     "lengths": ((), {"lengths": (jnp.array([20, 24]), jnp.array([0, 9]))}),
     "sinks": ((None, SINKS), {}),
+    "a sink of minus infinity": (
+        (None, SINKS.at[0].set(-jnp.inf)),
+        {"lengths": (None, jnp.array([0, 9])), "return_lse": True},
+    ),
     "sinks where rows have no key": ((None, SINKS), {"lengths": (None, jnp.array([0, 9])), "return_lse": True}),
     "log-sum-exp": ((), {"return_lse": True, "lengths": (None, jnp.array([0, 24]))}),
     "soft cap after the bias": ((BIAS,), {"logits_soft_cap": 2.0, "soft_cap_after_bias": True}),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -24,11 +25,20 @@ from ejkernel.modules import (
 )
 from ejkernel.ops import BwdParams, FwdParams
 
+
+@contextlib.contextmanager
+def strict_64_bits():
+    """Both settings, of which the one makes other dtypes meet than the other knows."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
 SWITCHES = {
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "64 bits": lambda: jax.enable_x64(True),
     "leaks": jax.checking_leaks,
+    "dtype promotion in 64 bits": strict_64_bits,
 }
 BLOCKS = FlashAttentionConfig(
     fwd=FwdParams(q_blocksize=8, kv_blocksize=16), bwd=BwdParams(q_blocksize=16, kv_blocksize=8)
@@ -108,6 +118,12 @@ def test_a_module_computes_the_same_under_a_strict_setting(module, switch):
         lambda a, b: np.testing.assert_allclose(np.asarray(b, float), np.asarray(a, float), 1e-2),
         *_typed(expected, found),
     )
+
+
+@pytest.mark.parametrize("transformation", [lambda run: run, jax.jit, lambda run: jax.grad(lambda x: run(x).sum())])
+def test_a_nan_is_found_by_those_who_look_for_them(transformation):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        transformation(lambda x: rms_norm(x, eps=0.0))(jnp.zeros((2, 4)))
 
 
 def _typed(expected, found):

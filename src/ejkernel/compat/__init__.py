@@ -34,7 +34,7 @@ from ejkernel.compat.pallas import megablox_weights_gradient as megablox_weights
 from ejkernel.compat.pallas import mosaic_gpu_reason as mosaic_gpu_reason
 from ejkernel.compat.pallas import ragged_dot_mgpu as ragged_dot_mgpu
 from ejkernel.compat.pallas import simulated_races as simulated_races
-from ejkernel.compat.pallas import store_untiled as store_untiled
+from ejkernel.compat.pallas import store_as_it_is as store_as_it_is
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
 from ejkernel.compat.partitioning import explicit_mesh as explicit_mesh
@@ -88,6 +88,7 @@ from ejkernel.compat.settings import forget_compilations as forget_compilations
 from ejkernel.compat.settings import have_cpu_devices as have_cpu_devices
 from ejkernel.compat.settings import jit_disabled as jit_disabled
 from ejkernel.compat.settings import leave_devices_alone as leave_devices_alone
+from ejkernel.compat.settings import looks_for_nans as looks_for_nans
 from ejkernel.compat.settings import matmul_precision as matmul_precision
 from ejkernel.compat.settings import numerics as numerics
 from ejkernel.compat.settings import numerics_in_force as numerics_in_force

@@ -23,7 +23,7 @@ def mosaic_gpu_reason() -> str | None:
     if jax.__version_info__ < _MOSAIC_GPU_SINCE:
         return f"it needs JAX {'.'.join(map(str, _MOSAIC_GPU_SINCE))} or later, and this is {jax.__version__}"
     if importlib.util.find_spec("absl") is None:
-        return "it needs the package absl-py, which Pallas Mosaic GPU imports: pip install 'ejkernel-ops[gpu]'"
+        return "it needs the package absl-py, which Pallas Mosaic GPU imports: pip install absl-py"
     return None
 
 
@@ -34,8 +34,12 @@ def simulated_races() -> bool:
     return bool(interpret_pallas_call.get_races().races_found)
 
 
-def store_untiled(target: Any, values: Any) -> None:
-    """Write to shared memory of a Mosaic GPU kernel that has no swizzle, where threads may meet at a bank and wait."""
+def store_as_it_is(target: Any, values: Any) -> None:
+    """Write what a Mosaic GPU kernel has in registers, in pieces that memory may not take at its best.
+
+    That is to shared memory without a swizzle, where threads meet at a bank and wait, and to global memory in parts of
+    sectors: JAX 0.12 wants to be told that it is meant.
+    """
     from jax.experimental.pallas import mosaic_gpu
 
     store: Any = getattr(mosaic_gpu, "store", None)

@@ -73,6 +73,11 @@ def jit_disabled() -> bool:
     return bool(_config.jax_disable_jit)
 
 
+def looks_for_nans() -> bool:
+    """Return whether JAX looks for NaN or infinity in results, and repeats a program that has some op by op."""
+    return bool(_config.jax_debug_nans or _config.jax_debug_infs)
+
+
 def chosen_device() -> Any:
     """Return the device or platform name that `jax.default_device` chose, or `None`."""
     return _config.jax_default_device

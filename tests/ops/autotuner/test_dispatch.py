@@ -203,9 +203,31 @@ def test_a_kernel_that_cannot_be_sent_is_a_warning_that_says_what_to_do():
         tuned_by(find, calls=[call])
 
 
+class Closing(Told):
+    """Cancels what it was given before anybody has begun, and takes no more."""
+
+    def submit(self, function, sent):
+        if self.assignments:
+            raise ValueError("the quota is used up")
+        future = super().submit(function, sent)
+        future.cancel()
+        return future
+
+
+def test_a_task_that_the_executor_cancels_and_does_not_take_again_is_carried_out_here(monkeypatch):
+    monkeypatch.setattr(dispatch, "carry_out", lambda sent: pickled(Answer(Returned(FOUND))))
+    executor = Closing(lambda assignment: None)
+    chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
+    text = "the executor takes no more tasks, and the rest is tuned in this process: ValueError: the quota"
+    with pytest.warns(TuningWarning, match=text):
+        assert tune_invocations(chain, [CALL]).entries[0].cfg == BEST
+
+
 def test_an_executor_must_submit():
     with pytest.raises(ConfigError, match=r"executor must be a concurrent\.futures\.Executor.*got 3"):
         AutotunePolicy(executor=3)
+    with pytest.raises(ConfigError, match="got <class"):
+        AutotunePolicy(executor=concurrent.futures.ThreadPoolExecutor)
 
 
 # --- Ctrl-C ---

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from tests.ops import faulty_kernels
 from tests.ops.faulty_kernels import BEST, SHAPE
 
 from ejkernel.ops import RayExecutor
-from ejkernel.ops.autotuner.fleet import dispatch
+from ejkernel.ops.autotuner.fleet import dispatch, ray_executor
 from ejkernel.ops.autotuner.fleet.leases import devices_of, leased
 from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine, Wish
 from ejkernel.ops.autotuner.fleet.place import Assignment, Location, Refused, tune_at_place, versions
@@ -182,6 +183,15 @@ def test_a_process_pool_finds_the_same_winners_and_the_caller_saves_them(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
+def test_a_pool_that_forks_while_a_search_goes_on_can_be_shut_down():
+    """Its processes are forks of one that has workers, and a session of them, by then."""
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as executor:
+        result = tuned_by(executor, CALLS)
+    assert [entry.cfg for entry in result.entries] == [BEST] * 2
+
+
+@pytest.mark.slow
 def test_threads_have_a_worker_process_each_turn():
     with concurrent.futures.ThreadPoolExecutor(2) as executor:
         result = tuned_by(executor, CALLS)
@@ -212,14 +222,34 @@ def test_what_a_broken_pool_leaves_is_tuned_here():
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"Ray is not installed .*pip install 'ejkernel-ops\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"Ray is not installed .*pip install ray"):
         RayExecutor()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_is_brought_to_the_workers_of_ray_is_brought_by_whoever_connects(monkeypatch, is_there):
+    said = {}
+
+    def options(**options):
+        said["task"] = options
+
+    task = SimpleNamespace(options=options)
+    fake = SimpleNamespace(
+        is_initialized=lambda: is_there,
+        init=lambda address, **options: said.update(init=options),
+        remote=lambda function: task,
+        cluster_resources=lambda: {"CPU": 2.0},
+        nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}],
+    )
+    monkeypatch.setattr(ray_executor, "_ray", lambda: fake)
+    RayExecutor(runtime_env={"working_dir": "."})
+    assert [name for name, options in said.items() if "runtime_env" in options] == ["task" if is_there else "init"]
 
 
 @pytest.fixture(scope="module")
 def cluster():
     """A cluster of this machine with two workers, of which nobody else hears."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ejkernel-ops[ray]'")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         for name, value in {"AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}.items():
             patch.setenv(f"RAY_{name}", value)

@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from ejkernel import compat
+
 from .plan import SLAB, RowNormPlan
 
 plgpu: Any = mosaic_gpu  # its annotations differ between versions
@@ -103,7 +105,7 @@ class _Program:
         count = lax.div(plan.blocks - number + (plan.programs - 1), plan.programs)
         sums = lax.fori_loop(0, count, step, (zeros,) * plan.sums)
         for ref, total in zip(self.written[plan.results :] if plan.sums else (), sums, strict=True):
-            ref[number] = total
+            compat.store_as_it_is(ref.at[number], total)
 
     def stat(self, index: int, at: Any) -> Any:
         """Return what is known of each row, along its row."""
@@ -141,7 +143,7 @@ def _forward_slab(program: _Program, at: Any, rows: list[Any], sums: tuple[Any, 
     if formula.residual:
         total, *beside = beside
         rounded = (x + rows[1]).astype(total.dtype)
-        total[at] = rounded
+        compat.store_as_it_is(total.at[at], rounded)
         x = rounded.astype(jnp.float32)
     stats = []
     if formula.centred:
@@ -150,9 +152,9 @@ def _forward_slab(program: _Program, at: Any, rows: list[Any], sums: tuple[Any, 
     stats.append(lax.rsqrt(program.mean(x * x) + formula.eps))
     found = program.weighted(x * program.spread(stats[-1]))
     found = found + program.vectors[-1] if formula.bias else found
-    out[at] = found.astype(out.dtype)
+    compat.store_as_it_is(out.at[at], found.astype(out.dtype))
     for ref, values in zip(beside, stats, strict=True):
-        ref[at] = values
+        compat.store_as_it_is(ref.at[at], values)
     return sums
 
 
@@ -164,6 +166,6 @@ def _backward_slab(program: _Program, at: Any, rows: list[Any], sums: tuple[Any,
     dx = dnormal - normal * program.spread(program.mean(dnormal * normal))
     dx = (dx - program.spread(program.mean(dnormal)) if formula.centred else dx) * scale
     dx = dx + others[0] if formula.residual else dx
-    program.written[0][at] = dx.astype(program.written[0].dtype)
+    compat.store_as_it_is(program.written[0].at[at], dx.astype(program.written[0].dtype))
     terms = ([] if formula.weight is None else [dout * normal]) + [dout] * formula.bias
     return tuple(total + term for total, term in zip(sums, terms, strict=True))

@@ -179,7 +179,9 @@ def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Ar
     both = jnp.logaddexp(seen, jnp.broadcast_to(sink, seen.shape))
     share = jnp.where(empty, 0, jnp.exp(seen - both))
     scaled = out.astype(lse.dtype) * share.transpose(0, 2, 1)[..., None]
-    return scaled.astype(out.dtype), jnp.where(empty, sink, both)
+    # A sink of minus infinity is none: a row that sees nothing else has nothing at all.
+    alone = jnp.where(sink == -jnp.inf, EMPTY_ROW_LSE, sink)
+    return scaled.astype(out.dtype), jnp.where(empty, alone, both)
 
 
 def returned_lse(lse: jax.Array) -> jax.Array:

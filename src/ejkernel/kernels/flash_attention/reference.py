@@ -28,6 +28,7 @@ def attention(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
     sink = None if operands.sinks is None else operands.sinks.astype(dtype)[None, :, None, None]
     # The result does not depend on it.
     top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
+    top = jnp.where(top == -jnp.inf, 0, top)  # of a row that sees nothing, and whose sink is none
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits - top, 0)), 0)
     total = weights.sum(axis=-1)
     if sink is not None:

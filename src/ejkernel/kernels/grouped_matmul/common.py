@@ -107,7 +107,7 @@ def own_rows(groups: Groups, rows: int, count: int) -> jax.Array:
     """Return of each row whether it belongs to one of the `count` groups that there are matrices of."""
     starts, ends = row_spans(groups, rows, count)
     row = jnp.arange(rows, dtype=ends.dtype)
-    return (row >= starts[:1].sum()) & (row < ends.max(initial=0))
+    return (row >= starts[:1].sum(dtype=starts.dtype)) & (row < ends.max(initial=0))
 
 
 def without_rest(x: jax.Array, own: jax.Array) -> jax.Array:

@@ -64,7 +64,7 @@ class AutotunePolicy:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not isinstance(self.stale, StalePolicy):
             raise ConfigError(f"stale must be a StalePolicy, got {self.stale!r}; write StalePolicy(jax='retune').")
-        if self.executor is not None and not callable(getattr(self.executor, "submit", None)):
+        if self.executor is not None and (isinstance(self.executor, type) or not hasattr(self.executor, "submit")):
             raise ConfigError(
                 f"executor must be a concurrent.futures.Executor, or have its submit(), got {self.executor!r}."
             )

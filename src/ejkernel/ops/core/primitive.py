@@ -291,7 +291,7 @@ def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]
 
 
 def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
-    if compat.jit_disabled():  # a jitted function would come back here for ever
+    if compat.jit_disabled() or compat.looks_for_nans():  # a jitted function would come back here for ever
         return _compute(call, jax.default_backend(), *arrays)
     # Calls under an eager `vmap` or gradient get here. The number forgets what was compiled when an answer that was
     # given before no longer holds.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -311,6 +310,7 @@ def autotune(
     return chain.search(first.inv, target, tuner=tuner, candidates=configs, policy=policy, **more).config
 
 
+_MOST_WEIGHT = 1e100  # so that sums of weights are numbers
 _FOR_KERNELS = {
     "configs": "the kernels in a function have their own candidates",
     "inputs": "the kernels in a function need example_inputs of their own",
@@ -382,11 +382,10 @@ def checked_weight(weight: object, what: str) -> float:
     """Return the weight of a call.
 
     Raises:
-        ArgumentError: it is no positive finite number; `what` is its name in the message.
+        ArgumentError: it is no positive number, or a huge one; `what` is its name in the message.
     """
-    # not `inf`: an int may be less than that, and larger than any float
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
-        raise ArgumentError(f"{what} must be a positive number, got {weight!r}.")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= _MOST_WEIGHT:
+        raise ArgumentError(f"{what} must be a positive number up to {_MOST_WEIGHT:g}, got {weight!r}.")
     return float(weight)
 
 

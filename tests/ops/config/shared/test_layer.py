@@ -264,7 +264,7 @@ def test_a_kind_of_store_that_is_not_there_is_a_warning_that_says_what_to_instal
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     monkeypatch.setitem(sys.modules, "fsspec", None)
     cache = PersistentCache(tmp_path, layers=["s3://team/x"], shipped=False)
-    with pytest.warns(CacheWarning, match=r"pip install 'ejkernel-ops\[fsspec\]'"):
+    with pytest.warns(CacheWarning, match=r"pip install fsspec"):
         cache.look_again()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

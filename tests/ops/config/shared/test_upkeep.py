@@ -206,6 +206,18 @@ def test_of_an_object_that_cannot_be_read_what_is_whole_stays(store, place):
 
 
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.CacheWarning")
+def test_an_object_all_of_whose_entries_are_whole_is_written_again_under_its_name(store, place):
+    place("author").put([entry(number, number) for number in range(5)])
+    before = dict(store.objects)
+    damage_one(store, lambda raw: flipped(raw, 0.999))
+    mine = place()
+    found = upkeep.prune(mine, lambda stored: False, unreadable=True)
+    assert (found.damaged, found.entries, found.packs) == (1, 0, 0)
+    assert store.objects == before
+    assert len(rows(place("third"))) == 5
+
+
+@pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.CacheWarning")
 def test_an_object_of_a_later_form_is_nobodys_to_remove(store, place, monkeypatch):
     monkeypatch.setattr("ejkernel.ops.config.shared.packs.SCHEMA", SCHEMA + 1)
     later = pack(entry(1, 1))

@@ -130,7 +130,7 @@ class _Dispatch:
         if self._here is None:
             try:
                 return self._executor.submit(carry_out, sent)
-            except RuntimeError as error:  # broken, or shut down
+            except Exception as error:  # noqa: BLE001 - broken, shut down, or whatever else the user's own says
                 text = f"the executor takes no more tasks, and the rest is tuned in this process: {error_text(error)}"
                 warnings.warn(text, TuningWarning, stacklevel=2)
                 self._here = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ejkernel-here")
@@ -142,7 +142,9 @@ class _Dispatch:
         attempt: _Attempt,
         interrupts: list[Callable[[], object]],
     ) -> Answer:
-        while not concurrent.futures.wait([future], timeout=_LOOK).done:
+        # Asked itself, for who waits is not told of one that is cancelled before anybody has begun.
+        while not future.done():
+            concurrent.futures.wait([future], timeout=_LOOK)
             attempt.listen()
             self._pass_on_wishes(future, attempt, interrupts)
         attempt.listen()

@@ -306,3 +306,14 @@ class _Stay:
 
 
 _stay = _Stay()
+_of_parents: list[object] = []  # kept: what is collected is closed, and would be closed for the parent
+
+
+def _begin_anew() -> None:
+    """Leave the workers to the process that this one is a fork of, such as one of a pool that forks."""
+    _of_parents.extend((vars(_stay).copy(), *_slots.values()))
+    vars(_stay).update(vars(_Stay()))
+    _slots.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line, Wish
@@ -32,7 +32,8 @@ class RayExecutor(concurrent.futures.Executor):
     ...     with policy_override(executor=ray):
     ...         result = autotune(step, *args)
 
-    Workers must have this package, the same JAX, and the modules of the kernels; `runtime_env` brings those.
+    Workers must have this package, the same JAX, and the modules of the kernels; `runtime_env` brings those. Folders
+    of this machine are brought by whoever connects, so a connection that there is by now must have been given them.
 
     Args:
         address: Of the cluster, as `ray.init` takes it; `"local"` starts one here. A connection that there is by now
@@ -40,20 +41,30 @@ class RayExecutor(concurrent.futures.Executor):
         num_cpus: Cores that a task has. By default, 1 with a GPU, and else all that the smallest node has: what is
             measured on a processor must not share it.
         num_gpus: GPUs that a task has; by default 1, if the cluster has any.
-        **options: Others of `ray.remote`, such as `runtime_env`, `resources` or `accelerator_type`.
+        runtime_env: What Ray brings to the workers, such as `{"working_dir": "."}`.
+        **options: Others of `ray.remote`, such as `resources` or `accelerator_type`.
 
     Raises:
         ConfigError: Ray is not installed, or the cluster cannot be reached.
     """
 
     def __init__(
-        self, address: str = "auto", *, num_cpus: float | None = None, num_gpus: float | None = None, **options: Any
+        self,
+        address: str = "auto",
+        *,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         self._ray = _ray()
         self._is_client = address.startswith("ray://")
         self._is_mine = not self._ray.is_initialized()
+        environment = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
         if self._is_mine:
-            _connect(self._ray, address)
+            _connect(self._ray, address, environment)
+        else:
+            options |= environment
         gpus = float("GPU" in self._ray.cluster_resources()) if num_gpus is None else num_gpus
         cpus = (1.0 if gpus else _cores_of_a_node(self._ray)) if num_cpus is None else num_cpus
         self._remote = self._ray.remote(_called).options(num_cpus=cpus, num_gpus=gpus, **{**options, "max_retries": 0})
@@ -114,17 +125,17 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"Ray is not installed ({error}): pip install 'ejkernel-ops[ray]'.") from error
+        raise ConfigError(f"Ray is not installed ({error}): pip install ray.") from error
     return ray
 
 
-def _connect(ray: Any, address: str) -> None:
+def _connect(ray: Any, address: str, environment: Mapping[str, Any]) -> None:
     how: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
     try:
         with warnings.catch_warnings():
             # A process that is forked to become another program does not use JAX before.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-            ray.init(address, log_to_driver=False, configure_logging=False, **how)
+            ray.init(address, log_to_driver=False, configure_logging=False, **how, **environment)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"there is no Ray cluster at {address!r}: {error_text(error)}. Give the address that `ray start` printed, "

@@ -395,6 +395,20 @@ _users = [0]
 _guard = threading.Lock()
 
 
+_of_parents: list[object] = []  # kept: what is collected is closed, and would be closed for the parent
+
+
+def _begin_anew() -> None:
+    """Leave the workers, and whoever waits for them, to the process that this one is a fork of."""
+    global _first, _guard, _here
+    _of_parents.extend((_first, _guard, _here, *_taken, *_closing))
+    _first, _guard, _here = WorkerSlot(), threading.Lock(), threading.local()
+    _taken[:], _closing[:], _users[:] = [_first], [], [0]
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 @contextlib.contextmanager
 def worker_session() -> Iterator[None]:
     """Keep the workers for all that is done inside the `with` block; the outermost block closes them."""

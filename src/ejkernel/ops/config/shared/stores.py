@@ -138,7 +138,7 @@ class Store:
             try:
                 from fsspec.core import url_to_fs
             except ImportError as error:
-                text = f"{shown(self.url)} needs fsspec: pip install 'ejkernel-ops[fsspec]', and what its kind needs."
+                text = f"{shown(self.url)} needs fsspec: pip install fsspec, and what its kind needs."
                 raise ConfigError(text) from error
             system, root = url_to_fs(self.url)
             self._opened = system, str(root)

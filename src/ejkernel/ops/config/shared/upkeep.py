@@ -100,7 +100,7 @@ def prune(
     else:
         now = place.store.sizes(math.inf) if damaged else listed
         gone = known | {name for name in damaged if now.get(name) == listed[name]}  # else somebody is writing it
-        fewer = _put_instead(place, kept, gone, there=listed.keys())
+        fewer = _put_instead(place, kept, gone, there=listed.keys() - damaged)
     return Pruned(entries=len(every.union(saved)) - len(kept), packs=fewer, damaged=len(damaged))
 
 
@@ -150,4 +150,4 @@ def _put_instead(place: SharedPlace, lines: Iterable[bytes], gone: Collection[st
     for name in sorted(removed):
         place.store.remove(name)
     place.layer.refresh()
-    return len(removed) - len(added)
+    return len(set(gone)) - len(new.keys() - (set(there) - set(gone)))
