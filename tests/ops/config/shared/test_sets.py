@@ -87,6 +87,27 @@ def test_a_later_search_for_more_calls_takes_the_place_of_a_set(tmp_path):
     assert rows(target) == {1: 8, 2: 8, 3: 8}
 
 
+@pytest.mark.parametrize("speedups", [(1.2, 1.4), (1.4, 1.2)])
+def test_of_two_sets_with_a_call_in_common_one_comes_whole_and_the_other_is_shown(tmp_path, shared, speedups):
+    first, second = speedups
+    shared.put([*tuned_together(1, 2, rows=1, speedup=first), *tuned_together(2, 3, rows=2, speedup=second)])
+    target = folder(tmp_path / "a")
+    found = bring(target, shared)
+    assert rows(target) in ({1: 1, 2: 1}, {2: 2, 3: 2})
+    assert [step.verdict.why for step in found.conflicts] == [
+        "tuned together with a call that has another set's, or none"
+    ]
+
+
+def test_of_a_set_that_is_not_whole_nothing_comes_but_what_was_tuned_alone(tmp_path, shared):
+    shared.put([tuned_together(1, 2, 3, rows=7)[0], entry(1, 5)])
+    shared.put(tuned_together(1, 2, 3, rows=7)[1:2])
+    target = folder(tmp_path / "a")
+    found = bring(target, shared)
+    assert rows(target) == {1: 5}
+    assert len(found.conflicts) == 1
+
+
 def test_a_shared_cache_keeps_both_and_answers_with_the_set(tmp_path, shared):
     bring(shared, folder(tmp_path / "a", entry(1, 1, speedup=9.0), entry(2, 1, speedup=9.0)))
     bring(shared, folder(tmp_path / "b", *tuned_together(1, 2, 3, rows=7, days=30)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.choice import (
     Verdict,
     by_preference,
+    calls_of,
     evidence,
     judge,
     provenance_class,
@@ -206,17 +208,42 @@ class _Planner:
 
     def take(self, source: Place) -> None:
         """Take the entries of a place; where one has room there, the first of them."""
+        if self._target.has_classes:
+            choices = [[entry] for variants in source.variants() for entry in variants]
+        else:
+            choices = self._without_torn(list(source.variants()))
         sets: dict[str, list[list[StoredEntry]]] = {}
-        for variants in source.variants():
-            choices = [[entry] for entry in variants] if self._target.has_classes else [variants]
-            for choice in choices:
-                search = evidence(choice[0]).search
-                if search:
-                    sets.setdefault(search, []).append(choice)
-                else:
-                    self._note([self._step(choice[0])])
+        for choice in choices:
+            search = evidence(choice[0]).search
+            if search:
+                sets.setdefault(search, []).append(choice)
+            else:
+                self._note([self._step(choice[0])])
         for members in sets.values():
             self._take_set(members)
+
+    def _without_torn(self, choices: list[list[StoredEntry]]) -> list[list[StoredEntry]]:
+        """Return choices without sets of which not every call is there, or has that set's entry as its first.
+
+        Two sets may have a call in common; the worse of them stays away, and its other calls have what comes next.
+        """
+        while True:
+            firsts = collections.defaultdict(list)
+            for choice in choices:
+                firsts[evidence(choice[0]).search].append(choice[0])
+            torn = {name: found for name, found in firsts.items() if name and len(found) < len(calls_of(found[0]))}
+            if not torn:
+                return choices
+            worst = min(torn, key=lambda name: max(map(evidence, torn[name])))
+            verdict = Verdict(False, "tuned together with a call that has another set's, or none", is_conflict=True)
+            left = []
+            for choice in choices:
+                others = [entry for entry in choice if evidence(entry).search != worst]
+                if others:
+                    left.append(others)
+                elif self._target.rival(choice[0]) is None:
+                    self._note([Step(choice[0], None, verdict)])
+            choices = left
 
     def _take_set(self, members: Sequence[list[StoredEntry]]) -> None:
         steps = [self._step(choice[0]) for choice in members]
