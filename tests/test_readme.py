@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README.md says of the command, of the environment and of names, held against what there is."""
+"""What README.md and the guides say of the command, of the environment and of names, held against what there is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from ejkernel.cli import main
 from ejkernel.cli.app import cli
 from ejkernel.ops.autotuner.trials.status import Status
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+GUIDES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("tuning", "kernels", "operations", "caches"))]
+TEXTS = {guide: guide.read_text(encoding="utf-8") for guide in GUIDES}
+README = "".join(TEXTS.values())
 COMMANDS = re.findall(r"^\$ (?:\w+=\S+ )*ejkernel (\w+)(?: ([^\n#]*))?", README, re.M)
 
 
@@ -57,3 +60,13 @@ def test_a_field_of_the_policy_is_there(field):
 def test_every_status_that_a_table_shows_is_explained():
     explained = set(re.findall(r"^\| `(\w+)` \|", README, re.M))
     assert set(Status) - {Status.READY, Status.LEFT} <= explained  # which are of a search or a bundle under way
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_a_link_leads_somewhere(guide):
+    for place, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", TEXTS[guide]):
+        target = (guide.parent / place).resolve() if place else guide
+        assert target.exists(), place
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
+            assert anchor in [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles]
