@@ -158,14 +158,8 @@ def test_a_tile_behind_the_last_key_has_no_weight_however_small_all_scores_are(m
     case = Small(queries=64, keys=192)
     operands, _, dout, _ = operands_and_residuals(case)
     operands = operands._replace(query=operands.query + 6, key=operands.key - 6)
-    wide = [x.astype(jnp.float32) for x in operands[:3]]
-
-    def function(*arrays):
-        return attention(operands._replace(**dict(zip(NAMES, arrays, strict=True))), case.rules)
-
-    (out, lse), pull = jax.vjp(function, *wide)
+    (out, lse), expected = reference_with_gradients(operands, case.rules, dout)
     assert lse.max() < -128  # as a power of two it is infinite
-    expected = pull((dout.astype(jnp.float32), jnp.zeros_like(lse)))
     run = functools.partial(mosaic.backward, rules=case.rules, params=FUSED, interpret=plgpu.InterpretGPUParams())
     found = jax.jit(run)(operands, (out.astype(jnp.bfloat16), lse), dout)
     for wanted, gradient in zip(expected, found, strict=False):
@@ -181,13 +175,7 @@ def test_a_row_that_a_bias_hides_altogether_spoils_no_gradient(mosaic, hiding):
     operands, _, dout, _ = operands_and_residuals(case)
     operands = operands._replace(bias=jnp.zeros((1, 1, 64, 64), jnp.float32).at[:, :, 3].set(hiding))
     dout = dout.at[:, 3].set(0)
-    wide = [x.astype(jnp.float32) for x in operands[:4]]
-
-    def function(query, key, value, bias):
-        return attention(operands._replace(query=query, key=key, value=value, bias=bias), case.rules)
-
-    (out, lse), pull = jax.vjp(function, *wide)
-    expected = pull((dout.astype(jnp.float32), jnp.zeros_like(lse)))
+    (out, lse), expected = reference_with_gradients(operands, case.rules, dout, (*NAMES, "bias"))
     run = functools.partial(mosaic.backward, rules=case.rules, params=FUSED, interpret=plgpu.InterpretGPUParams())
     found = jax.jit(run)(operands, (out.astype(jnp.bfloat16), lse), dout)
     for wanted, gradient in zip(expected, found, strict=True):

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 
 from ejkernel.ops.config.entries import StoredEntry, new_entry
+from ejkernel.ops.config.shared.exchange import FolderPlace
 from ejkernel.ops.config.shared.packs import line_of, packed
 from ejkernel.ops.config.shared.stores import UnreachableError
 from ejkernel.ops.core.types import ConfigKey
@@ -33,6 +34,18 @@ def tuned_together(*numbers, rows=64, speedup=1.5, **made) -> list[StoredEntry]:
     mean = {"winner_us": 10.0, "heuristic_us": 10.0 * speedup}
     found = [entry(number, rows, **{"speedup": speedup} | made) for number in numbers]
     return [dataclasses.replace(e, measured={**e.measured, "cases": cases, "geometric_mean": mean}) for e in found]
+
+
+def folder(path, *entries):
+    """Return the folder of a cache that has these entries."""
+    place = FolderPlace(path)
+    place.put(entries)
+    return place
+
+
+def rows(place):
+    """Return what all entries of a place say of `rows`."""
+    return sorted(found.config["rows"] for variants in place.variants() for found in variants)
 
 
 def pack(*entries):

@@ -6,41 +6,19 @@ from __future__ import annotations
 import os
 
 import pytest
-from tests.ops.config.shared.stores import FakeStore, entry, pack
+from tests.ops.config.shared.stores import entry, folder, pack, rows
 
 from ejkernel.ops.config._files import UnusableError
 from ejkernel.ops.config.entries import text_of
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.shared import exchange, upkeep
+from ejkernel.ops.config.shared import upkeep
 from ejkernel.ops.config.shared.exchange import FolderPlace, SharedPlace, place_of, plan
 from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.errors import CacheWarning, ConfigError
 
 
-def folder(path, *entries):
-    place = FolderPlace(path)
-    place.put(entries)
-    return place
-
-
-@pytest.fixture
-def store(monkeypatch):
-    store = FakeStore()
-    monkeypatch.setattr(exchange, "Store", store)
-    return store
-
-
-@pytest.fixture
-def shared(tmp_path, store):
-    return SharedPlace("fake://team", tmp_path / "mine")
-
-
 def actions(found):
     return {step.theirs.config["rows"]: step.action for step in found.steps}
-
-
-def rows(place):
-    return sorted(found.config["rows"] for variants in place.variants() for found in variants)
 
 
 def test_a_place_that_was_emptied_is_given_all_again(tmp_path, store, shared):

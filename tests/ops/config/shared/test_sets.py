@@ -8,25 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from tests.ops.config.shared.stores import FakeStore, entry, tuned_together
+from tests.ops.config.shared.stores import entry, folder, tuned_together
 
 from ejkernel.ops import Autotuner, ConfigSelectorChain, Invocation, PersistentCache, tune
 from ejkernel.ops.autotuner.tasks.task import SharedCall
-from ejkernel.ops.config.shared import exchange, upkeep
+from ejkernel.ops.config.shared import upkeep
 from ejkernel.ops.config.shared.choice import best_of_classes, by_preference, calls_of, together
-from ejkernel.ops.config.shared.exchange import FolderPlace, SharedPlace, plan
-
-
-def folder(path, *entries):
-    place = FolderPlace(path)
-    place.put(entries)
-    return place
-
-
-@pytest.fixture
-def shared(tmp_path, monkeypatch):
-    monkeypatch.setattr(exchange, "Store", FakeStore())
-    return SharedPlace("fake://team", tmp_path / "mine")
+from ejkernel.ops.config.shared.exchange import FolderPlace, plan
 
 
 def rows(place):

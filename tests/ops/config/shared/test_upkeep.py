@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from tests.ops.config.shared.stores import FakeStore, entry, pack
+from tests.ops.config.shared.stores import FakeStore, entry, pack, rows
 
 from ejkernel.ops.config.shared import exchange, upkeep
 from ejkernel.ops.config.shared import layer as layers
@@ -19,20 +19,9 @@ from ejkernel.ops.errors import CacheWarning
 
 
 @pytest.fixture
-def store(monkeypatch):
-    store = FakeStore()
-    monkeypatch.setattr(exchange, "Store", store)
-    return store
-
-
-@pytest.fixture
 def place(tmp_path, store):
     """Make the place as a machine of that name sees it."""
     return lambda name="mine": SharedPlace("fake://team", tmp_path / name)
-
-
-def rows(place):
-    return sorted(found.config["rows"] for variants in place.variants() for found in variants)
 
 
 def flipped(raw, position=0.5, bit=1):

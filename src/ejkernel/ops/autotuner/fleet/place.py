@@ -24,6 +24,7 @@ import jax
 from ejkernel.ops.autotuner.fleet.leases import Device, devices_of, leased
 from ejkernel.ops.autotuner.fleet.lines import LineEnd, Wish
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
+from ejkernel.ops.autotuner.process.lifetime import begin_anew_in_forks
 from ejkernel.ops.autotuner.process.messages import Began, Happened, Message, Raised, Returned, Warned
 from ejkernel.ops.autotuner.process.serve import carried_out, pickled, sendable
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot, shared_worker, worker_session
@@ -306,14 +307,13 @@ class _Stay:
 
 
 _stay = _Stay()
-_of_parents: list[object] = []  # kept: what is collected is closed, and would be closed for the parent
 
 
-def _begin_anew() -> None:
-    """Leave the workers to the process that this one is a fork of, such as one of a pool that forks."""
-    _of_parents.extend((vars(_stay).copy(), *_slots.values()))
+def _begin_anew() -> object:
+    left = (vars(_stay).copy(), *_slots.values())
     vars(_stay).update(vars(_Stay()))
     _slots.clear()
+    return left
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+begin_anew_in_forks(_begin_anew)  # such as the processes of a pool that forks

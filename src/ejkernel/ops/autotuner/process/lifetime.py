@@ -84,6 +84,17 @@ def start_process(start: Callable[[], Any]) -> None:
     starter(start)
 
 
+_of_parents: list[object] = []
+
+
+def begin_anew_in_forks(begin_anew: Callable[[], object]) -> None:
+    """Have each fork of this process call `begin_anew`, which leaves what is the parent's, and returns it.
+
+    It is kept: what is collected is closed, and would be closed for the parent.
+    """
+    os.register_at_fork(after_in_child=lambda: _of_parents.append(begin_anew()))
+
+
 def ignore_interrupts() -> None:
     """Leave Ctrl-C to the parent, for good."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

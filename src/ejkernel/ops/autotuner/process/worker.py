@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
-from ejkernel.ops.autotuner.process.lifetime import start_process
+from ejkernel.ops.autotuner.process.lifetime import begin_anew_in_forks, start_process
 from ejkernel.ops.autotuner.process.messages import (
     Began,
     Compiling,
@@ -395,18 +395,15 @@ _users = [0]
 _guard = threading.Lock()
 
 
-_of_parents: list[object] = []  # kept: what is collected is closed, and would be closed for the parent
-
-
-def _begin_anew() -> None:
-    """Leave the workers, and whoever waits for them, to the process that this one is a fork of."""
+def _begin_anew() -> object:
     global _first, _guard, _here
-    _of_parents.extend((_first, _guard, _here, *_taken, *_closing))
+    left = (_first, _guard, _here, *_taken, *_closing)
     _first, _guard, _here = WorkerSlot(), threading.Lock(), threading.local()
     _taken[:], _closing[:], _users[:] = [_first], [], [0]
+    return left
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+begin_anew_in_forks(_begin_anew)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class Evidence(NamedTuple):
         is_whole: Its search was not interrupted.
         speedup: Over the heuristic, in one race; clocks differ between machines, so this counts before times.
         seconds: How long it takes, negative.
-        search: Something of its search's own, where that was for several calls.
+        search: See `search_of`.
         time: When it was measured, the later the better.
         content: Something of its own.
     """
@@ -49,12 +49,11 @@ def evidence(entry: StoredEntry) -> Evidence:
     """Return what speaks for an entry."""
     measured: Any = entry.measured or {}
     median = _number_in(measured.get("winner"), "median_us")
-    speedup, seconds, search = _positive(measured.get("speedup")), median, ""
-    if calls_of(entry):
+    speedup, seconds, search = _positive(measured.get("speedup")), median, search_of(entry)
+    if search:
         mean = measured.get("geometric_mean")
         before, seconds = _number_in(mean, "heuristic_us"), _number_in(mean, "winner_us")
         speedup = before / seconds if before and seconds else None
-        search = _digest([entry.config_type, entry.config, measured["cases"]])
     return Evidence(
         is_measured=median is not None,
         is_whole=measured.get("interrupted") is not True,
@@ -70,6 +69,11 @@ def _number_in(data: Any, name: str) -> float | None:
     return _positive(data.get(name)) if isinstance(data, dict) else None
 
 
+def search_of(entry: StoredEntry) -> str:
+    """Return what entries of one search for several calls have in common, and no others; empty if it was for one."""
+    return _digest([entry.config_type, entry.config, (entry.measured or {})["cases"]]) if calls_of(entry) else ""
+
+
 def calls_of(entry: StoredEntry) -> frozenset[str]:
     """Return the keys of the calls that an entry was tuned together with, and its own; none if it was tuned alone."""
     calls = frozenset(str(case.get("call")) for case in _cases(entry))
@@ -83,8 +87,9 @@ def _cases(entry: StoredEntry) -> list[dict[str, Any]]:
 
 def together(entry: StoredEntry) -> str:
     """Return what tells the calls that an entry was tuned together with, as they were weighted; empty if alone."""
-    told = sorted(dumps([case.get(name) for name in ("call", "draw", "weight")]) for case in _cases(entry))
-    return _digest(told) if calls_of(entry) else ""
+    if not calls_of(entry):
+        return ""
+    return _digest(sorted(dumps([case.get(name) for name in ("call", "draw", "weight")]) for case in _cases(entry)))
 
 
 def _digest(data: object) -> str:

@@ -20,6 +20,7 @@ from ejkernel.ops.config.shared.choice import (
     evidence,
     judge,
     provenance_class,
+    search_of,
     together,
 )
 from ejkernel.ops.config.shared.copies import LocalCopy
@@ -214,7 +215,7 @@ class _Planner:
             choices = self._without_torn(list(source.variants()))
         sets: dict[str, list[list[StoredEntry]]] = {}
         for choice in choices:
-            search = evidence(choice[0]).search
+            search = search_of(choice[0])
             if search:
                 sets.setdefault(search, []).append(choice)
             else:
@@ -230,7 +231,7 @@ class _Planner:
         while True:
             firsts = collections.defaultdict(list)
             for choice in choices:
-                firsts[evidence(choice[0]).search].append(choice[0])
+                firsts[search_of(choice[0])].append(choice[0])
             torn = {name: found for name, found in firsts.items() if name and len(found) < len(calls_of(found[0]))}
             if not torn:
                 return choices
@@ -238,7 +239,7 @@ class _Planner:
             verdict = Verdict(False, "tuned together with a call that has another set's, or none", is_conflict=True)
             left = []
             for choice in choices:
-                others = [entry for entry in choice if evidence(entry).search != worst]
+                others = [entry for entry in choice if search_of(entry) != worst]
                 if others:
                     left.append(others)
                 elif self._target.rival(choice[0]) is None:
