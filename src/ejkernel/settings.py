@@ -49,7 +49,10 @@ class Settings:
         if "://" in given:
             raise _error(f"EJKERNEL_CACHE_DIR must be a folder, got {given!r}; URLs are for EJKERNEL_CACHE_LAYERS.")
         if given:
-            return Path(given).expanduser()
+            try:
+                return Path(given).expanduser()
+            except RuntimeError as error:
+                raise _error(f"EJKERNEL_CACHE_DIR: nobody knows the home folder of {given!r}; write it out.") from error
         base = self._env.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
         return Path(base).expanduser() / "ejkernel" / "configs"
 

@@ -396,6 +396,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_tuned(pr
         (["cache", "prune"], "--older-than, --not-for-this-jax or --unreadable"),
         (["cache", "prune", "--older-than", "3 days"], "'3 days' is no length of time such as 90m, 12h, 30d or 8w"),
         (["cache", "show"], "PREFIX"),
+        (["tune", "program:step", "--budget", "nan"], "'nan' is not a number of seconds"),
     ],
 )
 def test_wrong_usage_is_status_2(capsys, arguments, says):

@@ -168,6 +168,8 @@ def test_equal_rules_are_one_call():
 
     assert key(causal=True) == key(causal=True, softmax_scale=8**-0.5) == key(sliding_window=(None, 0))
     assert key(sliding_window=(5, 0)) == key(causal=True, sliding_window=5)
+    assert key(sliding_window=2**40, causal=True) == key(causal=True)
+    assert key(sliding_window=(2**30, 2**40)) == key()
     assert key(causal=True) != key()
 
 

@@ -139,6 +139,11 @@ def test_the_cache_folder_is_chosen(env, expected):
     assert Settings(env).cache_dir == Path(expected).expanduser()
 
 
+def test_a_cache_folder_in_a_home_that_nobody_knows_is_an_error():
+    with pytest.raises(ConfigError, match="EJKERNEL_CACHE_DIR: nobody knows the home folder of '~no-such-user/x'"):
+        _ = Settings({"EJKERNEL_CACHE_DIR": "~no-such-user/x"}).cache_dir
+
+
 def test_current_settings_are_read_anew(monkeypatch):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE", "1")
     before = settings.current().autotune

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,18 @@ import click
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+class _Seconds(click.FloatRange):
+    """Seconds, of which "nan" is no number, though it is outside of no range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        return found
+
+
 imports = click.option(
     "--import",
     "imports",
@@ -28,7 +41,7 @@ read_cache = click.option("--cache", type=FOLDER, help="Folder to read; EJKERNEL
 @click.option("--missed", is_flag=True, help="Tune what was noted with EJKERNEL_NOTE_MISSES=1.")
 @click.option("--shapes", type=FILE, metavar="FILE", help="Find one configuration for the calls of a file, by kernel.")
 @click.option("--cache", type=FOLDER, help="Folder to save to; EJKERNEL_CACHE_DIR by default.")
-@click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for each call's search.")
+@click.option("--budget", type=_Seconds(min=0, min_open=True), help="Seconds for each call's search.")
 @click.option("--force", is_flag=True, help="Tune calls that were tuned before, too.")
 @click.option(
     "--devices", type=click.IntRange(min=1), metavar="COUNT", help="How many GPUs tune side by side, 1 by default."

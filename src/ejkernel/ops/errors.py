@@ -81,10 +81,15 @@ class NoConfigError(EjkernelError, LookupError):
 
     def __str__(self) -> str:
         saved = f" What is saved for it is not taken: {self.not_taken}." if self.not_taken else ""
+        advice = (
+            "Give the kernel a heuristic_cfg or a config_space, or pass cfg=..."
+            if "heuristic" in self.tried
+            else "Pass cfg=..., tune the call (`ejkernel tune`), or allow the kernel's own choice with "
+            "AutotunePolicy(heuristic=True), or without EJKERNEL_ON_MISS=error."
+        )
         return printable_lines(
             f"No configuration for {self.op_id!r}{f' ({self.call})' if self.call else ''}; tried "
-            f"{', '.join(self.tried)}.{saved} Pass cfg=..., tune the call (`ejkernel tune`), give the kernel a "
-            "heuristic_cfg, or allow that with AutotunePolicy(heuristic=True), or without EJKERNEL_ON_MISS=error."
+            f"{', '.join(self.tried)}.{saved} {advice}"
         )
 
 

@@ -18,7 +18,10 @@ from ejkernel.ops.registry import recording
 
 X = np.arange(3, dtype=np.float32)
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.UnstableKeyWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("collect"),
+    pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.UnstableKeyWarning"),
+]
 
 
 class Applies(Kernel[int, Any]):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import jax
@@ -251,7 +250,7 @@ def test_wrong_results_are_not_looked_for_where_the_policy_says_so(race):
     assert tuned.config == 2
 
 
-def test_a_failed_candidate_keeps_no_traceback_and_no_array(race):
+def test_a_failed_candidate_keeps_no_traceback_and_no_array(race, collect):
     alive = []
 
     def fails_with_an_array(x):
@@ -264,7 +263,7 @@ def test_a_failed_candidate_keeps_no_traceback_and_no_array(race):
 
     race({1: 1.0, 3: 1.0})
     tuned = tune(Double(faults={2: fails_with_an_array}))
-    gc.collect()
+    collect()
     assert (tuned.outcomes[1].status, [reference() for reference in alive]) == ("failed", [None])
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import threading
 
 import jax
@@ -122,12 +121,12 @@ def test_a_listener_hears_of_answers_that_no_longer_hold(cache, change, calls):
 
 
 @pytest.mark.slow
-def test_a_listener_is_not_kept_alive(cache):
+def test_a_listener_is_not_kept_alive(cache, collect):
     cache.put(KEY, Tile())
     listener = Listener()
     cache.subscribe(listener.called)
     del listener
-    gc.collect()
+    collect()
     cache.clear()
     assert cache._listeners == []
 

@@ -115,16 +115,17 @@ def test_choosing_is_resolving(kernel, inv):
 
 def test_no_answer_is_an_error_that_says_who_was_asked_and_what_to_do():
     kernel = Bare()
-    text = (
-        "; tried override, overlay, memory, persistent, shipped, autotune, sister, forward, heuristic. Pass cfg=..., "
-        "tune the call (`ejkernel tune`), give the kernel a heuristic_cfg, or allow that with "
-        "AutotunePolicy(heuristic=True), or "
-        "without EJKERNEL_ON_MISS=error."
-    )
     inv = Invocation(kernel=kernel, args=(X,))
+    call = f"No configuration for 'Bare' (f32[4], key {inv.key.call} on {inv.key.device})"
+    tiers = "override, overlay, memory, persistent, shipped, autotune, sister, forward"
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain().resolve(inv, kernel)
-    assert str(error.value) == f"No configuration for 'Bare' (f32[4], key {inv.key.call} on {inv.key.device}){text}"
+    advice = "Give the kernel a heuristic_cfg or a config_space, or pass cfg=..."
+    assert str(error.value) == f"{call}; tried {tiers}, heuristic. {advice}"
+    with pytest.raises(NoConfigError) as error:
+        ConfigSelectorChain(policy=AutotunePolicy(heuristic=False)).resolve(inv, kernel)
+    assert advice not in str(error.value)
+    assert "AutotunePolicy(heuristic=True), or without EJKERNEL_ON_MISS=error." in str(error.value)
 
 
 def test_without_the_heuristic_a_miss_is_an_error(inv, kernel):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 import types
 import weakref
@@ -385,10 +384,10 @@ def test_a_bad_example_is_told_from_a_bad_candidate():
         tune(Broken())
 
 
-def test_the_arrays_of_a_caller_are_not_kept():
+def test_the_arrays_of_a_caller_are_not_kept(collect):
     array = np.ones(16, np.float32)
     alive = weakref.ref(array)
     tuned = tune(Double(), array)
     del array
-    gc.collect()
+    collect()
     assert (alive(), len(tuned.outcomes)) == (None, 3)

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import enum
 import functools
-import gc
 import struct
 import types
 import weakref
@@ -301,12 +300,12 @@ def test_by_is_does_not_ask_the_object():
 
 
 @pytest.mark.slow
-def test_a_reference_to_what_is_gone_equals_itself_alone():
+def test_a_reference_to_what_is_gone_equals_itself_alone(collect):
     one = Plain()
     first, second = by_is(one), by_is(one)
     assert first == second
     del one
-    gc.collect()
+    collect()
     assert first == first
     assert first != second
 
@@ -326,23 +325,23 @@ def test_tokens_of_many_such_objects_differ_where_one_follows_another_at_its_add
     assert len({token_of(Slotted(number)) for number in range(500)}) == 500
 
 
-def test_such_an_object_does_not_keep_what_it_holds_alive():
+def test_such_an_object_does_not_keep_what_it_holds_alive(collect):
     one = Plain()
     reference, token = weakref.ref(one), token_of(Slotted(one))
     del one
-    gc.collect()
+    collect()
     assert reference() is None
     assert token != token_of(Slotted(Plain()))
 
 
 @pytest.mark.slow
-def test_neither_identity_nor_token_keeps_an_object_alive():
+def test_neither_identity_nor_token_keeps_an_object_alive(collect):
     one = Plain()
     held = functools.partial(function, one)
     kept = identity(held), token_of(held), token_of(one)
     reference = weakref.ref(one)
     del one, held
-    gc.collect()
+    collect()
     assert reference() is None
     assert len(kept) == 3
 
@@ -377,7 +376,7 @@ def test_data_of_a_node_is_the_same_when_it_is_made_anew():
     assert identity_of_node(node, Static(1)) == identity_of_node(node, Static(1))
 
 
-def test_a_table_by_object_goes_by_identity_and_lets_go_of_what_is_gone():
+def test_a_table_by_object_goes_by_identity_and_lets_go_of_what_is_gone(collect):
     table, members = PerObject(list), IdentitySet()
     one, other = AlwaysEqual(), AlwaysEqual()
     assert table.of(one) is table.of(one)
@@ -386,7 +385,7 @@ def test_a_table_by_object_goes_by_identity_and_lets_go_of_what_is_gone():
     assert one in members
     assert other not in members
     del one
-    gc.collect()
+    collect()
     assert len(table) == 1
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 from ejkernel.ops.utils.instances import Noted, living
 
@@ -23,10 +22,10 @@ def test_instances_are_listed_in_the_order_of_their_making():
     assert [thing for thing in living(Thing) if thing in things] == things
 
 
-def test_an_instance_that_nobody_holds_is_gone():
+def test_an_instance_that_nobody_holds_is_gone(collect):
     thing = Thing("gone")
     del thing
-    gc.collect()
+    collect()
     assert "gone" not in [thing.name for thing in living(Thing)]
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import gc
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType, Optional
@@ -99,11 +98,11 @@ def test_what_is_marked_is_found_by_the_name_that_descriptions_give_it():
     assert marked(f"{HERE}.other") is None
 
 
-def test_marking_keeps_nothing_alive():
+def test_marking_keeps_nothing_alive(collect):
     short_lived = nameable(made("ShortLived"))
     assert marked(f"{HERE}.ShortLived") is short_lived
     del short_lived
-    gc.collect()
+    collect()
     assert marked(f"{HERE}.ShortLived") is None
 
 

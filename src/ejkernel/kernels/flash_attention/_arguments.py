@@ -20,6 +20,7 @@ from ejkernel.ops.utils.values.signature import is_array
 SlidingWindow = int | tuple[int | None, int | None]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_FAR = 1 << 30  # a window's side that no array reaches; positions and sides are added as 32-bit numbers
 
 
 def check_main(query: Any, key: Any, value: Any) -> None:
@@ -174,7 +175,7 @@ def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, 
             f"sliding_window must be an int >= 0, or a pair (left, right) of such with None for no limit; got "
             f"{window!r}."
         )
-    left, right = (None if side is None else int(side) for side in sides)
+    left, right = (None if side is None or side >= _FAR else int(side) for side in sides)
     # Who sees no key after its own position is causal, in whichever words that was said.
     if causal or right == 0:
         return True, None if left is None else (left, 0)

@@ -172,7 +172,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if key is not None:
             call = f"{arguments(inv.description)}, key {key.call} on {key.device}"
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_not_taken)
-        raise NoConfigError(inv.op_id, tuple(consulted.tier for consulted in tried), call, "; ".join(not_taken))
+        asked = [found.tier for found in tried if request.policy.heuristic or found.tier != HEURISTIC.name]
+        raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken))
 
     def consult(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Consulted]:
         """Return what every tier says, down to the one that answers; nothing is measured or remembered."""
