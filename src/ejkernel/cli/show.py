@@ -72,7 +72,7 @@ def _begins(key: Any, prefix: str) -> bool:
 
 def _cells(entry: StoredEntry) -> tuple[str, ...]:
     key = entry.key if isinstance(entry.key, ConfigKey) else ("", "", str(entry.key))
-    return (*key, arguments(entry.call), compact(entry.config), _speedup(entry), _time(entry))
+    return (*key, arguments(entry.call), compact(entry.config), ratio(entry.speedup), entry.time)
 
 
 def _in_full(entry: StoredEntry) -> str:
@@ -83,11 +83,11 @@ def _in_full(entry: StoredEntry) -> str:
         ("configuration", compact(entry.config)),
         ("type", entry.config_type),
         ("device", device),
-        ("speed-up", _speedup(entry)),
+        ("speed-up", ratio(entry.speedup)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
         *((name, str(measured[name])) for name in ("candidates", "seconds", "checked") if name in measured),
         ("chosen as", cases(entry.measured)),
-        ("measured", _time(entry)),
+        ("measured", entry.time),
         ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
         ("file", str(entry.path or "none of its own: of a shared cache, or in memory")),
     ]
@@ -96,16 +96,6 @@ def _in_full(entry: StoredEntry) -> str:
 
 def _median(times: Any) -> str:
     return f"{times['median_us']} us" if isinstance(times, dict) and "median_us" in times else "-"
-
-
-def _speedup(entry: StoredEntry) -> str:
-    speedup = (entry.measured or {}).get("speedup")
-    # An entry says whatever its file says.
-    return ratio(speedup if isinstance(speedup, float) else None)
-
-
-def _time(entry: StoredEntry) -> str:
-    return printable(entry.provenance.get("time", "-"))[:16].replace("T", " ")
 
 
 def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ from tests.ops.sample_kernels import Times
 
 from ejkernel import ops
 from ejkernel.modules import flash_attention
-from ejkernel.ops import ArgumentError, Executor, Kernel, default_executor
+from ejkernel.ops import ArgumentError, ConfigSelectorChain, Executor, Kernel, PersistentCache, default_executor
+from ejkernel.ops.config.shared.exchange import SharedPlace
+from ejkernel.ops.errors import CacheWarning
 
 X = np.arange(8, dtype=np.float32)
 
@@ -114,3 +117,26 @@ def test_a_function_without_calls_has_no_explanations():
 def test_what_is_no_function_is_a_clear_error():
     with pytest.raises(ArgumentError, match="a kernel or a function is needed, got 3"):
         default_executor().explain(3)
+
+
+@pytest.mark.parametrize(
+    ("measured", "says"), [({"speedup": 1.5}, r"1\.50x as fast as the heuristic's, measured 20"), (None, "saved 20")]
+)
+@pytest.mark.parametrize("place", ["own", "other", "bucket", "memory"])
+def test_an_explanation_says_where_an_answer_is_saved_and_what_was_measured(tmp_path, measured, says, place):
+    own, other, bucket = tmp_path / "own", tmp_path / "other", f"file://{tmp_path}/bucket"
+    key = ops.Invocation(kernel=Times(), args=(X,)).key
+    cache = PersistentCache(own, layers={"other": [other], "bucket": [bucket]}.get(place, []), shipped=False)
+    if place == "memory":
+        own.write_text("no folder")
+        with pytest.warns(CacheWarning, match="cannot be written"):
+            cache.put(key, 3, measured=measured)
+    else:
+        PersistentCache(own if place == "own" else other).put(key, 3, measured=measured)
+    if place == "bucket":
+        [entry] = [entry for _, entry in PersistentCache(other).entries()]
+        SharedPlace(bucket, tmp_path / "copies", may_be_new=True).put([entry])
+    answer = Executor(ConfigSelectorChain(persistent=cache)).explain(Times(), X).tiers[-1]
+    assert answer.resolution.config == 3
+    where = {"own": own, "other": other, "bucket": bucket}.get(place, "memory, not on disk")
+    assert re.match(rf"{says}[^;]*; in {re.escape(str(where))}", answer.note)

@@ -14,6 +14,7 @@ from ejkernel.ops.config._files import UnusableError, file_name, identity, locat
 from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
 
@@ -43,6 +44,19 @@ class StoredEntry:
     measured: Mapping[str, Any] | None
     provenance: Mapping[str, Any]
     path: Path | None = None
+
+    # An entry says whatever its file says.
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the heuristic's its configuration was, if the entry tells."""
+        found = (self.measured or {}).get("speedup")
+        return found if isinstance(found, float) else None
+
+    @property
+    def time(self) -> str:
+        """When it was written, to the minute, as `2026-01-31 12:00`; `-` if the entry does not tell."""
+        return printable(self.provenance.get("time", "-"))[:16].replace("T", " ")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,16 +10,17 @@ from typing import Any
 import jax
 
 from ejkernel.ops.config.agreement.agreement import agreed_before
+from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
-from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT
+from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.execution.why_missed import why_no_entry
-from ejkernel.ops.utils.formatting import cases
+from ejkernel.ops.utils.formatting import cases, ratio
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
@@ -100,7 +101,7 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
     tiers = _with_agreement(consult(inv, kernel), inv)
     if key is not None:
         tiers = tuple(_with_reason(tier, chooser, inv, key) for tier in tiers)
-        tiers = tuple(_with_cases(tier, chooser, key) for tier in tiers)
+        tiers = tuple(_with_entry(tier, chooser, key) for tier in tiers)
     resolution = tiers[-1].resolution if tiers else None
     text, note = _label_of(inv, key, resolution, prefix)
     split, split_note = _split_of(inv)
@@ -149,16 +150,29 @@ def _with_reason(tier: Consulted, chooser: object, inv: Invocation[Cfg, Out], ke
     return dataclasses.replace(tier, note=why_no_entry(store, inv, key))
 
 
-def _with_cases(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
-    """Say what else a tuned answer was chosen for, if its entry tells."""
+def _with_entry(tier: Consulted, chooser: object, key: ConfigKey) -> Consulted:
+    """Say what was measured of an answer that is saved, where it is saved, and what else it was chosen for."""
     store, found = getattr(chooser, "persistent", None), tier.resolution
-    if tier.tier not in (PERSISTENT.name, MEMORY.name) or found is None or not isinstance(store, PersistentCache):
+    is_saved = tier.tier in (PERSISTENT.name, SHARED.name, MEMORY.name)
+    if not is_saved or found is None or not isinstance(store, PersistentCache):
         return tier
     entry = store.load(key)
     # The entry may have been replaced since the answer was remembered.
     if entry is None or entry.config != to_data(found.config):
         return tier
-    return dataclasses.replace(tier, note="; ".join(filter(None, (tier.note, cases(entry.measured)))))
+    notes = (tier.note, _measured(entry), f"in {_place_of(entry, store)}", cases(entry.measured))
+    return dataclasses.replace(tier, note="; ".join(filter(None, notes)))
+
+
+def _measured(entry: StoredEntry) -> str:
+    faster = "" if entry.speedup is None else f"{ratio(entry.speedup)} as fast as the heuristic's, "
+    return f"{faster}{'measured' if entry.measured else 'saved'} {entry.time}"
+
+
+def _place_of(entry: StoredEntry, store: PersistentCache) -> str:
+    if entry.path is not None:
+        return str(entry.path)
+    return next((str(layer) for layer in store.shared if entry in layer.find(entry.key)), "memory, not on disk")
 
 
 def _label_of(
