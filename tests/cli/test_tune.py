@@ -472,6 +472,7 @@ def ray_of_one(monkeypatch):
 def test_the_workers_of_a_cluster_find_the_calls_and_tune_them(program, capsys, ray_of_one):
     (program / "program.py").write_text(PROGRAM + "\n\nimport warnings\nwarnings.warn('imported')")
     status, out, err = run(capsys, "tune", "--ray", "head:6379", "program:forward", "--cache", "saved")
+    assert err.startswith("connecting to Ray at head:6379\n")
     assert "warning: imported" in err
     assert (status, ray_of_one) == (0, ["head:6379"])
     assert "1 wrong, 1 failed" in out

@@ -103,6 +103,7 @@ def _executor_of(options: TuneOptions) -> contextlib.AbstractContextManager[RayE
         return contextlib.nullcontext()
     from ejkernel.ops.autotuner.fleet.ray_executor import RayExecutor
 
+    messages().print(f"connecting to Ray at {options.ray}", soft_wrap=True)  # which gives up after a minute or more
     return RayExecutor(options.ray)
 
 
