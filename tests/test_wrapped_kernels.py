@@ -61,6 +61,7 @@ def groups(rows, sizes):
     return jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)
 
 
+@pytest.mark.slow
 def test_the_grouped_product_and_its_gradients_are_those_of_plain_jax(kernels, gmm):
     lhs, rhs, sizes = groups(256, [100, 0, 156])
     np.testing.assert_allclose(gmm(lhs, rhs, sizes), kernels.plain_gmm(lhs, rhs, sizes), rtol=1e-3, atol=1e-3)

@@ -24,6 +24,8 @@ from ejkernel.modules import flash_attention, grouped_matmul, layer_norm, rms_no
 from ejkernel.ops import ArgumentError, recording
 from ejkernel.ops.execution.discovery import discover
 
+pytestmark = pytest.mark.slow
+
 
 def random(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
@@ -108,7 +110,6 @@ def test_split_call_is_plain_jax_with_no_more_bytes_between_devices(mode, split,
     assert bytes_in_collectives(program) <= most
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
     mesh, spec = mesh_of(mode), P("data", None, "model")
@@ -123,7 +124,6 @@ def test_each_device_runs_the_call_that_it_would_run_inside_shard_map(mode):
     assert {inv.op_id for inv in found} == {"flash_attention", "flash_attention.bwd"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_key_heads_that_are_fewer_than_devices_go_whole_to_each(mode, groups):
@@ -134,7 +134,6 @@ def test_key_heads_that_are_fewer_than_devices_go_whole_to_each(mode, groups):
     close(found, jax.jit(gradient(plain_attention))(*arrays))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 1])
 def test_sequence_that_is_split_is_moved_to_examples_or_heads(batch):
     arrays = [x[:batch] for x in ATTENTION[2]]
@@ -198,7 +197,6 @@ def test_every_argument_of_attention_is_split_with_the_query(option, mode):
     assert {inv.array_types[0].shape for inv in calls} == {(4, 16, 2, 8)}
 
 
-@pytest.mark.slow
 def test_dropout_is_not_split_and_drops_the_same_weights():
     def function(*arrays):
         return flash_attention(*arrays, dropout_rate=0.3, dropout_key=jax.random.key(1))
@@ -207,7 +205,6 @@ def test_dropout_is_not_split_and_drops_the_same_weights():
     close(found, function(*ATTENTION[2]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_gradient_of_a_weight_is_summed_over_manual_axes_around_it_too(mode):
     mesh, (x, weight) = mesh_of(mode), RMS_NORM[2]

@@ -17,6 +17,8 @@ from ejkernel.kernels.flash_attention.dropout import kept
 from ejkernel.modules import FlashAttention, FlashAttentionConfig, flash_attention
 from ejkernel.ops import ArgumentError, BwdParams, FwdParams, Invocation, UnsupportedError
 
+pytestmark = pytest.mark.slow
+
 KERNEL = FlashAttention()
 LENGTH, HEADS = 24, 4
 CFG = FlashAttentionConfig(fwd=FwdParams(q_blocksize=8, kv_blocksize=16), bwd=BwdParams(q_blocksize=16, kv_blocksize=8))
@@ -105,7 +107,6 @@ def test_output_and_gradients_are_the_formulas(name):
     assert_same(expected, actual)
 
 
-@pytest.mark.slow
 def test_tangents_are_the_formulas():
     arrays = (*make(2), None, SINKS)
     options = {"dropout_rate": 0.3, "dropout_key": KEY, "lengths": (None, jnp.array([0, 9])), "return_lse": True}
@@ -121,7 +122,6 @@ def test_tangents_are_the_formulas():
     assert_same(expected, actual)
 
 
-@pytest.mark.slow
 def test_a_minus_infinity_in_a_bias_hides_a_key_also_before_the_cap():
     bias = jnp.where(jnp.arange(LENGTH) < 5, 0, -jnp.inf)
     options = {"logits_soft_cap": 2.0, "soft_cap_after_bias": True}
@@ -130,7 +130,6 @@ def test_a_minus_infinity_in_a_bias_hides_a_key_also_before_the_cap():
     assert_same(expected, flash_attention(query, key, value, bias=bias, cfg=CFG, **options))
 
 
-@pytest.mark.slow
 def test_the_log_sum_exp_of_two_halves_is_that_of_the_whole():
     query, key, value = make(2)
     whole, lse = flash_attention(query, key, value, return_lse=True)
@@ -140,7 +139,6 @@ def test_the_log_sum_exp_of_two_halves_is_that_of_the_whole():
     assert_same(whole, sum(share * out for share, (out, _) in zip(shares, halves, strict=True)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["none", "two"])
 def test_there_may_be_any_number_of_batch_axes(batch):
     query, key, value = make(*batch)
@@ -161,7 +159,6 @@ def test_there_may_be_any_number_of_batch_axes(batch):
     assert_same(expected, (out.reshape(expected[0].shape), lse.reshape(expected[1].shape)))
 
 
-@pytest.mark.slow
 def test_a_bias_may_have_some_of_the_batch_axes():
     query, key, value = make(2, 3)
     bias = jnp.arange(3.0)[:, None, None, None] * BIAS
@@ -172,7 +169,6 @@ def test_a_bias_may_have_some_of_the_batch_axes():
 # --- dropout ---
 
 
-@pytest.mark.slow
 def test_a_rate_of_weights_is_dropped_and_neighbours_do_not_know_of_each_other():
     rules = Rules(scale=1.0, dropout_rate=0.25)
     words = jax.random.key_data(KEY)
@@ -193,7 +189,6 @@ def test_a_part_of_the_mask_is_that_part():
     np.testing.assert_array_equal(whole[2:4, 7:40, 11:30], part)
 
 
-@pytest.mark.slow
 def test_another_key_drops_others_and_no_rate_drops_none():
     query, key, value = make(2)
     outs = [flash_attention(query, key, value, dropout_rate=0.5, dropout_key=k) for k in (KEY, jax.random.key(4), KEY)]

@@ -27,6 +27,8 @@ from ejkernel.modules import (
 )
 from ejkernel.ops import ArgumentError, ConfigError, Invocation, UnsupportedError, autotune, find_labels_in_lowered
 
+pytestmark = pytest.mark.slow
+
 ROWS, K, N = 20, 8, 6
 SIZES = jnp.array([3, 0, 9, 4])
 LHS, RHS, DOUT = (by_numpy.normal(*shape, dtype="float32") for shape in ((ROWS, K), (4, K, N), (ROWS, N)))
@@ -126,7 +128,6 @@ def test_our_kernels_are_strict_about_the_device():
 # Results.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", by_numpy.HOSTILE.values(), ids=by_numpy.HOSTILE)
 def test_hostile_sizes_are_right_whatever_lies_behind_them(sizes):
     lhs, rhs = by_numpy.normal(by_numpy.ROWS, K, dtype="float32"), by_numpy.normal(4, K, N, dtype="float32")
@@ -148,7 +149,6 @@ def test_nothing_of_one_group_reaches_another():
     assert np.isfinite(drhs[np.array([0, 1, 3])]).all()
 
 
-@pytest.mark.slow
 def test_a_result_may_be_wider_than_the_operands():
     lhs, rhs = LHS.astype("bfloat16"), RHS.astype("bfloat16")
     out = grouped_matmul(lhs, rhs, SIZES, preferred_element_type=jnp.float32)
@@ -166,14 +166,12 @@ def test_there_may_be_nothing_to_multiply(empty):
     np.testing.assert_array_equal(grouped_matmul_wgrad(lhs, jnp.ones((m, n)), sizes), np.zeros((groups, k, n)))
 
 
-@pytest.mark.slow
 def test_derivatives_of_every_kind_are_those_of_a_loop_over_groups():
     ours, plain = loss_of(functools.partial(grouped_matmul, cfg=TILES)), loss_of(plainly)
     for derivative in (jax.grad, jax.jacfwd, jax.hessian):
         assert_equal(*(jax.jit(derivative(loss, (0, 1)))(LHS, RHS) for loss in (plain, ours)))
 
 
-@pytest.mark.slow
 def test_second_derivatives_of_the_sums_are_those_of_a_loop_over_groups():
     def plain(lhs, rhs, sizes):
         return jnp.stack([lhs[start:end].T @ rhs[start:end] for start, end in by_numpy.spans(sizes, ROWS)])
@@ -182,7 +180,6 @@ def test_second_derivatives_of_the_sums_are_those_of_a_loop_over_groups():
     assert_equal(*(jax.jit(jax.hessian(loss_of(product), (0, 1)))(LHS, DOUT) for product in (plain, ours)))
 
 
-@pytest.mark.slow
 def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
     sizes = jnp.array([[3, 0, 9, 4], [20, 0, 0, 0], [1, 1, 1, 1]])
     found = jax.vmap(jax.grad(lambda lhs, sizes: grouped_matmul(lhs, RHS, sizes).sum()), (None, 0))(LHS, sizes)
@@ -191,7 +188,6 @@ def test_a_batch_is_its_examples_one_by_one_also_of_sizes_alone():
         np.testing.assert_allclose(of_example, expected, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_64_bits_are_kept():
     with jax.enable_x64(True):
         lhs, rhs = LHS.astype("float64") + 1e-12, RHS.astype("float64")
@@ -208,7 +204,6 @@ def test_sizes_may_be_integers_of_any_width(dtype):
     by_numpy.assert_near(by_numpy.product(lhs, RHS, sizes), found, error=1e-5)
 
 
-@pytest.mark.slow
 def test_whole_rows_by_xla_are_right_too():
     """What runs on TPUs; without a NaN it is right everywhere."""
     out = grouped_matmul(LHS, RHS, SIZES, cfg=GroupedMatmulConfig(implementation="xla", fwd=XlaParams()))
@@ -272,7 +267,6 @@ def test_some_of_the_groups_are_measured_with_those_that_have_the_most_rows():
     assert autotune(KERNEL, *types, groups[0], first_group=groups[1]).implementation == "xla"
 
 
-@pytest.mark.slow
 def test_experts_and_rows_may_be_split_by_shard_map():
     """Each device has two groups and their rows; the sizes of the others are none of its business."""
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -303,7 +297,6 @@ def test_a_gradient_is_calls_with_keys_of_their_own():
     assert set(find_labels_in_lowered(transposed)) < set(labels)
 
 
-@pytest.mark.slow
 def test_who_is_asked_for_by_name_is_asked_for_the_gradients_calls_if_they_have_it():
     grad = jax.grad(loss_of(functools.partial(grouped_matmul, implementation=("jax_mgpu", "xla"))), (0, 1))
     assert_equal(jax.grad(loss_of(plainly), (0, 1))(LHS, RHS), grad(LHS, RHS))

@@ -15,6 +15,8 @@ from ejkernel.kernels.grouped_matmul.xla import XlaParams
 from ejkernel.modules import GroupedMatmul, GroupedMatmulActivation, GroupedMatmulActivationConfig, grouped_matmul
 from ejkernel.ops import ArgumentError, ConfigError, Invocation, check_kernel, find_labels_in_lowered
 
+pytestmark = pytest.mark.slow
+
 ROWS, K, N, GROUPS = 20, 8, 6, 4
 SIZES = jnp.array([3, 0, 9, 4])
 GIVEN = {
@@ -146,7 +148,6 @@ def test_strict_promotion_of_types_is_kept():
 # Derivatives.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operation", [GroupedMatmul(), GroupedMatmulActivation()], ids=lambda x: x.name)
 def test_gradients_have_the_types_of_their_arguments(operation):
     others, options = (GIVEN["row_scale"],), {}
@@ -158,7 +159,6 @@ def test_gradients_have_the_types_of_their_arguments(operation):
     assert check_kernel(operation, *args, configs=[cfg], without=without, **options).ok
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("others", [(), ("gate", "row_scale")], ids=["alone", "with a gate and factors of rows"])
 @pytest.mark.parametrize("activation", FUNCTIONS)
 def test_gradients_are_those_of_a_loop_over_groups(activation, others):
@@ -166,7 +166,6 @@ def test_gradients_are_those_of_a_loop_over_groups(activation, others):
     assert_equal(expected, found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("others", [("row_scale",), ("gate", "row_scale")], ids=["factors of rows", "a gate, too"])
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.hessian, lambda loss: jax.grad(jax.checkpoint(loss))])
 def test_derivatives_of_every_kind_are_those_of_a_loop_over_groups(derivative, others):
@@ -185,7 +184,6 @@ def gradients_by(derivative, function, activation, given):
     return program.compile(compiler_options={"xla_backend_optimization_level": 0})(given)
 
 
-@pytest.mark.slow
 def test_transposed_matrices_have_the_gradients_of_themselves():
     given = operands("gate", "row_scale")
     turned = given | {name: given[name].swapaxes(1, 2) for name in ("rhs", "gate")}
@@ -194,7 +192,6 @@ def test_transposed_matrices_have_the_gradients_of_themselves():
     assert_equal(expected, found | {name: found[name].swapaxes(1, 2) for name in ("rhs", "gate")})
 
 
-@pytest.mark.slow
 def test_a_batch_is_its_examples_one_by_one():
     given = operands("gate", "row_scale")
     rows = {name: jnp.stack([given[name], given[name][::-1]]) for name in ("lhs", "row_scale")}

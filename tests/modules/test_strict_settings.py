@@ -25,6 +25,8 @@ from ejkernel.modules import (
 )
 from ejkernel.ops import BwdParams, FwdParams
 
+pytestmark = pytest.mark.slow
+
 
 @contextlib.contextmanager
 def strict_64_bits():
@@ -154,7 +156,6 @@ def gradient_for(*platforms):
     return jax.jit(gradient).trace(struct).lower(lowering_platforms=platforms).as_text().count("@__cudnn$")
 
 
-@pytest.mark.slow
 def test_each_platform_has_its_own_implementation():
     assert gradient_for("cuda") == gradient_for("cpu", "cuda") == gradient_for(*PLATFORMS) == 2
     assert gradient_for("rocm") == gradient_for("cpu", "rocm") == 0

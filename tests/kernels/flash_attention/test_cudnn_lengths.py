@@ -21,6 +21,8 @@ from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.modules import FlashAttention
 from ejkernel.ops import ConfigError
 
+pytestmark = pytest.mark.slow
+
 CAUSAL, FULL = Rules(scale=0.3, right=0), Rules(scale=0.3)
 ONE_RUN_EACH = [[0] * 7 + [1] * 13 + [2] * 4, [5] * 24, [9] * 3 + [4] * 20 + [6]]
 LENGTH = 24
@@ -128,7 +130,6 @@ def assert_same(expected, actual):
     jax.tree.map(compare, expected, actual)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rules", [FULL, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("which", ["query_lengths", "key_lengths", "both"])
 def test_lengths_hide_what_is_behind_them(simulated, rules, which):
@@ -190,7 +191,6 @@ def test_lengths_ask_for_a_padding_mask():
     assert text.count("PADDING_CAUSAL") == 2
 
 
-@pytest.mark.slow
 def test_there_is_a_kernel_for_each_number_of_segments():
     text = lowered(with_gradients(cudnn_packed, FULL, (PackedParams(segments=(4, 8, 64)),)), segmented(ONE_RUN_EACH))
     for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):

@@ -35,6 +35,8 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import packed
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("query", "key", "value")
 CAUSAL = Rules(scale=0.2, right=0)
 LATE_CAP = Rules(scale=0.2, soft_cap=2.0, cap_after_bias=True)
@@ -105,7 +107,6 @@ def error(expected, actual):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "params"),
     [
@@ -253,7 +254,6 @@ def test_configurations_are_lowered(request, mosaic, name):
         assert "attention_backward" in lower(mosaic, case, params)
 
 
-@pytest.mark.slow
 def test_it_is_lowered_where_tangents_may_be_asked_for(mosaic):
     """As a candidate is, which is compiled by itself."""
     case = SAMPLE["bias 32"]
@@ -404,7 +404,6 @@ def test_only_sums_in_one_order_repeat_bit_by_bit():
     assert is_deterministic(dataclasses.replace(biased, bias=(2, 4, 256, 256)), SPLIT)
 
 
-@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
 def test_ranges_hold_every_visible_pair_and_no_hidden_one_without_a_mask(data):

@@ -128,6 +128,7 @@ def test_what_is_kept_must_not_depend_on_the_configuration():
         step(X)
 
 
+@pytest.mark.slow
 def test_checking_a_kernel_finds_what_depends_on_the_configuration():
     def told(kernel, *args):
         report = check_kernel(kernel, *args, configs=[2, 4], without=["vmap", "export"], strict=False)

@@ -227,6 +227,7 @@ def test_exported_program_keeps_the_whole_call_and_says_so_once():
     close(exported.call(*placed((X, P("a")), (Y, P("a")))), X @ Y)
 
 
+@pytest.mark.slow
 def test_check_of_a_kernel_holds_its_rule_against_the_whole_call():
     def rows(kernel):
         report = check_kernel(kernel, X, Y, without=["dtypes", "platforms", "vmap", "pickle", "export"], strict=False)
