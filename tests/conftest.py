@@ -19,11 +19,15 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # NumPy's threads wait for each other longer than they work on matrices as small as a search's. This is in time for the
 # processes that run tests and for those that tests start.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Most of the time of these tests is XLA's, and what it makes of small programs runs once: let it try less, and write
-# loops as it did before it went through MLIR (an option that newer versions ignore), here and in the processes that
-# tests start. Flags that were given come last, so they win.
-_QUICK = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-os.environ["XLA_FLAGS"] = f"{_QUICK} {os.environ.get('XLA_FLAGS', '')}".rstrip()
+# Most of the time of these tests is XLA's, and what it makes of small programs runs once: let it try less, compile each
+# in one piece, and write loops as it did before it went through MLIR (an option that newer versions ignore), here and
+# in the processes that tests start. Flags that were given come last, so they win.
+_QUICK = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+)
+os.environ["XLA_FLAGS"] = " ".join((*_QUICK, os.environ.get("XLA_FLAGS", ""))).rstrip()
 
 # An example may be the one that compiles, on a machine that is busy.
 hypothesis.settings.register_profile("ejkernel", deadline=None)
