@@ -120,7 +120,6 @@ def test_a_listener_hears_of_answers_that_no_longer_hold(cache, change, calls):
     assert listener.calls == calls
 
 
-@pytest.mark.slow
 def test_a_listener_is_not_kept_alive(cache, collect):
     cache.put(KEY, Tile())
     listener = Listener()

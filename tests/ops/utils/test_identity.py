@@ -299,7 +299,6 @@ def test_by_is_does_not_ask_the_object():
     assert by_is(1000) != by_is(int("1000"))
 
 
-@pytest.mark.slow
 def test_a_reference_to_what_is_gone_equals_itself_alone(collect):
     one = Plain()
     first, second = by_is(one), by_is(one)
@@ -334,7 +333,6 @@ def test_such_an_object_does_not_keep_what_it_holds_alive(collect):
     assert token != token_of(Slotted(Plain()))
 
 
-@pytest.mark.slow
 def test_neither_identity_nor_token_keeps_an_object_alive(collect):
     one = Plain()
     held = functools.partial(function, one)

@@ -172,6 +172,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if key is not None:
             call = f"{arguments(inv.description)}, key {key.call} on {key.device}"
         not_taken = dict.fromkeys(consulted.note for consulted in tried if consulted.is_not_taken)
+        # What to do depends on whether the heuristic has no answer, or was not to give one.
         asked = [found.tier for found in tried if request.policy.heuristic or found.tier != HEURISTIC.name]
         raise NoConfigError(inv.op_id, tuple(asked), call, "; ".join(not_taken))
 
