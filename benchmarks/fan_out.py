@@ -2,7 +2,7 @@
 """How much sooner calls are tuned by several workers than by one, and what becomes of them when workers are killed.
 
     python -m benchmarks.fan_out --ray [--kills COUNT] --output FILE    # two nodes of a local cluster, a core each
-    python -m benchmarks.fan_out --devices COUNT --output FILE          # GPUs of this machine, by threads
+    python -m benchmarks.fan_out --devices 2 4 --output FILE            # GPUs of this machine, by threads
 
 Runs of one worker and of several take turns, on calls of other sizes each time, so that nothing is compiled before, and
 what else the machine does meets both. A kernel has one candidate that is many times as fast as the others, so that
@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,25 +122,30 @@ def tuned(executor: concurrent.futures.Executor, todo: Sequence[Invocation[Any, 
 
 
 def in_turns(
-    one: concurrent.futures.Executor, several: concurrent.futures.Executor, options: argparse.Namespace, device: str
+    executors: Mapping[int, concurrent.futures.Executor], options: argparse.Namespace, device: str
 ) -> dict[str, Any]:
-    """Return what each took, and how much more several got done in a second."""
-    sizes = itertools.count(LEAST)
-    for executor in (one, several):  # their processes are there before the clock starts
-        tuned(executor, calls(2 * max(options.devices or 0, len(CORES)), sizes, device))
-    runs: dict[str, list[Run]] = {"one": [], "several": []}
+    """Return what each took, by how many workers it has, and how much more they got done in a second than one."""
+    sizes, counts = itertools.count(LEAST), list(executors)
+    for count, executor in executors.items():  # their processes are there before the clock starts
+        tuned(executor, calls(2 * count, sizes, device))
+    runs: dict[int, list[Run]] = {count: [] for count in counts}
     for number in range(options.rounds):
-        for name in ("one", "several") if number % 2 else ("several", "one"):
+        for count in counts if number % 2 else reversed(counts):
             load = os.getloadavg()[0]
-            run = tuned(one if name == "one" else several, calls(options.calls, sizes, device))
-            runs[name].append(dataclasses.replace(run, load=round(load, 1)))
-            print(f"{name}: {run} (load {load:.1f})", flush=True)
-    ratios = [a.seconds / b.seconds for a, b in zip(runs["one"], runs["several"], strict=True)]
-    print(f"throughput: {statistics.median(ratios):.2f}x, of {[round(ratio, 2) for ratio in ratios]}")
+            run = tuned(executors[count], calls(options.calls, sizes, device))
+            runs[count].append(dataclasses.replace(run, load=round(load, 1)))
+            print(f"{count} at work: {run} (load {load:.1f})", flush=True)
+    ratios = {
+        count: [round(one.seconds / run.seconds, 3) for one, run in zip(runs[1], runs[count], strict=True)]
+        for count in counts
+        if count > 1
+    }
+    for count, found in ratios.items():
+        print(f"throughput of {count}: {statistics.median(found):.2f}x, of {found}")
     return {
-        "throughput": round(statistics.median(ratios), 3),
-        "ratios": [round(ratio, 3) for ratio in ratios],
-        "runs": {name: [dataclasses.asdict(run) for run in made] for name, made in runs.items()},
+        "throughput": {count: round(statistics.median(found), 3) for count, found in ratios.items()},
+        "ratios": ratios,
+        "runs": {count: [dataclasses.asdict(run) for run in made] for count, made in runs.items()},
     }
 
 
@@ -227,7 +232,7 @@ def by_ray(options: argparse.Namespace) -> dict[str, Any]:
     ):
         found: dict[str, Any] = {"device": device}
         if options.rounds:
-            found["in turns"] = in_turns(one, several, options, device)
+            found["in turns"] = in_turns({1: one, len(CORES): several}, options, device)
         if options.kills:
             found["killed"] = killed(options, several, device)
     return found
@@ -236,18 +241,19 @@ def by_ray(options: argparse.Namespace) -> dict[str, Any]:
 def by_threads(options: argparse.Namespace) -> dict[str, Any]:
     """Measure with as many GPUs as were asked for, and with one of them."""
     device = device_fingerprint(jax.devices("gpu")[0])
-    with (
-        concurrent.futures.ThreadPoolExecutor(1) as one,
-        concurrent.futures.ThreadPoolExecutor(options.devices) as several,
-    ):
-        return {"device": device, "devices": options.devices, "in turns": in_turns(one, several, options, device)}
+    with contextlib.ExitStack() as stack:
+        executors = {
+            count: stack.enter_context(concurrent.futures.ThreadPoolExecutor(count))
+            for count in sorted({1, *options.devices})
+        }
+        return {"device": device, "in turns": in_turns(executors, options, device)}
 
 
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ray", action="store_true")
-    parser.add_argument("--devices", type=int)
+    parser.add_argument("--devices", type=int, nargs="+", metavar="COUNT")
     parser.add_argument("--calls", type=int, default=24, help="calls of each run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of one worker, and of several; 0: of neither")
     parser.add_argument("--kills", type=int, default=0, help="workers of Ray to kill")

@@ -116,13 +116,30 @@ def ragged_dot(shape: Shape, direction: str) -> Function:
     """Return XLA's product."""
     if "gated" in direction:
         return gated(jax.lax.ragged_dot, direction)
+    numbers = _dimension_numbers(direction)
+    return lambda lhs, rhs, sizes: jax.lax.ragged_dot_general(lhs, rhs, sizes, numbers)
+
+
+def _dimension_numbers(direction: str) -> jax.lax.RaggedDotDimensionNumbers:
     axes, of_group = {
         "forward": (((1,), (1,)), [0]),
         "dgrad": (((1,), (2,)), [0]),
         "wgrad": (((0,), (0,)), []),
     }[direction]
-    numbers = jax.lax.RaggedDotDimensionNumbers((axes, ((), ())), [0], of_group)
-    return lambda lhs, rhs, sizes: jax.lax.ragged_dot_general(lhs, rhs, sizes, numbers)
+    return jax.lax.RaggedDotDimensionNumbers((axes, ((), ())), [0], of_group)
+
+
+def by_tokamax(shape: Shape, direction: str, *, implementation: str | None = None) -> Function:
+    """Return Tokamax's product, if that library is there, by what it chooses or by one implementation."""
+    import tokamax
+
+    if "gated" in direction:
+        return gated(functools.partial(tokamax.ragged_dot, implementation=implementation), direction)
+    return functools.partial(
+        tokamax.ragged_dot_general,
+        ragged_dot_dimension_numbers=_dimension_numbers(direction),
+        implementation=implementation,
+    )
 
 
 def by_jax(shape: Shape, direction: str) -> Function:
@@ -160,9 +177,11 @@ CONTENDERS: dict[str, Callable[[Shape, str], Function]] = {
     "xla": functools.partial(ours, implementation="xla"),
     "jax mgpu": by_jax,
     "ragged_dot": ragged_dot,
+    "tokamax": by_tokamax,
+    "tokamax triton": functools.partial(by_tokamax, implementation="triton"),
     "dense": dense,
 }
-RIVALS = ("jax mgpu", "ragged_dot")
+RIVALS = ("jax mgpu", "ragged_dot", "tokamax", "tokamax triton")
 
 
 def measured(shape: Shape, direction: str, contender: str, lock: Path) -> dict[str, Any]:

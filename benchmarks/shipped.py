@@ -241,11 +241,11 @@ def _folder(bundles: Path, number: int) -> Path:
     return bundles / f"{number:03d}"
 
 
-def compile_all(works: Works, bundles: Path, processes: int) -> None:
+def compile_all(works: Works, only: Sequence[str], bundles: Path, processes: int) -> None:
     """Compile the candidates of every work, each into a bundle of its own; bundles that are there stay."""
     for number, (name, find) in enumerate(works.items()):
         folder = _folder(bundles, number)
-        if (folder / "manifest.json").exists():
+        if (folder / "manifest.json").exists() or name not in only:
             continue
         started, target = time.monotonic(), Target.named(TARGET)
         made = compile_bundle(aimed(find), target, folder, candidates=candidates, processes=processes)
@@ -269,14 +269,14 @@ class Limits:
     checked: int
 
 
-def tune_all(works: Works, bundles: Path, cache: Path, limits: Limits) -> None:
+def tune_all(works: Works, only: Sequence[str], bundles: Path, cache: Path, limits: Limits) -> None:
     """Measure what was compiled, work after work, for about so many seconds; what is in the cache already stays."""
     end = time.monotonic() + limits.seconds
     store = PersistentCache(cache, shipped=False)
     with worker_session():
         for number, (name, find) in enumerate(works.items()):
             folder = _folder(bundles, number)
-            if not (folder / "manifest.json").exists():
+            if not (folder / "manifest.json").exists() or name not in only:
                 continue
             compiled = {stable_json(call.description): call for call in read_bundle(folder)}
             for inv in aimed(find):
@@ -334,6 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         step = steps.add_parser(name)
         if name != "ship":
             step.add_argument("what", choices=("models", "experts", "cases"))
+            step.add_argument("--only", nargs="+", metavar="NAME", help="of which uses or cases (default: all)")
         for folder in folders:
             step.add_argument(folder, type=Path)
         if name == "compile":
@@ -343,12 +344,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             step.add_argument("--checked", type=int, default=2**29, help="scores of a call that is checked, at most")
             step.add_argument("--budget", type=float, default=30.0, help="seconds of a search (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.step == "compile":
-        compile_all(works_of(args.what), args.bundles, args.processes)
-    elif args.step == "tune":
-        tune_all(works_of(args.what), args.bundles, args.cache, Limits(args.seconds, args.budget, args.checked))
-    else:
+    if args.step == "ship":
         ship(args.cache)
+        return 0
+    works = works_of(args.what)
+    only = args.only or list(works)
+    unknown = sorted(set(only) - set(works))
+    if unknown:
+        parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(works)}")
+    if args.step == "compile":
+        compile_all(works, only, args.bundles, args.processes)
+    else:
+        tune_all(works, only, args.bundles, args.cache, Limits(args.seconds, args.budget, args.checked))
     return 0
 
 
