@@ -48,6 +48,7 @@ from ejkernel.ops import (
     on_event,
 )
 from ejkernel.ops.autotuner.fleet import dispatch
+from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.execution.offline import tune_invocations
 
 CORES = (0, 1)
@@ -242,11 +243,13 @@ def by_threads(options: argparse.Namespace) -> dict[str, Any]:
     """Measure with as many GPUs as were asked for, and with one of them."""
     device = device_fingerprint(jax.devices("gpu")[0])
     with contextlib.ExitStack() as stack:
+        if not options.cold:
+            stack.enter_context(worker_session())
         executors = {
             count: stack.enter_context(concurrent.futures.ThreadPoolExecutor(count))
             for count in sorted({1, *options.devices})
         }
-        return {"device": device, "in turns": in_turns(executors, options, device)}
+        return {"device": device, "cold": options.cold, "in turns": in_turns(executors, options, device)}
 
 
 def main() -> None:
@@ -254,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--devices", type=int, nargs="+", metavar="COUNT")
+    parser.add_argument("--cold", action="store_true", help="each run on GPUs starts its workers, which takes seconds")
     parser.add_argument("--calls", type=int, default=24, help="calls of each run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of one worker, and of several; 0: of neither")
     parser.add_argument("--kills", type=int, default=0, help="workers of Ray to kill")

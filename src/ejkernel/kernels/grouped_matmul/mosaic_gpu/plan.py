@@ -17,6 +17,7 @@ STEP = 64  # of what is summed over: as many as one swizzle is wide, so that cop
 WARPGROUPS = 2  # that compute
 ROWS = 64  # of one tensor-core instruction
 ROW_BYTES = 128  # of a piece of the result: one swizzle
+TILE = (8, 64)  # rows and columns of operands that lie together in shared memory
 ALIGNED = 64  # what columns are padded to: tiles of shared memory are so wide
 REGISTERS = (40, 232)  # of a thread that copies, and of one that computes
 _ALIGNMENT = 1024  # that every buffer begins at a multiple of
