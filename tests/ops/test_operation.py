@@ -24,6 +24,7 @@ from ejkernel.ops import (
     Implementation,
     Implementations,
     Invocation,
+    Kernel,
     KernelError,
     LazyImplementation,
     NoParams,
@@ -144,6 +145,44 @@ def nothing_seen():
     SEEN.clear()
 
 
+class Local(Plain):
+    """Runs where this process's device is, on a CPU."""
+
+    name = "local"
+
+    def unsupported(self, call):
+        known = call.platform not in (None, "cpu")
+        return f"'local' is for a CPU, and this call is for {call.platform}." if known else None
+
+
+class LocalConfig(OperationConfig):
+    pass
+
+
+class WithLocal(Operation[LocalConfig, ScaleCall, jax.Array]):
+    implementations = Implementations({"local": Local(), "plain": Plain()})
+    prepare, describe = Scale.prepare, Scale.describe
+
+
+LOCAL = WithLocal("local")
+
+
+class Calls(Kernel[int, jax.Array]):
+    """Calls another operation where it runs, and in its gradient one that the program has nowhere else."""
+
+    def run(self, x, *, cfg):
+        return LOCAL(x) + cfg
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (LOCAL(cotangents[0], factor=3.0),)
+
+
+CALLS = Calls("calls")
+
+
 # --- choosing ---
 
 
@@ -170,6 +209,12 @@ def test_several_names_are_an_order_of_preference():
 def test_a_name_that_there_is_not_is_refused(wrong):
     with pytest.raises(ArgumentError, match="implementation must be one of fast, plain, or None; got"):
         SCALE(EVEN, implementation=wrong)
+
+
+@pytest.mark.parametrize("function", [LOCAL, CALLS, jax.grad(lambda x: CALLS(x).sum())], ids=["call", "within", "grad"])
+def test_a_program_for_another_platform_has_what_runs_there(function):
+    jax.jit(function).trace(EVEN).lower(lowering_platforms=("tpu",))
+    assert jax.jit(function)(EVEN).shape == EVEN.shape
 
 
 def test_the_message_has_the_reason_of_everyone_who_was_asked():

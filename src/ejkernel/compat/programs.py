@@ -52,6 +52,17 @@ def lowering(ctx: Any) -> Iterator[None]:
         _platforms.reset(platforms)
 
 
+@contextlib.contextmanager
+def not_lowering() -> Iterator[None]:
+    """Let the functions below tell nothing, as where no program is being lowered."""
+    context, platforms = _axis_context.set(None), _platforms.set(())
+    try:
+        yield
+    finally:
+        _axis_context.reset(context)
+        _platforms.reset(platforms)
+
+
 def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
     """Say what a primitive becomes in a program: `rule(ctx, *values, **params)`."""
     mlir.register_lowering(primitive, rule)

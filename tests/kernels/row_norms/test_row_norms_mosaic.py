@@ -151,13 +151,24 @@ def test_short_rows_are_taken_sixteen_at_a_time_as_far_as_there_are_registers():
     assert found.heuristic(call) in list(found.space(call))
 
 
-def test_short_rows_are_left_to_xla_unless_they_were_tuned():
-    for operation in OPERATIONS.values():
-        call = operation.describe(*arguments(operation, 1 << 10, 128))
-        found = operation.implementations["mosaic_gpu"]
-        assert [found.preference(dataclasses.replace(call, backward=x, rows=1 << 20)) for x in (False, True)] == [
-            -1
-        ] * 2
+@pytest.mark.parametrize(
+    ("name", "dim", "residual", "forward", "backward"),
+    [
+        ("rms_norm", 128, False, -1, 0),
+        ("rms_norm", 256, False, -1, 0),
+        ("rms_norm", 64, True, 0, 0),
+        ("layer_norm", 128, False, -1, 0),
+        ("layer_norm", 256, False, 0, 0),
+        ("layer_norm", 256, True, 0, 0),
+    ],
+)
+def test_short_rows_are_left_to_xla_where_it_is_as_fast(name, dim, residual, forward, backward):
+    operation = OPERATIONS[name]
+    found = operation.implementations["mosaic_gpu"]
+    call = operation.describe(*arguments(operation, 1 << 10, dim, residual=residual))
+    many, few = (dataclasses.replace(call, rows=rows) for rows in (1 << 18, 1 << 10))
+    assert [found.preference(dataclasses.replace(many, backward=x)) for x in (False, True)] == [forward, backward]
+    assert [found.preference(dataclasses.replace(few, backward=x)) for x in (False, True)] == [-1, -1]
 
 
 @pytest.mark.parametrize("wrong", [{"block_rows": 0}, {"stages": -1}, {"occupancy": 2.0}], ids=str)

@@ -20,6 +20,9 @@ CallT = TypeVar("CallT", bound=RowNormCall)
 
 _DTYPES = (*hopper.DTYPES, "float32")
 _SHORTEST = 64  # elements, which a short row has a multiple of
+_SHORT_KNOWN = 256  # elements of a row, the most of short ones that were measured
+_NARROW = 128  # elements of a row, up to which XLA's forward is as fast
+_AT_ONCE = 1 << 14  # elements of short rows that a forward reads
 _FEW = 1 << 23  # elements, up to which XLA's forward is as fast
 _MULTIPROCESSOR = 233_472  # bytes of its shared memory, of which a block of threads may take `_RESERVED` for itself
 _RESERVED = 2048
@@ -59,15 +62,16 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         """Return that XLA is as good where one pass is all that there is to win, or better.
 
         That is where there is little to do, or rows have no more than their squares summed before they are scaled; and
-        where gradients are summed for each of many examples. Of short rows nothing was measured yet.
+        where gradients are summed for each of many examples.
         """
-        if call.dim < SHORT:
-            return -1
+        much = call.all_rows * call.dim > _FEW
+        known = call.dim >= SHORT or (much and call.dim <= _SHORT_KNOWN)
         if call.backward:
-            return 0 if call.examples == 1 else -1
-        # On one H200 rms_norm's forward took 0.96 to 1.08 of our time in XLA, layer_norm's 1.03 to 1.49.
-        centred = self.formula(call).centred and call.all_rows * call.dim > _FEW
-        return 0 if call.residual or centred else -1
+            return 0 if call.examples == 1 and known else -1
+        # On one H200 rms_norm's forward took 0.96 to 1.08 of our time in XLA, layer_norm's 1.03 to 1.49, but 0.93 and
+        # 0.97 for rows of 64 and 128; with a residual both took 1.14 to 1.49, and 1.16 to 1.27 for rows below 512.
+        centred = self.formula(call).centred and much and call.dim > _NARROW
+        return 0 if known and (centred or call.residual) else -1
 
     def params_fault(self, call: CallT, params: RowNormParams) -> str | None:
         """Return why rows cannot be gone through like this; `None` if they can."""
@@ -84,17 +88,24 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
     def heuristic(self, call: CallT) -> RowNormParams:
         """Return as many blocks of threads as there is room for, with a row at a time; or one with two of them.
 
-        Of short rows 32 at a time, if a thread has room for its part of them.
+        Of short rows as many at a time as a thread has room for, but for gradients few.
         """
         if call.dim < SHORT:
-            fitting = [params for params in self.space(call) if params.occupancy == _OCCUPANCY[-1]]
-            return max(fitting[:2], key=lambda params: params.block_rows)
+            return self._short_heuristic(call)
         for occupancy in reversed(_OCCUPANCY):
             params = RowNormParams(block_rows=1 + (occupancy == 1), occupancy=occupancy)
             if self._fits(call, params):
                 return params
         params = RowNormParams(occupancy=1)
         return params if self._fits(call, params) else RowNormParams(stages=1, occupancy=1)
+
+    def _short_heuristic(self, call: CallT) -> RowNormParams:
+        """Return what was the best, or near it, for a quarter to one million rows on one H200."""
+        occupancy = 4 if call.backward and call.dim > _SHORTEST else 16
+        at_most = 16 * (1 + (call.dim > _NARROW)) if call.backward else _AT_ONCE // call.dim
+        fitting = [params.block_rows for params in self.space(call) if params.occupancy == occupancy]
+        block_rows = max(rows for rows in fitting if rows <= max(at_most, SLAB))
+        return RowNormParams(block_rows=block_rows, stages=1, occupancy=occupancy)
 
     def space(self, call: CallT) -> ConfigSpace[RowNormParams]:
         """Return all parameters for which there is room."""

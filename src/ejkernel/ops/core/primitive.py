@@ -208,7 +208,9 @@ class _Traces:
 
     def _traced_as_it_is(self, avals: Sequence[HasType]) -> Types:
         found = _Found()  # for each trace: two threads may be here at once
-        jaxpr = compat.traced(functools.partial(self._typed, found), avals)
+        # Types are those of this process's platform, also of a call inside a kernel that is being lowered for another.
+        with compat.not_lowering():
+            jaxpr = compat.traced(functools.partial(self._typed, found), avals)
         # JAX transforms what a call is given: a tracer that comes in by another way has no gradient and no batch axis.
         foreign = [jax.typeof(const) for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
         if foreign:
