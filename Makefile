@@ -51,6 +51,8 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+	$(BIN)/python -m mypy examples/data_parallel/*.py
+	$(BIN)/python -m mypy examples/mixture_of_experts/*.py
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py

@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +187,7 @@ def _mask(given: dict[str, Any]) -> jax.Array | None:
     return mask if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
 
 
-def by_jax(case: Case, *, implementation: str) -> Attention:
+def by_jax(case: Case, *, implementation: Literal["cudnn", "xla"]) -> Attention:
     """Return the call of `jax.nn.dot_product_attention`, with a mask where the segments need one."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, **given: Any) -> jax.Array:
@@ -201,7 +201,7 @@ def by_jax(case: Case, *, implementation: str) -> Attention:
             is_causal=case.causal,
             local_window_size=window,
             key_value_seq_lengths=given.get("key_lengths"),
-            implementation=implementation,  # type: ignore[arg-type]  # one of two literals
+            implementation=implementation,
         )
 
     if case.cap is not None:
@@ -351,7 +351,8 @@ def _apart(runners: dict[str, Runner]) -> dict[str, float]:
 @jax.jit
 def _distance(one: jax.Array, other: jax.Array) -> jax.Array:
     one, other = one.astype(jnp.float32), other.astype(jnp.float32)
-    return jnp.linalg.norm((one - other).ravel()) / jnp.linalg.norm(other.ravel())
+    apart: jax.Array = jnp.linalg.norm((one - other).ravel()) / jnp.linalg.norm(other.ravel())
+    return apart
 
 
 def _bytes(arguments: tuple[Any, ...]) -> int:

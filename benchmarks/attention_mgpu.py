@@ -50,7 +50,7 @@ class MgpuAttention(Kernel[MgpuConfig, jax.Array]):
             max_concurrent_steps=cfg.stages,
             causal=True,
         )
-        result: Any = attention_mgpu.attention(q * q.shape[-1] ** -0.5, k, v, tiles)
+        result: jax.Array = attention_mgpu.attention(q * q.shape[-1] ** -0.5, k, v, tiles)
         return result
 
     def reference(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

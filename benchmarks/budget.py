@@ -55,15 +55,16 @@ class Hanging(Kernel[Way, jax.Array]):
         """Compute the result, or hang."""
         if cfg.hang.startswith("tracing"):
             hang(cfg.hang)
-        x = jax.lax.fori_loop(0, cfg.repeats, lambda _, x: x + 1e-30 * jnp.sin(x @ x), x)
+        y: jax.Array = jax.lax.fori_loop(0, cfg.repeats, lambda _, y: y + 1e-30 * jnp.sin(y @ y), x)
         if not cfg.hang:
-            return x
+            return y
 
         def callback(x: Any) -> Any:
             hang(cfg.hang)
             return x
 
-        return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        hung: jax.Array = jax.pure_callback(callback, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+        return hung
 
     def reference(self, x: jax.Array) -> jax.Array:
         """Return the truth."""

@@ -21,7 +21,7 @@ PLAIN, OURS = "plain JAX", "ejkernel"
 
 def program(plain: Callable[..., Any] | None, kernel: Any, count: int, *, gradient: bool) -> Callable[..., Any]:
     """Return a fresh function of `count` calls that each have a static argument of their own."""
-    executor = Executor(ConfigSelectorChain())
+    executor: Executor[Any, Any] = Executor(ConfigSelectorChain())
 
     def forward(x: Any, w: Any) -> Any:
         for index in range(count):

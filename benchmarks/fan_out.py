@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,8 @@ class Repeated(Kernel[int, jax.Array]):
 
     def run(self, x: jax.Array, *, cfg: int) -> jax.Array:
         """Compute it."""
-        return jax.lax.fori_loop(0, cfg, lambda _, y: jnp.tanh(x @ x + 0 * y), jnp.zeros_like(x))
+        y: jax.Array = jax.lax.fori_loop(0, cfg, lambda _, y: jnp.tanh(x @ x + 0 * y), jnp.zeros_like(x))
+        return y
 
     def heuristic_cfg(self, inv: Invocation[int, jax.Array]) -> int:
         """Return the slowest."""
@@ -204,19 +206,18 @@ def killed(options: argparse.Namespace, executor: concurrent.futures.Executor, d
                 kills.append(time.perf_counter())
 
     sizes, runs = itertools.count(4 * LEAST), []
-    dispatch._Attempt.take_note = noted  # type: ignore[method-assign]
     killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        while len(kills) < options.kills:
-            before = len(kills)
-            run = tuned(executor, calls(options.calls, sizes, device))
-            runs.append(run)
-            print(f"with {len(kills) - before} kills: {run}", flush=True)
-    finally:
-        enough.set()
-        killer.join()
-        dispatch._Attempt.take_note = take_note  # type: ignore[method-assign]
+    with mock.patch.object(dispatch._Attempt, "take_note", noted):
+        killer.start()
+        try:
+            while len(kills) < options.kills:
+                before = len(kills)
+                run = tuned(executor, calls(options.calls, sizes, device))
+                runs.append(run)
+                print(f"with {len(kills) - before} kills: {run}", flush=True)
+        finally:
+            enough.set()
+            killer.join()
     return {"kills": len(kills), "calls": options.calls * len(runs), "runs": [dataclasses.asdict(run) for run in runs]}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -124,12 +126,12 @@ def not_durable(file: Path, text: str) -> None:
 
 def entry_costs(folder: Path, count: int) -> dict[str, float]:
     """Return what putting and getting an entry costs, in microseconds."""
-    found, searches = {}, [searched(number, Square("square")) for number in range(count)]
+    found: dict[str, float] = {}
+    searches = [searched(number, Square("square")) for number in range(count)]
     for name, write in (("put", _WRITE), ("put_without_fsync", not_durable)):
-        persistent.write_file = write
         cache = PersistentCache(folder / name, shipped=False)
-        found[f"{name}_us"] = seconds_each(lambda data, cache=cache: put(cache, data), searches) * 1e6
-    persistent.write_file = _WRITE
+        with mock.patch.object(persistent, "write_file", write):
+            found[f"{name}_us"] = seconds_each(functools.partial(put, cache), searches) * 1e6
     found["get_us"] = seconds_each(lambda data: cache.get(data.key, dict[str, Any]), searches) * 1e6
     found["miss_us"] = seconds_each(lambda data: cache.get(data.key._replace(call="none")), searches) * 1e6
     return found
@@ -155,7 +157,7 @@ def fill(folder: Path, count: int) -> list[ConfigKey]:
 
 def listing_seconds(cache: PersistentCache, count: int) -> dict[str, float]:
     """Return the seconds that it takes to read all entries of a cache of so many, and those of one operation."""
-    found = {}
+    found: dict[str, float] = {}
     for name, operation in (("entries", None), ("entries_of_one_operation", "square7")):
         walls, cpus = [], []
         for _ in range(LISTINGS):
@@ -217,10 +219,10 @@ def large_cache(folder: Path, count: int) -> dict[str, float]:
     return figures | {f"shared_{name}": value for name, value in of_shared.items()}
 
 
+@mock.patch.object(stores, "write_file", not_durable)
 def log_seconds(folder: Path, count: int) -> dict[str, float]:
     """Return the seconds of finding a call's logs among as many of other operations, and among as many of its own."""
-    found = {}
-    stores.write_file = not_durable
+    found: dict[str, float] = {}
     for name, kernels in (
         ("other_operations", [Square(f"square{n}") for n in range(40)]),
         ("its_own", [Square("one")]),
@@ -236,7 +238,6 @@ def log_seconds(folder: Path, count: int) -> dict[str, float]:
         found[f"among_{count}_of_{name}_seconds"] = time.perf_counter() - start
         found[f"among_{count}_of_{name}_cpu_seconds"] = time.process_time() - cpu
         assert records, name
-    stores.write_file = _WRITE
     return found
 
 

@@ -34,7 +34,7 @@ class TritonAttention(Kernel[TritonConfig, jax.Array]):
             warnings.simplefilter("ignore", DeprecationWarning)
             from jax.experimental.pallas.ops.gpu import attention
 
-        result: Any = attention.mha(
+        result: jax.Array = attention.mha(
             q,
             k,
             v,
@@ -89,7 +89,7 @@ class MgpuMatmul(Kernel[MatmulConfig, jax.Array]):
             grid_tile_width=8,
             wg_dimension=module.MatmulDimension[cfg.groups],
         )
-        result: Any = module.matmul(a, b, None, tiles)
+        result: jax.Array = module.matmul(a, b, None, tiles)
         return result
 
     def reference(self, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -86,7 +86,7 @@ def run(name: str, step: Step, out: Path) -> str:
     """Run a step to its end, or to its limit, and return how it ended."""
     command = [sys.executable, *(argument.format(out=out) for argument in step.arguments)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path} | step.environment
+    environment = {**os.environ, "PYTHONPATH": path, **step.environment}
     started = time.monotonic()
     with (out / f"{name.replace(' ', '_')}.txt").open("w", encoding="utf-8") as log:
         try:

@@ -146,7 +146,8 @@ def by_jax(shape: Shape, direction: str) -> Function:
     """Return the kernel that JAX ships for Hopper; of the layouts that were tried, the one that was best."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
-    layout = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 16}
+    tiles = {"block_m": 128, "block_n": 128, "block_k": 64}
+    layout: dict[str, Any] = {**tiles, "max_concurrent_steps": 4, "grid_block_n": 16}
     if direction == "wgrad":
         return lambda lhs, rhs, sizes: transposed_ragged_dot_mgpu.transposed_ragged_dot(
             lhs, rhs, group_sizes=sizes, **layout
@@ -202,7 +203,7 @@ def measured(shape: Shape, direction: str, contender: str, lock: Path) -> dict[s
             own = jnp.asarray(group_sizes(shape, kind))
             out = jax.tree.leaves(program(*arrays, own))[0]
             error = None if contender == "dense" else error_of((*arrays, np.asarray(own), out), direction)
-            samples = [compat.cupti_seconds(lambda own=own: program(*arrays, own)) or 0.0 for _ in range(ROUNDS)]
+            samples = [compat.cupti_seconds(functools.partial(program, *arrays, own)) or 0.0 for _ in range(ROUNDS)]
             found[kind] = {"us": round(1e6 * float(np.median(samples)), 1), "error": error}
         return found
 
@@ -231,9 +232,9 @@ def error_of(arrays: tuple[Any, ...], direction: str) -> float:
     return round(worst, 5)
 
 
-def run_apart(shape: str, direction: str, contender: str, lock: Path, seconds: float) -> dict[str, Any]:
+def run_apart(job: tuple[str, str, str], lock: Path, seconds: float) -> dict[str, Any]:
     """Return what a process of its own measures, or why it did not."""
-    command = [sys.executable, "-m", "benchmarks.grouped_matmul", "--one", shape, direction, contender, str(lock)]
+    command = [sys.executable, "-m", "benchmarks.grouped_matmul", "--one", *job, str(lock)]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several share the device's memory
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
@@ -285,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [(s, d, c) for s in args.shapes for d in args.directions for c in args.contenders if worth(s, d, c)]
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         lock = Path(folder) / "device"
-        results = pool.map(lambda job: run_apart(*job, lock, args.seconds), jobs)
+        results = pool.map(functools.partial(run_apart, lock=lock, seconds=args.seconds), jobs)
         for (shape, direction, contender), result in zip(jobs, results, strict=True):
             found.setdefault(f"{shape} | {direction}", {})[contender] = result
             print(shape, direction, contender, json.dumps(result), file=sys.stderr, flush=True)

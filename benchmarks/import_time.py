@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 _TIMED = """
@@ -26,26 +27,26 @@ import ejkernel.ops
 _LINE = re.compile(r"import time:\s*(\d+) \|\s*(\d+) \| (\s*)(\S+)")
 
 
-def _child(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _child(code: str, *options: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *options, "-c", code],
-        env=os.environ | environment,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=True,
     )
 
 
-def import_seconds(processes: int = 9, **environment: str) -> tuple[list[float], list[float]]:
+def import_seconds(environment: Mapping[str, str], processes: int = 9) -> tuple[list[float], list[float]]:
     """Return the seconds of the import in that many fresh processes, and the processor's share of them."""
-    _child(_TIMED, **environment)  # writes the bytecode, and brings files into memory
-    found = [tuple(map(float, _child(_TIMED, **environment).stdout.split())) for _ in range(processes)]
+    _child(_TIMED, environment=environment)  # writes the bytecode, and brings files into memory
+    found = [tuple(map(float, _child(_TIMED, environment=environment).stdout.split())) for _ in range(processes)]
     return [wall for wall, _ in found], [cpu for _, cpu in found]
 
 
-def slowest_imports(count: int = 10, **environment: str) -> list[tuple[str, float, float]]:
+def slowest_imports(environment: Mapping[str, str], count: int = 10) -> list[tuple[str, float, float]]:
     """Return `(module, own ms, ms with what it imports)` of the modules that take the most themselves."""
-    _, _, listed = _child(_LISTED, "-X", "importtime", **environment).stderr.partition(_MARK)
+    _, _, listed = _child(_LISTED, "-X", "importtime", environment=environment).stderr.partition(_MARK)
     found = [(match[4], int(match[1]) / 1000, int(match[2]) / 1000) for match in _LINE.finditer(listed)]
     return sorted(found, key=lambda entry: -entry[1])[:count]
 
@@ -53,7 +54,7 @@ def slowest_imports(count: int = 10, **environment: str) -> list[tuple[str, floa
 def initialises_no_device() -> bool:
     """Return whether the import works where there is no device that could be initialised."""
     try:
-        _child("import ejkernel.ops", JAX_PLATFORMS="no_such_platform")
+        _child("import ejkernel.ops", environment={"JAX_PLATFORMS": "no_such_platform"})
     except subprocess.CalledProcessError:
         return False
     return True
@@ -64,8 +65,8 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         # Bytecode, as an installed package has it, whatever this environment says about writing it.
         environment = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": folder}
-        seconds, cpu = import_seconds(**environment)
-        slowest = slowest_imports(**environment)
+        seconds, cpu = import_seconds(environment)
+        slowest = slowest_imports(environment)
     return {
         "minimum_ms": round(min(seconds) * 1e3, 1),
         "median_ms": round(statistics.median(seconds) * 1e3, 1),

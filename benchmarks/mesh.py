@@ -139,7 +139,7 @@ def main() -> None:
                 for direction in ("forward", "both"):
                     rows.append(measure(name, split, mode, direction, args.rounds))
                     print(rows[-1], flush=True)
-                    result = {"environment": environment(), "devices": jax.device_count(), "rows": rows}
+                    result: dict[str, Any] = {"environment": environment(), "devices": jax.device_count(), "rows": rows}
                     if args.out is not None:
                         text = f"# Attention over a mesh of {jax.device_count()} devices\n\n`python -m benchmarks.mesh`"
                         described = ", ".join(f"{k} {v}" for k, v in result["environment"].items())

@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ _ROWS, _COLUMNS = 8, 16
 class Scaled(Kernel[int, jax.Array]):
     """`cfg * x`: sums of it, and of its squares, tell whether all devices ran one configuration."""
 
-    space = (1, 2, 3, 5, 7)
+    space: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 7)
 
     def __init__(self, name: str, heuristic: int) -> None:
         super().__init__(name)
@@ -88,22 +88,25 @@ class Case:
     def __init__(self, rank: Rank, kind: str, name: str) -> None:
         self.rank, self.kind, self.name = rank, kind, name
         self.kernel: Kernel[Any, Any]
+        self.space: tuple[int, ...] = ()
+        self.keywords: dict[str, float] = {}
         if kind == "norm":
             self.kernel = rms_norm
             self.keywords = {"eps": 1e-6 * (1 + rank.shared.randrange(1 << 20))}
         else:
             cls = {"summed": Summed, "split": Split}.get(kind, Scaled)
-            self.kernel, self.keywords = cls(name, rank.own.choice(cls.space)), {}
+            self.kernel, self.space = cls(name, rank.own.choice(cls.space)), cls.space
         local = jax.ShapeDtypeStruct((_ROWS, _COLUMNS), jnp.float32)
         shape = rank.x if kind == "scaled" else local
         args, kwargs = self.kernel.prepare(*((shape, rank.weight) if kind == "norm" else (shape,)), **self.keywords)
-        self.key = Invocation(kernel=self.kernel, args=args, kwargs=kwargs).key
+        inv: Invocation[Any, Any] = Invocation(kernel=self.kernel, args=args, kwargs=kwargs)
+        self.key = inv.key
 
     def config(self, rng: random.Random) -> Any:
         """Return some configuration."""
         if self.kind == "norm":
             return RmsNormConfig(implementation="xla", fwd=XlaParams(block_rows=rng.choice((None, 1, 2, 4))))
-        return rng.choice(type(self.kernel).space)
+        return rng.choice(self.space)
 
     def program(self) -> Any:
         """Return the program, compiled by nobody yet."""
@@ -142,7 +145,8 @@ class Rank:
         self.weight = np.ones(_COLUMNS, np.float32)
         policy = AutotunePolicy(autotune=self.own.random() < 0.2, agree=told["agree"])
         saved = PersistentCache(self.folder / f"cache{self.index}", shipped=False)
-        self.chain = ConfigSelectorChain(ConfigCache(), saved if self.own.random() < 0.5 else None, policy=policy)
+        persistent = saved if self.own.random() < 0.5 else None
+        self.chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), persistent, policy=policy)
         self.executor = Executor(self.chain)
         self.service = compat.coordination_store().client
         self.mixed: list[str] = []

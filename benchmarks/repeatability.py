@@ -39,7 +39,8 @@ def main() -> None:
     array = jax.ShapeDtypeStruct(SHAPE, jnp.float16)
     inv = Invocation(kernel=mgpu_attention, args=(array, array, array))
     (compiled,) = read_bundle(options.bundle)
-    winners, seconds, samples = [], [], defaultdict(list)
+    winners, seconds = [], []
+    samples: defaultdict[str, list[float]] = defaultdict(list)
     for seed in range(options.repeats):
         start = time.perf_counter()
         data = Autotuner(seed=1000 * seed).tune(inv, mgpu_attention, compiled=compiled)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import gzip
 import json
 import math
@@ -256,11 +257,15 @@ def render(label: str, table: dict[str, Any]) -> list[str]:
     return [*lines, "", f"Worst space: {worst}.", ""]
 
 
+def _cold(options: SearchOptions, space: Space, seed: int) -> Task:
+    return ("cold", space.name, seed, options, ())
+
+
 def chosen_on_one_half(bench: Bench) -> dict[str, Any]:
     """Choose the options on the kernels of one half, and report the other half; then the other way round."""
     tables = []
     for options in GRID:
-        table, _ = bench.collect(f"cold, {options}", lambda s, seed, o=options: ("cold", s.name, seed, o, ()))
+        table, _ = bench.collect(f"cold, {options}", functools.partial(_cold, options))
         tables.append(table["spaces"])
     result = {}
     for half, held_out in (HALVES, HALVES[::-1]):
@@ -280,7 +285,7 @@ def measure(bench: Bench, *, choose: bool) -> dict[str, Any]:
     """Run everything."""
     options = SearchOptions()
     random, _ = bench.collect("random", lambda s, seed: ("random", s.name, seed, options, ()))
-    cold, runs = bench.collect("cold", lambda s, seed: ("cold", s.name, seed, options, ()))
+    cold, runs = bench.collect("cold", functools.partial(_cold, options))
 
     def warm(s: Space, seed: int) -> Task | None:
         known = tuple((other.name, tuple(range(len(other.times)))) for other in others(s))

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -153,11 +153,11 @@ def aimed(find: Callable[[], list[Invocation[Any, Any]]]) -> list[Invocation[Any
 
 def calls_of(model: Model, use: Use) -> list[Invocation[Any, Any]]:
     """Return the forward of a use, and its backward if it is for training."""
-    size, like = (use.batch, use.seq), jax.ShapeDtypeStruct
-    query = like((*size, model.heads[0], model.dims[0]), jnp.bfloat16)
-    key = like((*size, model.heads[1], model.dims[0]), jnp.bfloat16)
-    value = like((*size, model.heads[1], model.dims[1]), jnp.bfloat16)
-    segments = (like(size, jnp.int32),) if use.packed else ()
+    size = use.batch, use.seq
+    query = jax.ShapeDtypeStruct((*size, model.heads[0], model.dims[0]), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((*size, model.heads[1], model.dims[0]), jnp.bfloat16)
+    value = jax.ShapeDtypeStruct((*size, model.heads[1], model.dims[1]), jnp.bfloat16)
+    segments = (jax.ShapeDtypeStruct(size, jnp.int32),) if use.packed else ()
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, *segments: jax.Array) -> jax.Array:
         return flash_attention(
@@ -286,7 +286,7 @@ def tune_all(works: Works, only: Sequence[str], bundles: Path, cache: Path, limi
 
 def _tune(inv: Invocation[Any, Any], compiled: Any, store: PersistentCache, name: str, limits: Limits) -> None:
     # Gradients of grouped products are calls of their own; all of the reference's would take seconds to be compiled.
-    check = "outputs" if inv.op_id in experts.OPERATIONS else _scores(inv) <= limits.checked
+    check: bool | Literal["outputs"] = "outputs" if inv.op_id in experts.OPERATIONS else _scores(inv) <= limits.checked
     policy = AutotunePolicy(isolate=True, budget_s=limits.budget, validate=check)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=store, policy=policy)
     more = {"candidates": candidates(inv)} if compiled is None else {"compiled": compiled}

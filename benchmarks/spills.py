@@ -26,6 +26,7 @@ from ejkernel.ops.core.description import rebuild
 def measured(call: BundledCall) -> dict[str, Any]:
     """Measure all candidates of a call, those that spill too."""
     inv = rebuild(call.description)
+    assert inv.kernel is not None  # it is rebuilt of a kernel
     unknown = tuple(
         candidate
         if candidate.program is None

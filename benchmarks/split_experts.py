@@ -12,6 +12,7 @@ On one device: what it costs that a call is told of which groups its matrices ar
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def measure_part(name: str, direction: str, rounds: int) -> dict[str, Any]:
         compiled(lambda lhs, rhs, sizes, _: call(lhs, rhs, sizes), arrays),
         compiled(lambda lhs, rhs, sizes, first: call(lhs, rhs, sizes, first_group=first, **more), arrays),
     ]
-    samples = [[compat.cupti_seconds(lambda p=p: p(*arrays)) or 0.0 for p in programs] for _ in range(rounds)]
+    samples = [[compat.cupti_seconds(functools.partial(p, *arrays)) or 0.0 for p in programs] for _ in range(rounds)]
     whole, some = (round(statistics.median(times) * 1e6, 1) for times in zip(*samples, strict=True))
     apart = difference(*[program(*arrays) for program in programs])
     figures = {"plain_us": whole, "first_group_us": some, "ratio": round(some / whole, 3)}

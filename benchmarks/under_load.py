@@ -55,7 +55,7 @@ class Work(Kernel[int, jax.Array]):
         once: Callable[[jax.Array], jax.Array] = jnp.sin
         if self.kind == "parallel":
             once = lambda y: y @ x  # noqa: E731
-        result = jax.lax.fori_loop(0, self.steps[cfg], lambda _, y: once(x + 0 * y), x)
+        result: jax.Array = jax.lax.fori_loop(0, self.steps[cfg], lambda _, y: once(x + 0 * y), x)
         return result + 0 * (cfg + x[0, 0])
 
     def heuristic_cfg(self, inv: Invocation[int, jax.Array]) -> int:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
+import subprocess
+import sys
 import tokenize
 from collections import Counter
 from functools import cache
@@ -231,3 +234,22 @@ def test_no_handler_of_every_error_forgets_that_there_was_one():
 def test_few_values_are_of_any_type():
     used = sum(isinstance(node, ast.Name) and node.id == "Any" for file in OPS for node in ast.walk(tree_of(file)))
     assert used * 1000 / sum(len(code_lines(file)) for file in OPS) <= ANY_IN_A_THOUSAND_LINES
+
+
+# --- benchmarks: the linter sees them with one version of JAX, and nothing runs them on the others ---
+
+ROOT = Path(__file__).parents[1]
+WANTED = {"benchmarks.rival_tokamax": "tokamax", "benchmarks.torture.guided": "atheris"}  # what may not be there
+
+
+@pytest.mark.slow
+def test_all_benchmarks_can_be_imported():
+    files = sorted((ROOT / "benchmarks").rglob("*.py"))
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    assert "benchmarks.split_experts" in names
+    names = [name for name in names if name not in WANTED or importlib.util.find_spec(WANTED[name])]
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def search(folder: str) -> None:
     """Tune, store what is found, and print it."""
     quiet()
     run = AdaptiveTimeout(first=120.0, least=2.0, factor=5.0)
-    chain = ConfigSelectorChain(
+    chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(
         persistent=PersistentCache(folder, shipped=False),
         tuner=Autotuner(limits=Limits(run=run)),
         policy=AutotunePolicy(autotune=True, isolate=True),

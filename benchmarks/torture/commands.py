@@ -7,6 +7,7 @@ Words name only what lies in a folder of ours, and no module that there is: a co
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import random
@@ -20,7 +21,7 @@ from benchmarks.torture.part import Budget, Tally
 from ejkernel.cli import main
 
 STATUSES: Final = (0, 1, 2)
-_COMMANDS: Final = (
+_COMMANDS: Final[tuple[list[str], ...]] = (
     *(["tune"], ["explain"], ["show"], ["list"], ["cache", "path"], ["cache", "list"], ["cache", "show"]),
     *(["cache", "verify"], ["cache", "prune"], ["cache", "clear"], ["cache", "diff"], ["cache", "merge"]),
     *(["cache", "push"], ["cache", "pull"], ["cache"], [], ["tunes"]),
@@ -70,7 +71,7 @@ def commands(budget: Budget, tally: Tally) -> None:
         assert files.cache.path is not None  # it was given
         for number in budget.numbers():
             words = line_of(budget.random("commands", number), paths)
-            tally.try_("command line", number, lambda words=words: status_of(words, printable=False))
+            tally.try_("command line", number, functools.partial(status_of, words, printable=False))
             tally.counts["command lines"] += 1
             if not files.entry.exists():  # it was removed, as was asked for
                 files.cache.put(files.inv.key, {"rows": 2})

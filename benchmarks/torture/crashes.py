@@ -64,7 +64,7 @@ def _content(writer: int, number: int, size: int) -> dict[str, Any]:
 
 def is_whole(found: Any) -> bool:
     """Return whether a configuration is one that was put."""
-    return found == _content(found["writer"], found["number"], len(found["padding"]))
+    return bool(found == _content(found["writer"], found["number"], len(found["padding"])))
 
 
 def _operation(plan: Plan, index: int, number: int) -> tuple[random.Random, int]:

@@ -22,6 +22,7 @@ from ejkernel.cli.shapes import calls_of_shapes
 from ejkernel.ops import AutotuningResult, ConfigKey, Entry, Invocation
 from ejkernel.ops.autotuner.compile.bundles import read_bundle
 from ejkernel.ops.autotuner.store.log import lines_of, load, load_header
+from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
 from ejkernel.ops.config._files import UnusableError, identity
 from ejkernel.ops.config.entries import check_key, decoded, parsed
 from ejkernel.ops.config.shared import packs
@@ -111,7 +112,7 @@ class Readers:
         (self.files.bundle / "manifest.json").write_bytes(self._manifest)
         (self.files.bundle / "000-0000.bin").write_bytes(raw)
         found = [program for call in read_bundle(self.files.bundle) for program in call.programs]
-        return [(config, program.code.read()) for config, program in found]
+        return [(config, _code_of(program)) for config, program in found]
 
     def result(self, raw: bytes) -> Any:
         """Read the text of a result."""
@@ -257,6 +258,11 @@ def _others(files: Files, readers: Readers) -> Iterator[Format]:
         declared=(ConfigError, RuntimeError),  # RuntimeError: `~` of a user that there is not
         is_exact=False,
     )
+
+
+def _code_of(program: Program) -> bytes:
+    assert isinstance(program.code, CodeFile)  # where a bundle has its programs
+    return program.code.read()
 
 
 def _calls(calls: Sequence[Invocation[Any, Any]]) -> list[tuple[ConfigKey, str]]:

@@ -133,9 +133,10 @@ def _write_bundle(folder: Path, inv: Invocation[Any, Any]) -> None:
     code = b"machine code"
     (folder / "000-0000.bin").write_bytes(code)
     digest = hashlib.sha256(code).hexdigest()
-    row = {"config": {"rows": 2}, "config_type": f"{Tile.__module__}.Tile", "status": "ready", "file": "000-0000.bin"}
+    config_type = f"{Tile.__module__}.Tile"
+    row: dict[str, Any] = {"config": {"rows": 2}, "config_type": config_type, "status": "ready", "file": "000-0000.bin"}
     row |= {"sha256": digest, "inputs": 1, "outputs": 1}
-    other = {"config": {"rows": 3}, "config_type": row["config_type"], "status": "failed", "reason": "it does not fit"}
+    other = {"config": {"rows": 3}, "config_type": config_type, "status": "failed", "reason": "it does not fit"}
     target, version, jaxlib = device_and_versions()
     calls = [{"description": inv.description, "candidates": [row, other]}]
     manifest = {"schema": 2, "target": target, "jax": version, "jaxlib": jaxlib, "calls": calls}

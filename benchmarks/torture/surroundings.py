@@ -96,7 +96,7 @@ def _limited(budget: Budget, tally: Tally) -> None:
     for number in range(1, (budget.inputs or 4000) + 1):
         cache = PersistentCache(folder, shipped=False)
         with _file_size(budget.random("limit", number).randrange(6000)):
-            tally.try_("a limit of a file's size", number, lambda c=cache, n=number: _stored(c, n))
+            tally.try_("a limit of a file's size", number, functools.partial(_stored, cache, number))
         problem = _check_stored(folder, before, cache, number)
         _tell(tally, "a limit of a file's size", number, problem)
         found = PersistentCache(folder, shipped=False).get(call().key, Tile)
@@ -133,7 +133,7 @@ def _full(budget: Budget, tally: Tally) -> None:
                     pass
             os.truncate(filling, max(0, filling.stat().st_size - 4096 * budget.random("full", number).randrange(6)))
             cache = PersistentCache(folder, shipped=False)
-            tally.try_("a full disk", number, lambda c=cache, n=number: _stored(c, n))
+            tally.try_("a full disk", number, functools.partial(_stored, cache, number))
             _tell(tally, "a full disk", number, _check_stored(folder, before, cache, number))
     finally:
         subprocess.run(["umount", str(disk)], check=False)
@@ -156,11 +156,11 @@ def _not_writable(budget: Budget, tally: Tally) -> None:
             cache = PersistentCache(folder, shipped=False)
             if cache.get(call().key, Tile) != before:
                 tally.found("lost", where, number, f"{folder}: {cache.get(call().key, Tile)}")
-            tally.try_(where, number, lambda c=cache: _stored(c, 8))
+            tally.try_(where, number, functools.partial(_stored, cache, 8))
             if cache.get(call().key, Tile) != Tile(8):
                 tally.found("lost", where, number, f"{folder} has not what was put")
             for words in _READING:
-                tally.try_(where, number, lambda w=words, f=folder: status_of([*w, "--cache", str(f)]))
+                tally.try_(where, number, functools.partial(status_of, [*words, "--cache", str(folder)]))
             tally.counts[where] += 1
     os.chmod(ours, 0o755)
     if PersistentCache(ours, shipped=False).get(call().key, Tile) != Tile(7):
@@ -195,7 +195,7 @@ def _bundles(budget: Budget, tally: Tally) -> None:
     for number in range(min(4, budget.inputs or 4)):
         folder = budget.folder / f"bundle-{number}"
         with _file_size((0, 100, 3000, 10_000)[number]):
-            tally.try_(where, number, lambda f=folder: compile_bundle([call()], target, f), (ConfigError,))
+            tally.try_(where, number, functools.partial(compile_bundle, [call()], target, folder), (ConfigError,))
         tally.counts[where] += 1
         if folder.exists() and any(folder.iterdir()) and not (folder / "manifest.json").exists():
             tally.found("wrong", where, number, "a part of a bundle is left")
@@ -327,7 +327,7 @@ def _read_all(files: Files, where: str, number: int, tally: Tally) -> None:
         ["tune", "--shapes", str(files.shapes), *_DRY, "--cache", folder],
         ["tune", "--from", str(files.bundle), *_DRY, "--cache", folder],
     ):
-        tally.try_(where, number, lambda words=words: status_of(words))
+        tally.try_(where, number, functools.partial(status_of, words))
 
 
 def _write_again(files: Files, where: str, number: int, tally: Tally) -> None:
@@ -338,7 +338,7 @@ def _write_again(files: Files, where: str, number: int, tally: Tally) -> None:
         tally.found("lost", where, number, "what was put is not there")
     folder = str(cache.path)
     for words in (["cache", "prune", "--unreadable"], ["cache", "clear", "--yes"]):
-        tally.try_(where, number, lambda words=words: status_of([*words, "--cache", folder]))
+        tally.try_(where, number, functools.partial(status_of, [*words, "--cache", folder]))
     for target in ("/dev/zero", "/dev/full"):
         if not stat.S_ISCHR(os.stat(target).st_mode):
             tally.found("lost", where, number, f"{target} is no device any more")
@@ -366,14 +366,18 @@ def _time(seconds: float, more: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(max(0.0, seconds + more), datetime.UTC)
 
 
+def _stopped(time: datetime.datetime) -> Callable[[], datetime.datetime]:
+    return lambda: time
+
+
 def _under(folder: Path, times: list[datetime.datetime], number: int, tally: Tally, chance: Any) -> None:
     """Store one thing after the other, each at its time; the last is what is read."""
     inv = call()
     for at, time in enumerate(times):
-        cache = PersistentCache(folder, shipped=False, clock=lambda time=time: time)
+        cache = PersistentCache(folder, shipped=False, clock=_stopped(time))
         cache.put(inv.key, Tile(at))
         MeasurementStore(cache).save(search_of(inv, Tile(100 + at)))
-        MissedNotes(folder, clock=lambda time=time: time).put(inv, "heuristic")
+        MissedNotes(folder, clock=_stopped(time)).put(inv, "heuristic")
         if PersistentCache(folder, shipped=False).get(inv.key, Tile) != Tile(at):
             tally.found("wrong", "clock", number, f"an older entry answers after {at}")
         newest = next(iter(MeasurementStore(cache).searches())).record(cfg_type=Tile).times[0][0]

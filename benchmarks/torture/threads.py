@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class Subject:
 
     def __init__(self, budget: Budget) -> None:
         self.cache = PersistentCache(budget.folder / "cache", shipped=False)
-        self.chain = ConfigSelectorChain(persistent=self.cache)
+        self.chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=self.cache)
         self.executor = Executor(self.chain)
         self.arrays = [jnp.ones((4, rows)) for rows in range(1, _CALLS + 1)]
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]

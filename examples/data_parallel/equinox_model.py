@@ -16,7 +16,8 @@ from ejkernel.modules import rms_norm
 
 
 def _matrix(key: jax.Array, rows: int, columns: int, dtype: Any) -> jax.Array:
-    return (jax.random.normal(key, (rows, columns)) * rows**-0.5).astype(dtype)
+    scale: float = rows**-0.5
+    return (jax.random.normal(key, (rows, columns)) * scale).astype(dtype)
 
 
 class Block(eqx.Module):

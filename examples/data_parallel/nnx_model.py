@@ -45,7 +45,8 @@ class Block(nnx.Module):
         hidden = self.first(x)
         query, key, value = (self._heads(layer(hidden)) for layer in (self.to_query, self.to_key, self.to_value))
         x = x + self.from_heads(self.attention(query, key, value).reshape(x.shape))
-        return x + self.from_hidden(nnx.gelu(self.to_hidden(self.second(x))))
+        out: jax.Array = x + self.from_hidden(nnx.gelu(self.to_hidden(self.second(x))))
+        return out
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -64,7 +65,8 @@ class Transformer(nnx.Module):
         x = self.embedding(batch)
         for block in self.blocks:
             x = block(x)
-        return self.embedding.attend(self.norm(x))
+        logits: jax.Array = self.embedding.attend(self.norm(x))
+        return logits
 
 
 def training(size: Size, attention: Attention, mesh: Mesh) -> tuple[Callable[..., Any], Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def ours(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 def plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """JAX's, with cuDNN where that runs."""
     cudnn = jax.default_backend() == "gpu" and query.dtype != jnp.float32
-    implementation = "cudnn" if cudnn else "xla"
+    implementation: Literal["cudnn", "xla"] = "cudnn" if cudnn else "xla"
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
 
 
@@ -59,7 +59,8 @@ def placed(parameters: Any, mesh: Mesh) -> Any:
     def place(path: Any, array: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
         spec = P(None, "model") if "to_" in name else P("model", None) if "from_" in name else P()
-        return jax.device_put(array, NamedSharding(mesh, spec))
+        there: jax.Array = jax.device_put(array, NamedSharding(mesh, spec))
+        return there
 
     return jax.tree_util.tree_map_with_path(place, parameters)
 
@@ -67,7 +68,8 @@ def placed(parameters: Any, mesh: Mesh) -> Any:
 def tokens(size: Size, mesh: Mesh, step: int) -> jax.Array:
     """Return a batch of random tokens, its examples divided."""
     made = jax.random.randint(jax.random.key(step), (size.batch, size.length), 0, size.vocabulary)
-    return jax.device_put(made, NamedSharding(mesh, P("data")))
+    divided: jax.Array = jax.device_put(made, NamedSharding(mesh, P("data")))
+    return divided
 
 
 def next_token_loss(logits: jax.Array, batch: jax.Array) -> jax.Array:

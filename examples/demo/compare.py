@@ -47,15 +47,18 @@ class Build:
 
 def build(operations: Operations, model: Model, cache: Path | None) -> Build:
     """Compile the training step, with the configurations that the folder `cache` has, if one is given."""
-    chain = ConfigSelectorChain(persistent=None if cache is None else PersistentCache(cache))
+    persistent = None if cache is None else PersistentCache(cache)
+    chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=persistent)
     set_default_executor(Executor(chain))
     function, (state, batch) = training_step(operations, model)
     lowered = function.lower(state, batch)
     compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None  # a backend of others may not know
     return Build(
         compiled=compiled,
         state=state,
-        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
         configurations={label: repr(config) for label, config in labels_to_configs(lowered, chain)},
     )
 

@@ -162,7 +162,8 @@ def initial_state(model: Model, seed: int = 0) -> State:
     keys = iter(jax.random.split(jax.random.key(seed), 1 + 4 * model.layers))
 
     def matrix(rows: int, columns: int) -> jax.Array:
-        return jax.random.normal(next(keys), (rows, columns), jnp.float32) * rows**-0.5
+        scale: float = rows**-0.5
+        return jax.random.normal(next(keys), (rows, columns), jnp.float32) * scale
 
     def block() -> Params:
         width = model.width
@@ -194,7 +195,8 @@ def logits(model: Model, params: Params, tokens: jax.Array, documents: jax.Array
         x = x + jax.nn.gelu(operations.norm(x, block["mlp_norm"]) @ block["up"]) @ block["down"]
     x = operations.norm(x, weights["final_norm"])
     scores = jnp.einsum("bsd,vd->bsv", x, weights["embedding"], preferred_element_type=jnp.float32)
-    return scores * model.width**-0.5  # else the shared embedding would begin by repeating every byte, for certain
+    scale: float = model.width**-0.5
+    return scores * scale  # else the shared embedding would begin by repeating every byte, for certain
 
 
 def _attention(model: Model, block: Params, x: jax.Array, documents: jax.Array, operations: Operations) -> jax.Array:
@@ -203,7 +205,8 @@ def _attention(model: Model, block: Params, x: jax.Array, documents: jax.Array, 
     ends = np.cumsum(model.head_counts)[:-1]
     q, k, v = jnp.split((x @ block["qkv"]).reshape(batch, seq, -1, size), ends, axis=2)
     out = operations.attention(_rotate(q, size // 2), _rotate(k, size // 2), v, documents, model.cap)
-    return out.reshape(batch, seq, width) @ block["out"]
+    mixed: jax.Array = out.reshape(batch, seq, width) @ block["out"]
+    return mixed
 
 
 def _rotate(x: jax.Array, half: int) -> jax.Array:
@@ -237,7 +240,7 @@ def step(
 
 def training_step(
     operations: Operations = EJKERNEL, model: Model | None = None
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """Return the step and arguments for it: what `ejkernel tune` asks for."""
     model = model or default_model()
     return jax.jit(functools.partial(step, model, operations=operations)), (initial_state(model), batch_of(model, 0))

@@ -59,7 +59,8 @@ def gmm(
     """Megablox: the product of each group of rows with its matrix."""
     from jax.experimental.pallas.ops.tpu.megablox import ops
 
-    return ops.gmm(lhs, rhs, group_sizes, lhs.dtype, tiling, interpret=INTERPRET)
+    product: jax.Array = ops.gmm(lhs, rhs, group_sizes, lhs.dtype, tiling, interpret=INTERPRET)
+    return product
 
 
 # --- splash attention: the forward and its gradient have blocks of their own ---
@@ -100,7 +101,8 @@ def splash(
     attend = splash_attention_kernel.make_splash_mha(
         mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=INTERPRET
     )
-    return attend(query, key, value)
+    out: jax.Array = attend(query, key, value)
+    return out
 
 
 # --- attention for Hopper: its own dataclass is the configuration ---
@@ -113,7 +115,8 @@ class HopperAttention(Kernel[Any, jax.Array]):
 
     def run_mosaic_gpu(self, query: jax.Array, key: jax.Array, value: jax.Array, *, cfg: Any) -> jax.Array:
         """The kernel, with its own gradient."""
-        return _hopper().attention(query, key, value, cfg)
+        out: jax.Array = _hopper().attention(query, key, value, cfg)
+        return out
 
     def heuristic_cfg(self, inv: Call) -> Any:
         """Blocks that any length of 128 or more can have."""

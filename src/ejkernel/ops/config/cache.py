@@ -163,7 +163,7 @@ class Overlay:
 
     __slots__ = ("_digest", "_entries")
 
-    def __init__(self, entries: Mapping[object, object]) -> None:
+    def __init__(self, entries: Mapping[Any, object]) -> None:
         self._entries = {_overlay_key(key): config for key, config in entries.items()}
         # Its digest is a part of JAX's keys: equal content must be equal, whatever order it was put together in.
         content = stable_json(sorted([*key, *config_token(config)] for key, config in self._entries.items()))
@@ -197,7 +197,7 @@ def _overlay_key(key: object) -> ConfigKey:
 
 
 @contextlib.contextmanager
-def overlay_cache(cache: ConfigCache | Mapping[object, object]) -> Iterator[None]:
+def overlay_cache(cache: ConfigCache | Mapping[Any, object]) -> Iterator[None]:
     """Let the configurations of `cache` win over every tier but an explicit `cfg=`, inside the `with` block.
 
     Functions that `jit` has compiled are traced again inside, and return to their old executables outside. The
