@@ -13,9 +13,16 @@ import pytest
 from benchmarks.search import Space, record_of, replay
 
 from ejkernel.kernels.flash_attention.mosaic_gpu.params import ForwardParams
+from ejkernel.kernels.grouped_matmul.mosaic_gpu.params import ProductParams, WgradParams
 from ejkernel.ops.autotuner.search.strategies import ModelSearch
 
 FILES = sorted((Path(__file__).parents[2] / "recorded_spaces").glob("*.json.gz"))
+SPACES = {  # how many configurations they have, and of what
+    "attention_causal_d128": (284, ForwardParams),
+    "attention_full_d64": (528, ForwardParams),
+    "grouped_matmul_64_groups": (140, ProductParams),
+    "grouped_matmul_wgrad_64_groups": (560, WgradParams),
+}
 SEEDS = range(4)
 
 
@@ -30,12 +37,13 @@ def best_after(space, evaluations, seed, records=()):
 
 
 def test_what_was_recorded_are_parameters_of_the_kernel(spaces):
-    assert [len(space.configurations) for space in spaces] == [284, 528]
-    for space in spaces:
+    assert [file.name.partition("__")[0] for file in FILES] == list(SPACES)
+    for space, (count, params) in zip(spaces, SPACES.values(), strict=True):
+        assert len(space.configurations) == count
         assert np.isfinite(space.times).all()
         for config in space.configurations:
-            kept = {n: bool(v) if isinstance(getattr(ForwardParams(), n), bool) else v for n, v in config.items()}
-            assert ForwardParams(**kept)
+            kept = {n: bool(v) if isinstance(getattr(params(), n), bool) else v for n, v in config.items()}
+            assert params(**kept)
 
 
 @pytest.mark.slow
@@ -46,7 +54,7 @@ def test_a_search_finds_the_best_within_32_measurements(spaces, index):
 
 @pytest.mark.slow
 def test_what_is_known_of_another_shape_leads_there_sooner(spaces):
-    causal, full = spaces
+    causal, full, *_ = spaces
     known = [record_of(full, range(len(full.times)))]
     cold = np.mean([best_after(causal, 8, seed) for seed in SEEDS])
     warm = np.mean([best_after(causal, 8, seed, known) for seed in SEEDS])
