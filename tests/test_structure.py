@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import io
 import subprocess
@@ -239,7 +240,12 @@ def test_few_values_are_of_any_type():
 # --- benchmarks: the linter sees them with one version of JAX, and nothing runs them on the others ---
 
 ROOT = Path(__file__).parents[1]
-WANTED = {"benchmarks.rival_tokamax": "tokamax", "benchmarks.torture.guided": "atheris"}  # what may not be there
+WANTED = {  # what may not be there
+    "benchmarks.plots": "matplotlib",
+    "benchmarks.rival_tokamax": "tokamax",
+    "benchmarks.torture.guided": "atheris",
+}
+PICTURES = sorted((ROOT / "benchmarks" / "results").glob("*.svg"))
 
 
 @pytest.mark.slow
@@ -253,3 +259,9 @@ def test_all_benchmarks_can_be_imported():
         [sys.executable, "-c", code, *names], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda file: file.stem)
+def test_a_picture_is_of_the_figures_beside_it(picture):
+    figures = picture.with_suffix(".json").read_bytes()
+    assert hashlib.sha256(figures).hexdigest() in picture.read_text(encoding="utf-8")
