@@ -296,8 +296,9 @@ def measure(bench: Bench, *, choose: bool) -> dict[str, Any]:
         return ("warm", s.name, seed, options, known) if known else None
 
     tables = {"random": random, "cold": cold}
-    tables["warm"], _ = bench.collect("warm: the other devices' whole spaces", warm)
-    tables["partly"], _ = bench.collect(f"warm: {WARM} measurements of each other device", partly)
+    if any(map(others, _spaces.values())):
+        tables["warm"], _ = bench.collect("warm: the other devices' whole spaces", warm)
+        tables["partly"], _ = bench.collect(f"warm: {WARM} measurements of each other device", partly)
     return {"tables": tables, "split": chosen_on_one_half(bench) if choose else None}
 
 
