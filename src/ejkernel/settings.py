@@ -94,6 +94,11 @@ class Settings:
         """What a label carries in the program's text: `hash`, `json` or `none` (`EJKERNEL_OPS_STAMP`)."""
         return _choice(self._env, "EJKERNEL_OPS_STAMP", _STAMPS)
 
+    def check(self) -> None:
+        """Raise if one that is no place is bad: for whoever will need all, and better tells it before it begins."""
+        for name in ("autotune", "heuristic", "note_misses", "record", "stale", "stamp"):
+            getattr(self, name)
+
 
 def current() -> Settings:
     """Return the settings of the environment as it is now."""

@@ -61,6 +61,14 @@ def run(capsys, *arguments):
     return status, printed.out, printed.err
 
 
+@pytest.mark.parametrize("name", ["EJKERNEL_ON_MISS", "EJKERNEL_STALE", "EJKERNEL_OPS_STAMP"])
+def test_a_bad_variable_is_told_before_the_program_begins(folder, capsys, monkeypatch, name):
+    monkeypatch.setenv(name, "banana")
+    status, out, err = run(capsys, "explain", "explained_program:step", "--cache", "cache")
+    assert (status, out) == (1, "")
+    assert err.startswith(f"ejkernel: error: {name} must ")
+
+
 def test_explain_says_why_each_call_has_its_configuration(folder, capsys):
     status, out, err = run(capsys, "explain", "explained_program:step", "--cache", "cache")
     assert status == 0

@@ -24,6 +24,7 @@ import click
 import jax
 
 import ejkernel
+from ejkernel import settings
 from ejkernel.ops.config._files import expanded
 from ejkernel.ops.errors import ArgumentError, EjkernelError
 
@@ -151,7 +152,9 @@ def load_program(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...],
 
     Raises:
         ArgumentError: there is no such function, or it does not return a program and its arguments.
+        ConfigError: a variable of the environment says what it may not; else the user's first call would be blamed.
     """
+    settings.current().check()
     module = import_users(program.module)
     if program.file is not None:
         _check_file(module, program)
