@@ -7,9 +7,11 @@ import concurrent.futures
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -47,6 +49,37 @@ def line():
     made = FolderLine()
     yield made
     made.close()
+
+
+HAS_LINE = """
+from ejkernel.ops.autotuner.fleet.lines import FolderLine
+print(FolderLine().end.folder, flush=True)
+input()
+"""
+
+
+def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_one_s_stays(tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+
+    def begun():
+        ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+        process = subprocess.Popen([sys.executable, "-c", HAS_LINE], **ends)
+        return process, Path(process.stdout.readline().strip()).parent
+
+    (killed, lost), (living, kept) = begun(), begun()
+    with killed, living:
+        killed.kill()
+        killed.wait()
+        (tmp_path / "ejkernel-lines-pipe").mkdir()
+        os.mkfifo(tmp_path / "ejkernel-lines-pipe" / "secret")
+        for folder in tmp_path.iterdir():
+            os.utime(folder, (0, 0))
+        following, made = begun()
+        with following:
+            assert [folder.exists() for folder in (lost, kept, made)] == [False, True, True]
+            following.communicate("\n")
+        living.communicate("\n")
+    assert not kept.exists()
 
 
 def test_what_is_said_is_heard_once_and_in_order(line):

@@ -9,19 +9,24 @@ is said comes with the answer.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import enum
+import fcntl
 import functools
 import os
 import secrets
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 _LENGTH = struct.Struct("<Q")
+_PREFIX = "ejkernel-lines-"
+_NEW = 60.0  # seconds for which nobody else touches a folder
 
 
 class Wish(enum.IntEnum):
@@ -136,9 +141,11 @@ def _folder_of_this_process(pid: int) -> tuple[Path, str]:
 
     It tells whoever begins a task after its line was closed from whoever has no such folder.
     """
-    folder = Path(tempfile.mkdtemp(prefix="ejkernel-lines-"))  # nobody else may read or write there
+    _remove_those_of_lost_processes()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # nobody else may read or write there
     secret = secrets.token_hex()
     (folder / "secret").write_text(secret)
+    _lock(folder)  # until this process ends, however it does
     atexit.register(_remove, folder, pid)
     return folder, secret
 
@@ -146,3 +153,28 @@ def _folder_of_this_process(pid: int) -> tuple[Path, str]:
 def _remove(folder: Path, pid: int) -> None:
     if pid == os.getpid():  # and not one that was forked from it
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_those_of_lost_processes() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is somebody else's, or gone meanwhile, or its process is there
+            found = folder.lstat()
+            # One that is being made has no lock yet.
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW:
+                os.close(_lock(folder))
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(folder: Path) -> int:
+    """Take the lock of a folder, and return what it ends with.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    lock = os.open(folder / "secret", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise
+    return lock
