@@ -96,6 +96,11 @@ def lowered_platform() -> str | None:
     return _answered(lowered_platform, platforms[0] if len(platforms) == 1 else None)
 
 
+def lowers_for_amd() -> bool:
+    """Return whether the program that is being lowered is for an AMD GPU."""
+    return _answered(lowers_for_amd, _platforms.get() == ("rocm",))
+
+
 def is_partitioned() -> bool:
     """Return whether XLA's partitioner spreads the program that is being lowered over several devices.
 
