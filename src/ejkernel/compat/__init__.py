@@ -82,6 +82,7 @@ from ejkernel.compat.programs import not_lowering as not_lowering
 from ejkernel.compat.programs import noting_answers as noting_answers
 from ejkernel.compat.programs import register_lowering as register_lowering
 from ejkernel.compat.programs import set_xla_metadata as set_xla_metadata
+from ejkernel.compat.programs import target_kind as target_kind
 from ejkernel.compat.propagation import SplitOperation as SplitOperation
 from ejkernel.compat.propagation import split_operations as split_operations
 from ejkernel.compat.settings import Numerics as Numerics
