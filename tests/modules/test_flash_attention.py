@@ -315,6 +315,15 @@ def lower_for_cuda(function, *shapes, sharding=None):
     return jax.jit(function).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_blocks_that_a_configuration_leaves_open_are_those_of_the_programs_platform():
+    def matmuls(**params):
+        cfg = FlashAttentionConfig(implementation="xla", **params)
+        text = lower_for_cuda(functools.partial(flash_attention, cfg=cfg), *[(4, 2048, 8, 64)] * 3)
+        return re.findall(r"stablehlo.dot_general.*", text)
+
+    assert matmuls() == matmuls(fwd=FwdParams())
+
+
 def gradient_of_sum(**options):
     return jax.grad(lambda q: flash_attention(q, q, q, causal=True, **options).astype(jnp.float32).sum())
 

@@ -183,6 +183,41 @@ class Calls(Kernel[int, jax.Array]):
 CALLS = Calls("calls")
 
 
+class Away(Plain):
+    """Runs on a TPU alone, which this process does not have."""
+
+    name = "away"
+
+    def unsupported(self, call):
+        known = call.platform not in (None, "tpu")
+        return f"'away' is for a TPU, and this call is for {call.platform}." if known else None
+
+
+class AwayConfig(OperationConfig):
+    pass
+
+
+class WithAway(Operation[AwayConfig, ScaleCall, jax.Array]):
+    implementations = Implementations({"away": Away()})
+    prepare, describe = Scale.prepare, Scale.describe
+
+
+AWAY = WithAway("away")
+
+
+class Batched(Calls):
+    """In its gradient, takes another operation's tangent under a `vmap` that has a name and batches none of it."""
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        def one(index):
+            return index * jax.jvp(LOCAL, primals, cotangents)[1]
+
+        return (jax.vmap(one, axis_name="examples")(jnp.arange(3.0)).sum(0),)
+
+
+BATCHED = Batched("batched")
+
+
 # --- choosing ---
 
 
@@ -211,10 +246,47 @@ def test_a_name_that_there_is_not_is_refused(wrong):
         SCALE(EVEN, implementation=wrong)
 
 
-@pytest.mark.parametrize("function", [LOCAL, CALLS, jax.grad(lambda x: CALLS(x).sum())], ids=["call", "within", "grad"])
+@pytest.mark.parametrize(
+    "function",
+    [LOCAL, CALLS, jax.grad(lambda x: CALLS(x).sum()), jax.grad(lambda x: BATCHED(x).sum())],
+    ids=["call", "within", "grad", "named vmap in a gradient"],
+)
 def test_a_program_for_another_platform_has_what_runs_there(function):
     jax.jit(function).trace(EVEN).lower(lowering_platforms=("tpu",))
     assert jax.jit(function)(EVEN).shape == EVEN.shape
+
+
+@pytest.mark.parametrize("named", [None, "away"])
+def test_what_runs_on_another_platform_alone_is_lowered_for_that_one(named):
+    def function(x):
+        return AWAY(x, implementation=named)
+
+    for wanted in (function, jax.grad(lambda x: function(x).sum())):
+        jax.jit(wanted).trace(EVEN).lower(lowering_platforms=("tpu",))
+        with pytest.raises(UnsupportedError, match=r"'away' is for a TPU, and this call is for cpu\."):
+            wanted(EVEN)
+
+
+def test_residuals_that_only_another_platforms_implementation_leaves_are_an_error_that_says_so():
+    class Leaves(Local):
+        residuals = "the argument"
+
+        def forward(self, call, x, *, params):
+            return x, (x,)
+
+        def backward(self, call, residuals, out, cotangents, x, *, params):
+            return cotangents
+
+    class LeavesConfig(OperationConfig):
+        pass
+
+    class WithBoth(WithLocal, Operation[LeavesConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"local": Leaves(), "away": Away()})
+
+    kernel = WithBoth("both")
+    jax.grad(lambda x: kernel(x).sum())(EVEN)
+    with pytest.raises(KernelError, match=r"gives float32\[6\] on tpu, .* on cpu, which the program was traced for\."):
+        jax.jit(jax.grad(lambda x: kernel(x).sum())).trace(EVEN).lower(lowering_platforms=("tpu",))
 
 
 def test_the_message_has_the_reason_of_everyone_who_was_asked():

@@ -77,10 +77,12 @@ from ejkernel.compat.programs import lowered_text as lowered_text
 from ejkernel.compat.programs import lowering as lowering
 from ejkernel.compat.programs import lowering_names as lowering_names
 from ejkernel.compat.programs import lowering_platforms as lowering_platforms
+from ejkernel.compat.programs import lowers_for_amd as lowers_for_amd
 from ejkernel.compat.programs import not_lowering as not_lowering
 from ejkernel.compat.programs import noting_answers as noting_answers
 from ejkernel.compat.programs import register_lowering as register_lowering
 from ejkernel.compat.programs import set_xla_metadata as set_xla_metadata
+from ejkernel.compat.programs import target_kind as target_kind
 from ejkernel.compat.propagation import SplitOperation as SplitOperation
 from ejkernel.compat.propagation import split_operations as split_operations
 from ejkernel.compat.settings import Numerics as Numerics

@@ -161,15 +161,24 @@ def logical_meshes(ctx: Any) -> list[LogicalMesh]:
     divided by three and then by two are not those that are divided by two and then by three.
     """
     known, count = _axes_by_manual_name(ctx.module_context.axis_context)
-    if len(jax.devices()) < count:
+    devices = _devices_of(ctx.module_context.platforms[0])
+    if len(devices) < count:
         return []
     if known is None:
         orders = itertools.islice(_orders(primes(count)), _MOST_ORDERS)
-        return [_logical([(None, prime) for prime in order]) for order in orders]
+        return [_logical([(None, prime) for prime in order], devices) for order in orders]
     parts: list[tuple[str | None, int]] = []
     for name, size in known:
         parts += [(None, prime) for prime in primes(size)] if name is None else [(name, size)]
-    return [_logical(parts)]
+    return [_logical(parts, devices)]
+
+
+def _devices_of(platform: str) -> Sequence[jax.Device]:
+    """Return this process's devices of the platform that a program is for, the default ones if it has none of these."""
+    try:
+        return jax.devices(platform)
+    except RuntimeError:  # lowered for a platform that this process does not have
+        return jax.devices()
 
 
 def _axes_by_manual_name(context: Any) -> tuple[list[tuple[str | None, int]] | None, int]:
@@ -196,16 +205,16 @@ def _orders(factors: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield from ((first, *others) for others in _orders(rest))
 
 
-def _logical(parts: Sequence[tuple[str | None, int]]) -> LogicalMesh:
+def _logical(parts: Sequence[tuple[str | None, int]], devices: Sequence[jax.Device]) -> LogicalMesh:
     everything = [(name or f"part{index}", size) for index, (name, size) in enumerate(parts)]
     auto = [pair for pair, (name, _) in zip(everything, parts, strict=True) if name is None]
-    return LogicalMesh(_mesh(auto), _mesh(everything) if len(auto) < len(everything) else None)
+    return LogicalMesh(_mesh(auto, devices), _mesh(everything, devices) if len(auto) < len(everything) else None)
 
 
-def _mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
+def _mesh(axes: Sequence[tuple[str, int]], devices: Sequence[jax.Device]) -> Mesh:
     sizes = [size for _, size in axes]
-    devices = np.array(jax.devices()[: math.prod(sizes)])
-    return placeholder(Mesh(devices.reshape(sizes), tuple(name for name, _ in axes)))
+    some = np.array(devices[: math.prod(sizes)])
+    return placeholder(Mesh(some.reshape(sizes), tuple(name for name, _ in axes)))
 
 
 def primes(number: int) -> list[int]:

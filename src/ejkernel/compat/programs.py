@@ -96,6 +96,21 @@ def lowered_platform() -> str | None:
     return _answered(lowered_platform, platforms[0] if len(platforms) == 1 else None)
 
 
+def target_kind() -> str:
+    """Return `gpu`, `tpu` or `cpu`: what the program is being lowered for; outside it, the default backend.
+
+    A kernel whose program must be made anew only where the two differ asks this, rather than `lowered_platform`.
+    """
+    platforms = _platforms.get()
+    name = platforms[0] if len(platforms) == 1 else jax.default_backend()
+    return _answered(target_kind, "gpu" if name in ("cuda", "rocm") else name)
+
+
+def lowers_for_amd() -> bool:
+    """Return whether the program that is being lowered is for an AMD GPU."""
+    return _answered(lowers_for_amd, _platforms.get() == ("rocm",))
+
+
 def is_partitioned() -> bool:
     """Return whether XLA's partitioner spreads the program that is being lowered over several devices.
 

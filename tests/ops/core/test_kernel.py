@@ -86,6 +86,58 @@ def test_a_configuration_may_name_the_form(executor, asked, expected):
     assert forms_in(lowered_for(executor, kernel, "cpu", cfg=Placed(asked))) == [expected]
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_configuration_may_name_a_form_of_another_platform_that_the_program_is_for(executor, plain):
+    kernel = kernel_with("cpu", "triton", "tpu", plain=plain)
+    for platform, asked in (("cuda", "triton"), ("tpu", "tpu")):
+        assert forms_in(lowered_for(executor, kernel, platform, cfg=Placed(asked))) == [asked]
+
+
+@pytest.mark.parametrize("hook", ["heuristic_cfg_tpu", "config_space_tpu"])
+def test_a_kernel_with_configurations_for_another_platform_alone_is_lowered_for_that_one(executor, hook):
+    def found(self, inv):
+        return Placed() if hook.startswith("heuristic") else [Placed()]
+
+    kernel = type("There", (Kernel,), {"run": lambda self, x, *, cfg: x + 1.0, hook: found})()
+    lowered_for(executor, kernel, "tpu")
+    with pytest.raises(NoConfigError):
+        executor(kernel, X)
+
+
+@pytest.mark.parametrize(("forms", "expected"), [(["mosaic_gpu", "triton"], "triton"), (["cuda", "xla"], "xla")])
+def test_what_is_for_nvidias_gpus_alone_is_not_lowered_for_amds(executor, forms, expected):
+    assert forms_in(lowered_for(executor, kernel_with(*forms), "rocm")) == [expected]
+
+
+def test_without_jit_the_hooks_of_the_arrays_platform_run(executor, monkeypatch):
+    # As on a GPU machine, where these arrays are in the CPU's memory.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jax.disable_jit():
+        there = executor(kernel_with("cpu", "triton"), jax.device_put(X, jax.devices("cpu")[0]))
+    np.testing.assert_array_equal(there, X + 101 + FORMS.index("cpu"))
+
+
+def test_what_is_differentiated_within_a_kernel_is_so_for_the_programs_platform(executor):
+    class Prints(Kernel[Placed, jax.Array]):
+        def run_cpu(self, x, *, cfg):
+            jax.debug.print("{}", x[0])  # so that it is differentiated as if it were no call
+            return 2.5 * x
+
+        def run_tpu(self, x, *, cfg):
+            return 3.5 * x
+
+        def heuristic_cfg(self, inv):
+            return Placed()
+
+    class Slope(Prints):
+        run_cpu = run_tpu = lambda self, x, *, cfg: jax.grad(lambda x: executor(prints, x).sum())(x)
+
+    prints = Prints("prints")
+    text = lowered_for(executor, Slope("slope"), "tpu")
+    assert "3.5" in text
+    assert "2.5" not in text
+
+
 def test_a_form_that_is_asked_for_and_missing_is_served_by_the_plain_one(executor):
     assert forms_in(lowered_for(executor, kernel_with("cpu", plain=True), "cpu", cfg=Placed("xla"))) == ["plain"]
 

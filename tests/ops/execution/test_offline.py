@@ -136,6 +136,14 @@ def test_calls_that_were_not_recorded_are_a_warning_that_says_how_to_record(chai
         assert len(ops.autotune_lowered(chain, lowered)) == 0
 
 
+def test_calls_that_were_recorded_for_another_platform_are_a_warning_that_names_it(chain, executor, kernel):
+    with recording():
+        lowered = jax.jit(loss_of(executor, kernel)).trace(X).lower(lowering_platforms=("tpu",))
+    text = r"1 of 1 labelled calls were not recorded for cpu:.*, only for tpu:unknown, and are not tuned"
+    with pytest.warns(OfflineWarning, match=text):
+        assert len(ops.autotune_lowered(chain, lowered)) == 0
+
+
 def test_what_was_recorded_is_tuned_even_if_the_rest_was_not(chain, executor, kernel):
     lowered = jax.jit(loss_of(executor, kernel, Cube())).lower(X)
     record_invocation(kernel, Invocation(kernel=kernel, args=(X,)))

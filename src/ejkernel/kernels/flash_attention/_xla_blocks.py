@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel import compat
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-from ejkernel.ops.utils.fingerprint import platform_kind
 from ejkernel.ops.utils.values.signature import is_known
 
 from .common import AttentionCall, Operands, Rules, accumulator
@@ -33,9 +33,9 @@ def default_blocks(call: AttentionCall) -> tuple[int, int]:
     tokens and a window of 48 on both sides, smaller ones took a third of the time forward, and 0.6 of it backward.
 
     Args:
-        call: The call; of an unknown platform, this process's default backend.
+        call: The call; of an unknown platform, what the program is being lowered for, or the default backend.
     """
-    on_cpu = (call.platform or platform_kind(jax.default_backend())) == "cpu"
+    on_cpu = (call.platform or compat.target_kind()) == "cpu"
     most = (1 << 18 if call.backward else 1 << 19) if on_cpu else 1 << 26
     rows = math.prod(size for size in (call.examples, call.query[0], call.query[2]) if is_known(size))
     q_most, kv_most = _largest_in_window(call.rules)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic
 
 import numpy as np
 
+from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Cost, Out
 from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils import services
@@ -36,6 +37,8 @@ _FORMS = {
     "tpu": ("pallas", "tpu", "xla"),
     "cpu": ("cpu", "xla"),
 }
+PLATFORMS = tuple(_FORMS)
+_FORMS_ON_AMD = ("triton", "gpu", "xla")
 
 
 class Kernel(Noted, Generic[Cfg, Out]):
@@ -134,7 +137,9 @@ class Kernel(Noted, Generic[Cfg, Out]):
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """Return a good configuration without measuring; by default the first candidate."""
-        if not overrides(self, "config_space") and not overrides(self, "candidate_cfgs"):
+        if not overrides(self, _form(self, "config_space", inv.platform, None)) and not overrides(
+            self, "candidate_cfgs"
+        ):
             raise NoConfigError(self.op_id, ("heuristic",))
         with named(self.op_id):
             for first in candidates_of(self, inv):
@@ -359,7 +364,7 @@ def hook(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object = No
 def _form(kernel: Kernel[Cfg, Out], name: str, platform: str, config: object) -> str:
     """Return the name of the form; see `hook`."""
     kind = platform_kind(platform)
-    forms = _FORMS.get(kind, (kind, "xla"))
+    forms = _FORMS_ON_AMD if kind == "gpu" and compat.lowers_for_amd() else _FORMS.get(kind, (kind, "xla"))
     asked = getattr(config, "platform", None)
     if asked is not None and asked != "auto":
         return _asked_form(kernel, name, str(asked), kind, forms)

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic
 
 import jax
@@ -16,12 +16,12 @@ import jax
 from ejkernel import compat
 from ejkernel.ops.core.bucketing import representative_of
 from ejkernel.ops.core.callspec import take_apart, without_defaults
-from ejkernel.ops.core.hooks import Kernel, hook, overrides
+from ejkernel.ops.core.hooks import PLATFORMS, Kernel, hook, overrides
 from ejkernel.ops.core.transformations.autodiff import wiring, with_spec
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
-from ejkernel.ops.errors import ArgumentError, UnstableKeyError
+from ejkernel.ops.errors import ArgumentError, NoConfigError, UnstableKeyError, UnsupportedError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, platform_fingerprint, sharding_fingerprint
 from ejkernel.ops.utils.validation import check_argument
 from ejkernel.ops.utils.values.payloads import key_of
@@ -193,7 +193,9 @@ class Invocation(Generic[Cfg, Out]):
             return self.array_types
         own = [abstract(leaf) for leaf in jax.tree.leaves((self.args, dict(self.kwargs))) if is_array(leaf)]
         # Behind a function, for a heuristic is asked only where residuals or results must be traced.
-        choice = Choice(platform=self.platform, config_for_types=lambda *_: self._heuristic_of_the_forward())
+        choice = Choice(
+            platform=self.platform, config_for_types=lambda *_: (self._heuristic_of_the_forward(), self.platform)
+        )
         return tuple(self.node.argument_types(choice, own))
 
     def _heuristic_of_the_forward(self) -> Any:
@@ -359,6 +361,47 @@ def invocation_of(
         array_types=tuple(abstract(aval) for aval in avals),
         _node=node if node.suffix else node.forward,  # a forward that leaves residuals is tuned as the forward
     )
+
+
+def config_for_types(
+    inv: Invocation[Any, Any], platform: str, choose: Callable[[Invocation[Any, Any]], Any]
+) -> tuple[Any, str]:
+    """Return any configuration under which the call's types can be found, and a platform on which that one runs.
+
+    The program may be lowered for another platform than this process's, and the kernel may have a configuration, or an
+    implementation, or the form that its configuration names, there alone; where nothing runs here, what runs elsewhere
+    will do. If the call is lowered for here, what is said then is what would be said now.
+
+    Args:
+        inv: The call, with the configuration that its caller insists on.
+        platform: The platform to prefer.
+        choose: Returns any configuration for a kernel that has no heuristic.
+
+    Raises:
+        NoConfigError: there is none on any platform; this is the preferred one's reason.
+        UnsupportedError: likewise.
+    """
+    refused: list[Exception] = []
+    for each in dict.fromkeys((platform, *PLATFORMS)):
+        # For a platform, not for the device that is here: the program may be lowered for another.
+        there = dataclasses.replace(inv, device=platform_fingerprint(each))
+        try:
+            config = _config_on(there, each, choose)
+            hook(inv.node.spec.kernel, "run", each, config)  # is there a form of it?
+        except (NoConfigError, UnsupportedError) as error:
+            refused.append(error)
+        else:
+            return config, each
+    raise refused[0]
+
+
+def _config_on(inv: Invocation[Any, Any], platform: str, choose: Callable[[Invocation[Any, Any]], Any]) -> Any:
+    if inv.override_cfg is not None:
+        return inv.override_cfg
+    try:
+        return hook(inv.node.spec.kernel, "heuristic_cfg", platform)(inv)
+    except NoConfigError:
+        return choose(inv)
 
 
 def _example(aval: HasType, axis: int | None) -> jax.ShapeDtypeStruct:

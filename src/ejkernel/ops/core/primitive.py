@@ -18,15 +18,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ejkernel import compat
 from ejkernel.ops.core.context import Settings, settings_in_force
-from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, hook, overrides, platform_to_trace_for
-from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, overrides, platform_to_trace_for
+from ejkernel.ops.core.invocation import Invocation, config_for_types
 from ejkernel.ops.core.sharding.lowering import Part, SplitCall, explicit_split, lower_split
 from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact, zero_tangent
-from ejkernel.ops.errors import ArgumentError, GradientError, NoConfigError
-from ejkernel.ops.utils.fingerprint import platform_fingerprint, platform_kind
+from ejkernel.ops.errors import ArgumentError, GradientError
+from ejkernel.ops.utils.fingerprint import default_device, platform_kind, platform_of
 from ejkernel.ops.utils.values.identity import Held, Strong, held_weakly
 from ejkernel.ops.utils.values.signature import HasType, abstract_tree
 from ejkernel.ops.utils.weak_caches import Bounded, PerObject
@@ -137,6 +137,7 @@ class _Found:
 
     trees: list[Any] = dataclasses.field(default_factory=list)
     config: Any = None
+    platform: str = ""
     answers: compat.Answers = dataclasses.field(default_factory=dict)
 
 
@@ -218,15 +219,19 @@ class _Traces:
         return Types(
             jaxpr=jaxpr,
             effects=compat.outer_effects(jaxpr),
-            platform=self.platform,
+            platform=found.platform or self.platform,
             avals=jaxpr.out_avals,
             found=found,
         )
 
     def _typed(self, found: _Found, *arrays: jax.Array) -> tuple[Any, ...]:
-        def pick(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
-            found.config = _config_for_types(self.call, self.platform, args, kwargs)
-            return found.config
+        def pick(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, str]:
+            call, (args, kwargs) = self.call, abstract_tree((args, kwargs))
+            insisted = None if call.override is None else call.override.config
+            spec = call.node.spec
+            inv = Invocation(kernel=spec.kernel, args=args, kwargs=kwargs, method=spec.method, override_cfg=insisted)
+            found.config, found.platform = config_for_types(inv, self.platform, call.host.choose_for_types)
+            return found.config, found.platform
 
         def as_call(node: Node) -> Callable[..., Any]:
             return functools.partial(call_p.bind, call=dataclasses.replace(self.call, node=node, linear=0))
@@ -272,21 +277,6 @@ def _closed_over(call: Call, avals: Sequence[HasType]) -> ArgumentError:
     )
 
 
-def _config_for_types(call: Call, platform: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
-    if call.override is not None:
-        return call.override.config
-    kernel = call.node.spec.kernel
-    args, kwargs = abstract_tree((args, kwargs))
-    # For a platform, not for the device that is here: the program may be lowered for another.
-    inv = Invocation(
-        kernel=kernel, args=args, kwargs=kwargs, method=call.node.spec.method, device=platform_fingerprint(platform)
-    )
-    try:
-        return hook(kernel, "heuristic_cfg", platform)(inv)
-    except NoConfigError:
-        return call.host.choose_for_types(inv)
-
-
 def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]:
     types = types_of(call, avals)
     return types.avals, types.effects
@@ -294,7 +284,7 @@ def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]
 
 def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
     if compat.jit_disabled() or compat.looks_for_nans():  # a jitted function would come back here for ever
-        return _compute(call, jax.default_backend(), *arrays)
+        return _compute(call, platform_of(arrays), *arrays)
     # Calls under an eager `vmap` or gradient get here. The number forgets what was compiled when an answer that was
     # given before no longer holds.
     compiled, key = _eager.of(call.node.spec.kernel), (call.weak, call.host.generation)
@@ -379,7 +369,7 @@ def _axes_of(call: Call, avals: Sequence[HasType]) -> set[Any]:
     # The trace that gives a linear call's types leaves its computation out.
     own = avals[node.lead : node.lead + node.spec.num_arrays]
     forward = types_of(dataclasses.replace(call, node=node.forward, linear=0), own)
-    with call.settings.entered():
+    with call.settings.entered(), compat.not_lowering():  # as the types were found, whose configuration this is
         whole = compat.traced(jax.jit(node.flat(Choice(config=forward.config, platform=forward.platform))), avals)
     return compat.named_axes(forward.effects) | compat.named_axes(compat.outer_effects(whole))
 
@@ -435,8 +425,10 @@ def _through(
     """Differentiate the call as if the primitive were not there: computed anew, effects would happen twice."""
     given = iter(tangents)
     all_tangents = [next(given) if has else zero_tangent(p) for p, has in zip(primals, wrt, strict=True)]
+    # Inside a kernel that is being lowered the platform is known; elsewhere it is taken to be the default one.
+    platform = compat.lowered_platform() or default_device().platform
     with call.settings.entered():
-        compute = functools.partial(_compute, call, jax.default_backend())
+        compute = functools.partial(_compute, call, platform)
         out, found = jax.jvp(lambda *arrays: tuple(compute(*arrays)), tuple(primals), tuple(all_tangents))
     pairs = zip(out, found, strict=True)
     return list(out), [compat.zero_for(v) if compat.is_zero_tangent(t) else t for v, t in pairs]

@@ -25,6 +25,7 @@ from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import AgreementError, CacheWarning, KernelError, NoConfigError, SerializationError
 from ejkernel.ops.registry import record_invocation
+from ejkernel.ops.utils.fingerprint import platform_kind
 from ejkernel.ops.utils.meta import label, stamp
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.values.signature import HasType
@@ -62,7 +63,7 @@ class ResolvedCall:
         # For profiles alone: JAX's compilation cache may bring back another program's debug names, so no label is one.
         with jax.named_scope(self.scope):
             resolution, out = self._computed(arrays)
-        _check_types(self.inv, resolution, self.expected, out)
+        _check_types(self, resolution, arrays, out)
         if self._told is None:
             return tuple(out)
         stamped, found = stamp(out, arrays, *self._told)
@@ -209,15 +210,13 @@ def _does_not_fit(inv: Invocation[Cfg, Out], resolution: Resolution[Any]) -> Ker
 
 
 def _check_types(
-    inv: Invocation[Cfg, Out],
-    resolution: Resolution[Any],
-    expected: Sequence[HasType] | None,
-    out: Sequence[Any],
+    resolved: ResolvedCall, resolution: Resolution[Any], arrays: Sequence[jax.Array], out: Sequence[Any]
 ) -> None:
-    """Raise if the results are not what the call was traced with: then shapes depend on the configuration.
+    """Raise if the results are not what the call was traced with: shapes depend on the configuration, or the platform.
 
     Otherwise MLIR's verifier would, and it names neither kernel nor configuration.
     """
+    inv, expected = resolved.inv, resolved.expected
     if expected is None:
         return
     want = [(tuple(aval.shape), aval.dtype) for aval in expected]
@@ -225,11 +224,19 @@ def _check_types(
     if want != got:
         keeps = inv.kernel is not None and inv.kernel.keeps_residuals
         kept = " With keeps_residuals=True what is kept for the backward is among them." if keeps else ""
+        here, there = _platforms_named(resolved, arrays)
         raise KernelError(
             f"{inv.op_id}: results must have the same shapes and dtypes under every configuration; "
-            f"{resolution.config!r} (from {resolution.source}) gives {_shown(got)}, the heuristic gives {_shown(want)}."
-            f"{kept}"
+            f"{resolution.config!r} (from {resolution.source}) gives {_shown(got)}{here}, the heuristic gives "
+            f"{_shown(want)}{there}.{kept}"
         )
+
+
+def _platforms_named(resolved: ResolvedCall, arrays: Sequence[jax.Array]) -> tuple[str, str]:
+    """Return, for a message, what a call is lowered for and what its types are of; nothing where that is the same."""
+    types, here = known_types(resolved.call, [jax.typeof(array) for array in arrays]), resolved.inv.platform
+    there = here if types is None else platform_kind(types.platform)
+    return ("", "") if here == there else (f" on {here}", f" on {there}, which the program was traced for")
 
 
 def _shown(types: Sequence[tuple[tuple[int, ...], object]]) -> str:

@@ -30,7 +30,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
-from ejkernel.ops.execution.program_text import calls_in_text
+from ejkernel.ops.execution.program_text import ProgramCalls, calls_in_text
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
@@ -70,12 +70,7 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
     )
     program = calls_in_text(compat.lowered_text(lowered), recorded=get_invocations(device_fingerprint()))
     if program.bare:
-        text = (
-            f"{len(program.bare)} of {program.labels} labelled calls were not recorded, and are not tuned "
-            f"({', '.join(program.bare[:3])}{', ...' if len(program.bare) > 3 else ''}); lower the program with "
-            "EJKERNEL_OPS_RECORD=1 or inside `with ejkernel.ops.recording():`, or with EJKERNEL_OPS_STAMP=json."
-        )
-        warnings.warn(text, OfflineWarning, stacklevel=2)
+        warnings.warn(_why_bare(program), OfflineWarning, stacklevel=2)
     for reason in program.why_refused():
         warnings.warn(f"not tuned, because it cannot be rebuilt: {reason}", OfflineWarning, stacklevel=2)
     local = local_calls(lowered)
@@ -86,6 +81,28 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
         )
         warnings.warn(text, OfflineWarning, stacklevel=2)
     return tune_invocations(_chain(selector), {inv.key: inv for inv in (*program.calls, *local)}.values())
+
+
+def _why_bare(program: ProgramCalls) -> str:
+    """Return what is said of labels that name no call which was recorded on this device."""
+    names = {label.rpartition("#")[2] for label in program.bare}
+    elsewhere = sorted(
+        device
+        for device, recorded in get_invocations().items()
+        if any(f"{op}:{key}" in names for op, calls in recorded.items() for key in calls)
+    )
+    # A program that was lowered for another platform had its calls recorded for that one.
+    where = f" for {device_fingerprint()}, only for {', '.join(elsewhere)}" if elsewhere else ""
+    how = (
+        "lower the program for this device, or tune it where there is such a one."
+        if elsewhere
+        else "lower the program with EJKERNEL_OPS_RECORD=1 or inside `with ejkernel.ops.recording():`, or with "
+        "EJKERNEL_OPS_STAMP=json."
+    )
+    return (
+        f"{len(program.bare)} of {program.labels} labelled calls were not recorded{where}, and are not tuned "
+        f"({', '.join(program.bare[:3])}{', ...' if len(program.bare) > 3 else ''}); {how}"
+    )
 
 
 def autotune_recorded(

@@ -7,6 +7,7 @@ import functools
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ def default_device() -> jax.Device:
         return jax.local_devices(backend=chosen)[0]
     device: jax.Device = jax.local_devices()[0] if chosen is None else chosen
     return device
+
+
+def platform_of(arrays: Sequence[Any]) -> str:
+    """Return the platform that JAX computes on for these concrete arrays."""
+    # Of what is committed to no device the default one computes, wherever it lies.
+    committed = next((array for array in arrays if getattr(array, "committed", False)), None)
+    device: jax.Device = default_device() if committed is None else next(iter(committed.devices()))
+    return str(device.platform)
 
 
 def device_kind() -> str:

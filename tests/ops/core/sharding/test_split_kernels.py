@@ -259,6 +259,16 @@ def test_mesh_of_more_devices_than_there_are_keeps_the_whole_call_and_says_so():
     assert {seen[0] for seen in kernel.seen} == {(64, 64)}
 
 
+def test_a_mesh_of_another_platforms_devices_is_of_as_many_as_that_one_has(monkeypatch):
+    of = jax.devices
+    arrays = placed((X, P("a")), (Y, P()))
+    # As on a machine with one GPU, whose program is for several devices of the CPU.
+    monkeypatch.setattr(jax, "devices", lambda backend=None: of(backend) if backend else of()[:1])
+    kernel = Product(_name="product_c")
+    close(jax.jit(kernel)(*arrays), X @ Y)
+    assert {seen[0] for seen in kernel.seen} > {X.shape}
+
+
 @pytest.mark.parametrize("rule", [Product.rule, lambda inv: Product.rule])
 def test_function_under_tune_may_have_a_rule(rule):
     @tune(space={"pieces": [1, 2]}, sharding_rule=rule)

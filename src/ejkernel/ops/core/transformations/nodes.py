@@ -33,7 +33,8 @@ class Choice:
         config: The configuration.
         platform: The platform whose hooks run.
         reference: Use the kernel's `reference` and plain differentiation instead of its hooks.
-        config_for_types: Only types are wanted: a function from `(args, kwargs)` to any valid configuration.
+        config_for_types: Only types are wanted: a function from `(args, kwargs)` to any valid configuration, and the
+            platform whose hooks run with that one.
         as_call: Gives the function that makes a call of its own of a node, where only types are wanted.
         out_tree: Gives the structure of a node's output on such arrays, where it was traced before.
         trees: Where the forward leaves the structure of its output (and residuals), if somebody asks.
@@ -42,7 +43,7 @@ class Choice:
     config: Any = None
     platform: str = "cpu"
     reference: bool = False
-    config_for_types: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+    config_for_types: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, str]] | None = None
     as_call: Callable[[Any], Flat] | None = None
     out_tree: Callable[[Any, Sequence[Any]], Any] | None = None
     trees: list[Any] | None = None
@@ -208,11 +209,13 @@ class Forward:
         kernel = self.spec.kernel
         if choice.reference:
             return kernel.reference(*args, **kwargs)
-        config = choice.config_for_types(args, kwargs) if choice.config_for_types else choice.config
+        if choice.config_for_types:
+            config, platform = choice.config_for_types(args, kwargs)
+            choice = dataclasses.replace(choice, config=config, platform=platform, config_for_types=None)
         if self.residuals and not writes_residual_form(kernel):
-            return self._keeping(dataclasses.replace(choice, config=config, config_for_types=None), args, kwargs)
+            return self._keeping(choice, args, kwargs)
         name = "fwd_with_residuals" if self.residuals else "run"
-        out = hook(kernel, name, choice.platform, config)(*args, cfg=config, **kwargs)
+        out = hook(kernel, name, choice.platform, choice.config)(*args, cfg=choice.config, **kwargs)
         if self.residuals and not (isinstance(out, tuple) and len(out) == 2):
             raise GradientError(f"{kernel.op_id}: fwd_with_residuals must return (out, residuals), got {type(out)}.")
         return out
