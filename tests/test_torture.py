@@ -182,10 +182,10 @@ def test_an_overlay_that_is_not_in_force_is_found(budget, tally, monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
 def test_a_process_that_is_left_behind_is_found_and_ended(budget, tally, monkeypatch):
     monkeypatch.setattr(candidates, "_LEAVE", 0.0)
-    command = ["sh", "-c", "echo; exec sleep 1000"]
-    left = subprocess.Popen(command, env={"PATH": os.environ["PATH"], candidates._MARK: "here"}, stdout=subprocess.PIPE)
-    assert left.stdout is not None
-    left.stdout.readline()  # an environment cannot be read before the program runs
+    # By the shell alone: while a process becomes another program, its environment cannot be read.
+    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    left = subprocess.Popen(["sh", "-c", "echo; read line"], env={candidates._MARK: "here"}, **ends)
+    left.stdout.readline()  # nor before it runs
     candidates._check(budget(1).folder / "none", "here", 3, tally)
     assert [(found.kind, found.number) for found in tally.findings] == [("hang", 3)]
     left.communicate()
