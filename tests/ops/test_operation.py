@@ -145,14 +145,19 @@ def nothing_seen():
     SEEN.clear()
 
 
-class Local(Plain):
-    """Runs where this process's device is, on a CPU."""
-
-    name = "local"
+class OnOnePlatform(Plain):
+    """Runs on the platform that a subclass names as its home."""
 
     def unsupported(self, call):
-        known = call.platform not in (None, "cpu")
-        return f"'local' is for a CPU, and this call is for {call.platform}." if known else None
+        is_elsewhere = call.platform not in (None, self.home)
+        reason = f"{self.name!r} is for a {self.home.upper()}, and this call is for {call.platform}."
+        return reason if is_elsewhere else None
+
+
+class Local(OnOnePlatform):
+    """Runs where this process's device is."""
+
+    name, home = "local", "cpu"
 
 
 class LocalConfig(OperationConfig):
@@ -183,14 +188,10 @@ class Calls(Kernel[int, jax.Array]):
 CALLS = Calls("calls")
 
 
-class Away(Plain):
-    """Runs on a TPU alone, which this process does not have."""
+class Away(OnOnePlatform):
+    """Runs on a device that this process does not have."""
 
-    name = "away"
-
-    def unsupported(self, call):
-        known = call.platform not in (None, "tpu")
-        return f"'away' is for a TPU, and this call is for {call.platform}." if known else None
+    name, home = "away", "tpu"
 
 
 class AwayConfig(OperationConfig):
