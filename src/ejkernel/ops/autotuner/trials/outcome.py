@@ -12,6 +12,7 @@ from ejkernel.ops.autotuner.measure.cases import Case, seconds_on
 from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.race import PROCESSOR
+from ejkernel.ops.autotuner.trials.progress import Progress, SearchState
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
@@ -136,6 +137,9 @@ class Findings:
             for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
         rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
             empty if they do not, or if that could not be known.
+        planned: How many candidates the search is about; `outcomes` may lack those whose turn never came.
+        unconfirmed: Whether it ended before its best candidate was compared with the heuristic.
+        not_saved: Why its configuration is not saved; empty if it is.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -145,6 +149,15 @@ class Findings:
     standing: Standing | None = None
     undecided: bool = False
     rule_fault: str = ""
+    planned: int = 0
+    unconfirmed: bool = False
+    not_saved: str = ""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the search came."""
+        statuses = [outcome.status for outcome in self.outcomes]
+        return Progress.of(statuses, planned=self.planned, unconfirmed=self.unconfirmed)
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -212,8 +225,13 @@ class AutotuneData(Findings):
 
     @property
     def in_a_word(self) -> str:
-        """What the search brought: how many times faster the winner is, or that the heuristic was kept."""
+        """What the search brought: how many times faster the winner is, or that the heuristic was kept.
+
+        The heuristic is kept only if the others were measured; until then the search is not finished.
+        """
         if self.winner is self.heuristic:
+            if self.progress.state != SearchState.COMPLETE:
+                return self.progress.not_finished
             return "undecided" if self.undecided else "kept"
         return ratio(self.speedup)
 
@@ -234,6 +252,7 @@ class AutotuneData(Findings):
             "heuristic": _times(self.heuristic, self.before),
             "speedup": self.speedup,
             "candidates": len(self.outcomes),
+            "search": self.progress.data(),
             "seconds": round(self.seconds, 3),
             "checked": list(self.checked),
             "confidence": None if self.confidence is None else round(self.confidence, 4),
@@ -283,7 +302,9 @@ def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width
     """
     outcomes = search.outcomes
     heuristic = outcomes[0].seconds
-    if winner is outcomes[0]:
+    if winner is outcomes[0] and search.progress.state != SearchState.COMPLETE:
+        found = f"{search.progress.not_finished}{': ' if search.why else ''}{search.why}"
+    elif winner is outcomes[0]:
         found = f"the heuristic stays{': ' if search.why else ''}{search.why}"
     elif heuristic is None or winner.seconds is None:
         found = "the heuristic could not be measured"
@@ -308,6 +329,8 @@ def remarks(search: Findings) -> list[str]:
         lines.append("undecided: the evidence was too little to tell which is the fastest")
     if search.interrupted:
         lines.append("interrupted: this is the best so far")
+    if search.not_saved:
+        lines.append(f"not saved: {search.not_saved}")
     return [*lines, search.rule_fault] if search.rule_fault else lines
 
 
