@@ -17,7 +17,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -299,7 +299,8 @@ class InterruptedSearches(RuleBasedStateMachine):
         assert entry.measured["winner"]["samples"] > 0
         standing, heuristic = entry.measured["standing"], scenario.fates[HEURISTIC]
         if standing is None:
-            assert heuristic.is_wrong or heuristic.fails_when_measured or "silence" in scenario.events.values()
+            deaths = sum(event in ("death", "silence") for event in scenario.events.values())
+            assert heuristic.is_wrong or heuristic.fails_when_measured or deaths > 1
         else:
             assert (standing["rival"], standing["verdict"], standing["alone"]) == (config, "wins", True)
             assert scenario.fates[config].seconds < heuristic.seconds
@@ -323,6 +324,11 @@ class InterruptedSearches(RuleBasedStateMachine):
 
 def test_whatever_ends_a_search_only_a_confirmed_winner_is_saved():
     options = settings(
-        max_examples=60, stateful_step_count=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+        max_examples=40,
+        stateful_step_count=3,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        phases=[Phase.generate],  # the schedules are short, and to shrink one takes minutes
     )
     run_state_machine_as_test(InterruptedSearches, settings=options)

@@ -60,7 +60,7 @@ class Search:
     [
         ("running", [A], [A], []),
         ("compiling", [A], [A], []),
-        ("running", [HEURISTIC], [HEURISTIC], []),  # alone there is nobody else
+        ("running", [HEURISTIC], [], [HEURISTIC]),  # without it no winner can be confirmed: it has a second attempt
         ("running", [HEURISTIC, B], [], [HEURISTIC, B]),  # announced last, while another one kept the lock
         ("running", [B, HEURISTIC], [], [B, HEURISTIC]),
         ("compiling", [A, B], [], [A, B]),
@@ -74,6 +74,13 @@ def test_only_who_was_alone_under_way_is_to_blame(what, accused, crashed, suspec
     search = Search()
     search.journal.attribute_crash("it ended", what, accused)
     assert (search.crashed(), search.suspects()) == (crashed, suspects)
+
+
+def test_the_heuristic_is_out_when_it_was_alone_under_way_twice():
+    search = Search()
+    for _ in range(2):
+        search.journal.attribute_crash("it ended", "running", [HEURISTIC])
+    assert (search.crashed(), search.suspects()) == ([HEURISTIC], [])
 
 
 def test_a_suspect_that_is_alone_the_next_time_is_to_blame_and_the_others_stay_suspects():

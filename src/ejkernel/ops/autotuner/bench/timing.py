@@ -73,7 +73,7 @@ class Timing:
                 # Which the runner does not know: it was compiled long before.
                 seconds = runners[index].compile_seconds
                 runners[index].measurement = dataclasses.replace(measurement, compile_seconds=seconds)
-                runners[index].status = Status.MEASURED
+                runners[index].status, runners[index].is_recalled = Status.MEASURED, False
         return [runners[index] for index in race.ranking()]
 
     def _runner(self, runner: Candidate, index: int, workload: Workload, sets: Sequence[Sequence[Any]]) -> Runner:

@@ -213,7 +213,7 @@ class Journal:
     ) -> None:
         """Find out who was to blame for the end of an attempt.
 
-        One that was alone under way is. Of several any may be: whoever was announced last need not be who keeps the
+        One that was alone under way is; the heuristic only if that happens twice. Of several any may be: whoever was announced last need not be who keeps the
         others from going on, such as by holding the interpreter's lock. The next attempt has each of them alone.
 
         Args:
@@ -229,7 +229,11 @@ class Journal:
         accused = {config_id(config): config for config in accused}
         if len(accused) == 1 and not what.startswith(REFERENCE):
             (culprit,) = accused.values()
-            if is_silence and self._is_short_of_time:
+            is_first = config_id(culprit) == config_id(self._first)
+            if is_first and config_id(culprit) not in self._suspects:
+                # Without the heuristic no winner can be confirmed, and a worker may end for reasons of its own.
+                self.suspect([culprit])
+            elif is_silence and self._is_short_of_time:
                 self.rule_out(culprit, f"the budget left it too little time: {reason}", Status.SKIPPED)
             else:
                 self.rule_out(culprit, reason)

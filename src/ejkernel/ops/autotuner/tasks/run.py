@@ -142,8 +142,8 @@ class TuningRun:
     def _settle_statuses(self) -> None:
         """Have every candidate whose turn did not come be skipped, with the reason."""
         for candidate in self._tried:
-            if candidate.status == Status.READY:  # compiled, and then time was up
-                candidate.status = Status.SKIPPED if candidate.measurement is None else Status.MEASURED
+            if candidate.status == Status.READY and candidate.measurement is None:  # compiled, and then time was up
+                candidate.status = Status.SKIPPED
             is_given_up = config_id(candidate.config) in self._rejected
             if candidate.status == Status.SKIPPED and self._cancellation.is_requested and not is_given_up:
                 candidate.reason = "the search was stopped before its turn"
@@ -288,6 +288,7 @@ class TuningRun:
         if candidate is self._tried[0] or known is None or known.measurement is None or known.status != Status.MEASURED:
             return False
         candidate.take_over(known)
+        candidate.is_recalled = True
         self._preparation.note_spills(candidate.spilled)
         return True
 
@@ -418,7 +419,10 @@ class TuningRun:
     def _after_duel(self, rival: Candidate, checked: tuple[str, ...], standing: Standing | None) -> Decision:
         """Return the rival if it won its race against the heuristic, or if the heuristic has failed."""
         if standing is None:
-            return Decision(rival, checked) if self._tried[0].status in FAULTY else self._stays(None)
+            if rival.is_recalled:  # a winner is measured in the search that names it
+                self._timing.race([rival], Race(1, plan=RacePlan.fixed(self._rounds)), stop=self._must_end_now())
+            has_failed = self._tried[0].status in FAULTY
+            return Decision(rival, checked) if has_failed and not rival.is_recalled else self._stays(None)
         is_confirmed = standing.verdict.wins and standing.verdict.settled
         return Decision(rival, checked, standing) if is_confirmed else self._stays(standing)
 
