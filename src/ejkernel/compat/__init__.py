@@ -96,6 +96,7 @@ from ejkernel.compat.settings import matmul_precision as matmul_precision
 from ejkernel.compat.settings import numerics as numerics
 from ejkernel.compat.settings import numerics_in_force as numerics_in_force
 from ejkernel.compat.settings import settings_name as settings_name
+from ejkernel.compat.settings import silence_failed_callbacks as silence_failed_callbacks
 from ejkernel.compat.settings import x64_enabled as x64_enabled
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive

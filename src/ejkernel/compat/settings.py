@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -97,3 +98,8 @@ def leave_devices_alone() -> None:
 def forget_compilations() -> None:
     """Let JAX neither use nor fill its persistent compilation cache in this process."""
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+def silence_failed_callbacks() -> None:
+    """Have JAX log nothing of callbacks that fail from now on: at its end this process ends them itself."""
+    logging.getLogger("jax._src.callback").disabled = True

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from ejkernel.ops.autotuner.process.endings import raise_in
 from ejkernel.ops.errors import CandidateError
 
 T = TypeVar("T")
@@ -201,6 +202,7 @@ def result_within(
 def _wait_at_exit() -> None:
     """Wait for compilations that were left alone: the interpreter's end would meet them in the middle of C++."""
     end = time.monotonic() + _AT_EXIT
+    raise_in(thread.ident for thread in list(_threads) if thread.is_alive())
     for thread in list(_threads):
         thread.join(max(0.0, end - time.monotonic()))
 

@@ -21,7 +21,7 @@ from ejkernel.ops.autotuner.store.log import StoredSearch as StoredSearch
 from ejkernel.ops.autotuner.store.log import dump, lines_of, load, load_header
 from ejkernel.ops.autotuner.store.similarity import dimensions_of, distance
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
-from ejkernel.ops.autotuner.trials.progress import Progress, SearchState
+from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
@@ -126,10 +126,24 @@ class MeasurementStore:
             if search is not None:
                 yield search
 
-    def progress(self, key: ConfigKey) -> Progress | None:
-        """Return how far the newest search of a call came; `None` if there is none."""
+    def progress(self, key: ConfigKey) -> SearchProgress | None:
+        """Return how far the tuning of a call came, as all commands report it; `None` if no search is known.
+
+        That is the search that led to the call's entry. Without an entry it is the newest one.
+        """
+        entry = self.cache.load(key)
+        if entry is not None:
+            return SearchProgress.stored_in(entry.measured)
         search = next((search for search in self.searches(key.op) if search.key == key), None)
         return None if search is None else search.progress
+
+    def without_entry(self) -> list[StoredSearch]:
+        """Return the newest search of each call that has no entry: it is partial, or it failed."""
+        newest: dict[ConfigKey, StoredSearch] = {}
+        for search in self.searches():
+            if search.key not in newest and self.cache.load(search.key) is None:
+                newest[search.key] = search
+        return list(newest.values())
 
     def unfinished(self, inv: Invocation[Cfg, Out]) -> tuple[Outcome, ...]:
         """Return the candidates that the newest search of a call measured, if it ended early; not the heuristic.

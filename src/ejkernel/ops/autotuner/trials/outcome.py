@@ -12,7 +12,7 @@ from ejkernel.ops.autotuner.measure.cases import Case, seconds_on
 from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.race import PROCESSOR
-from ejkernel.ops.autotuner.trials.progress import Progress, SearchState
+from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
@@ -154,10 +154,10 @@ class Findings:
     not_saved: str = ""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> SearchProgress:
         """How far the search came."""
         statuses = [outcome.status for outcome in self.outcomes]
-        return Progress.of(statuses, planned=self.planned, unconfirmed=self.unconfirmed)
+        return SearchProgress.of(statuses, planned=self.planned, unconfirmed=self.unconfirmed)
 
     @property
     def cases(self) -> tuple[Case, ...]:

@@ -29,7 +29,7 @@ _OPEN: Final = frozenset({Status.SKIPPED, Status.READY, Status.LEFT})  # not mea
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Progress:
+class SearchProgress:
     """How far a search came.
 
     Attributes:
@@ -43,7 +43,7 @@ class Progress:
     candidates: int
 
     @classmethod
-    def of(cls, statuses: Collection[Status | str], *, planned: int = 0, unconfirmed: bool = False) -> Progress:
+    def of(cls, statuses: Collection[Status | str], *, planned: int = 0, unconfirmed: bool = False) -> SearchProgress:
         """Return the progress of a search.
 
         Args:
@@ -59,7 +59,7 @@ class Progress:
         return cls(state, done, candidates)
 
     @classmethod
-    def stored_in(cls, measured: Mapping[str, Any] | None) -> Progress | None:
+    def stored_in(cls, measured: Mapping[str, Any] | None) -> SearchProgress | None:
         """Return the progress that a cache entry tells of; `None` if no search led to the entry."""
         if not measured or "candidates" not in measured:
             return None
