@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -62,7 +61,8 @@ class Interrupted(Kernel[Candidate, jax.Array]):
             raise ValueError("it raises")
         x = jax.lax.fori_loop(0, cfg.repeats, lambda _, x: x + 1e-30 * jnp.sin(x @ x), x)
         if cfg.kind in ("abort", "exit", "never"):
-            return jax.pure_callback(_strike(cfg.kind), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            struck: jax.Array = jax.pure_callback(_strike(cfg.kind), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            return struck
         return x * 1.01 if cfg.kind == "wrong" else x
 
     def reference(self, x: jax.Array, *, number: int) -> jax.Array:

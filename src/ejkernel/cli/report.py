@@ -130,7 +130,9 @@ def candidates(tuned: AutotuneData) -> str:
     header = ("", "configuration", "status", time, "spread", "compiled in", "reason")
     title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {arguments(tuned.inv.description)}")
     is_complete = tuned.progress.state == SearchState.COMPLETE
-    kept = [f"{'the heuristic stays' if is_complete else tuned.progress.not_finished}: {tuned.why}"] if tuned.why else []
+    kept = (
+        [f"{'the heuristic stays' if is_complete else tuned.progress.not_finished}: {tuned.why}"] if tuned.why else []
+    )
     told = map(printable_lines, (*kept, *remarks(tuned)))
     return "\n".join([title + _achieved(tuned), *told, table(header, rows, "compiled in", "spread")])
 

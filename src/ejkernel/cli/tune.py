@@ -172,7 +172,7 @@ def _tune_found(
             f"{len(result)} of {counted(sum(map(len, todo)), 'call')} tuned in {seconds:.1f} s, saved in {store.path}",
             soft_wrap=True,
         )
-    found.settle(lambda inv: _known(chain, inv, options.budget))
+    found.settle(lambda inv: _known(chain, inv))
     _print_counts(found, console)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")

@@ -15,9 +15,9 @@ import pytest
 from tests.ops.faulty_kernels import BEST, SHAPE, Fault, Faulty, failing_on_device, plain, spill, spilling
 
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
-from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 from ejkernel.ops.autotuner.compile.processes import CompileProcesses, compile_processes, compiler_for
 from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy

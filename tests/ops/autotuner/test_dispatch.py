@@ -38,9 +38,7 @@ OUTCOMES = tuple(
     for config, seconds in ((HEURISTIC, 2.0), (BEST, 1.0))
 )
 STANDING = Standing(BEST, compare((1.0,) * 8, (2.0,) * 8), alone=True)
-FOUND = AutotuneData(
-    inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, checked=("outputs",), standing=STANDING
-)
+FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, checked=("outputs",), standing=STANDING)
 THERE = Location("elsewhere", 7)
 
 

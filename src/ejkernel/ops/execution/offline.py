@@ -151,7 +151,8 @@ def tune_invocations(
 ) -> AutotuningResult:
     """Tune each call, forwards before what is derived of them, and let the chain remember the answers.
 
-    A call of which no candidate can be measured is a `TuningWarning`, and has no entry in the result. Ctrl-C ends the
+    A call of which no candidate can be measured is a `TuningWarning`, and has no entry in the result. A call whose
+    search had to end before its winner was confirmed has no entry either. Ctrl-C ends the
     search under way; the best so far is remembered, and then the interrupt is raised.
 
     Args:
@@ -197,7 +198,8 @@ def tune_together(
             if isinstance(data, BaseException):
                 raise data
             for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
-                entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
+                if not getattr(data, "not_saved", ""):  # a tuner of the user's own may return something else
+                    entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
                 searches.append(found)
     device = sets[0][0].inv.device_fingerprint if sets else device_fingerprint()
     return AutotuningResult(device, tuple(entries), tuple(searches))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.process.endings import of_callbacks, raise_in
+from ejkernel.ops.autotuner.process.signals import of_callbacks, raise_in
 from ejkernel.ops.core.context import at_search_depth, current_scope, entered, search_depth
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from ejkernel.ops.autotuner.measure.duels import MARGIN, Verdict, compare
 from ejkernel.ops.autotuner.measure.race import CLOCK, PROCESSOR
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Standing
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.utils.formatting import counted
 
 _FINALISTS = 7  # the best of a search that are measured again, beside the heuristic
 _HOPELESS = 1.25  # times the heuristic's time that a candidate takes for which it is not measured again
@@ -92,3 +96,10 @@ def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return those that were measured."""
     measured = [candidate for candidate in candidates if candidate.measurement is not None]
     return sorted(measured, key=lambda c: c.measurement.median if c.measurement else math.inf)
+
+
+def nobody_left(inv: Invocation[Cfg, Out], tried: Sequence[Candidate]) -> str:
+    """Return why a search has no winner: the candidates' reasons, the most frequent first."""
+    reasons = collections.Counter(candidate.reason for candidate in tried)
+    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+    return f"{inv.op_id}: none of {counted(len(tried), 'candidate')} could be measured: {listed}"

@@ -208,13 +208,12 @@ class Journal:
         outcome = self._known.get(config_id(config))
         return outcome is not None and outcome.status == Status.MEASURED
 
-    def attribute_crash(
-        self, reason: str, what: str, accused: Iterable[object], *, is_silence: bool = False
-    ) -> None:
+    def attribute_crash(self, reason: str, what: str, accused: Iterable[object], *, is_silence: bool = False) -> None:
         """Find out who was to blame for the end of an attempt.
 
-        One that was alone under way is; the heuristic only if that happens twice. Of several any may be: whoever was announced last need not be who keeps the
-        others from going on, such as by holding the interpreter's lock. The next attempt has each of them alone.
+        One that was alone under way is; the heuristic only if that happens twice. Of several any may be: the one that
+        was announced last need not be the one that keeps the others from going on, such as by holding the interpreter's
+        lock. The next attempt has each of them alone.
 
         Args:
             reason: How it ended.

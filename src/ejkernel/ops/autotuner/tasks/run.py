@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -33,6 +32,7 @@ from ejkernel.ops.autotuner.tasks.decisions import (
     faster_than,
     fastest_first,
     finalists,
+    nobody_left,
     why_it_stays,
 )
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
@@ -42,12 +42,9 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Standing
 from ejkernel.ops.autotuner.trials.status import FAULTY, REJECTED, Status
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.examples import why_not_finite
-from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
-from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.validation import named
 
 if TYPE_CHECKING:
@@ -411,7 +408,7 @@ class TuningRun:
             if are_measured(rival):
                 return self._after_duel(rival, checked, standing)
             self._race(self._tried, self._plan)  # some were dropped for being slower than that one
-        text = _nobody_left(self.task.inv, self._tried)
+        text = nobody_left(self.task.inv, self._tried)
         if any(NOT_FINITE in candidate.reason for candidate in self._tried):
             text = f"{text}; {why_not_finite(self.task.kernel, self.task.inputs)}"
         raise TuningError(text)
@@ -496,9 +493,3 @@ def _release_losers(tried: Sequence[Candidate]) -> None:
     for candidate in tried:
         if id(candidate) not in kept:
             candidate.compiled = None
-
-
-def _nobody_left(inv: Invocation[Cfg, Out], tried: Sequence[Candidate]) -> str:
-    reasons = collections.Counter(candidate.reason for candidate in tried)
-    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    return f"{inv.op_id}: none of {counted(len(tried), 'candidate')} could be measured: {listed}"
