@@ -8,29 +8,36 @@ its file gone, and writes it again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+from ejkernel.ops.config._files import check_inside
+from ejkernel.ops.config._locks import exclusive, shared
 from ejkernel.ops.utils.printable import printable
 
 logger = logging.getLogger(__name__)
 
 LEFT_OVER: Final = 3600.0  # seconds after which a file beside its place is nobody's: to write one takes milliseconds
 
-_BESIDE: Final = re.compile(r"\..*\.\d+-[0-9a-f]{8}\.tmp")
+_BESIDE: Final = re.compile(r"\..*\.(\d+)-[0-9a-f]{8}\.tmp")
 _NO_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # what a file system says that has no such thing
 _NO_FOLDER_SYNC: Final = (*_NO_SYNC, errno.EACCES, errno.EPERM, errno.EISDIR)  # one may write where one may not read
+
+_ATTEMPTS: Final = 8  # of a write, while `ejkernel cache clear` removes empty folders
 
 _tidied: set[str] = set()  # folders that this process has looked through for what others left
 
 
-def write_file(file: Path, text: str, *, durable: bool = True) -> None:
+def write_file(file: Path, text: str, *, durable: bool = True, root: Path | None = None) -> None:
     """Write a file beside its place and rename it into it, so that readers see the old text or the new one, whole.
 
     The first time that this process writes into a folder, it removes what processes that ended half-way left there.
@@ -39,34 +46,70 @@ def write_file(file: Path, text: str, *, durable: bool = True) -> None:
         file: The file; folders are made.
         text: What it is to hold.
         durable: Whether to return only when it would survive the end of the machine, where the file system can do that.
+        root: The cache folder, if the file is one of a cache: no folder between the two may be a link, and no command
+            removes the file unseen (see `_locks`).
 
     Raises:
         OSError: it cannot be written; what was there before is there still.
     """
     raw = text.encode()
-    write_chunks(file, lambda: (raw,), durable=durable)
+    write_chunks(file, lambda: (raw,), durable=durable, root=root)
 
 
-def write_chunks(file: Path, chunks: Callable[[], Iterable[bytes]], *, durable: bool = True) -> None:
+def write_chunks(
+    file: Path, chunks: Callable[[], Iterable[bytes]], *, durable: bool = True, root: Path | None = None
+) -> None:
     """Write a file as `write_file` does, of chunks: what is large need not be in memory whole.
 
     Args:
         file: The file; folders are made.
         chunks: Yields what it is to hold; called again where the first attempt has lost its place.
         durable: See `write_file`.
+        root: See `write_file`.
 
     Raises:
         OSError: it cannot be written; what was there before is there still.
     """
-    try:
-        modified = _written(file, chunks(), durable)
-    except FileNotFoundError:
-        # the folder was removed; or this process stood still for so long that another one took its file for left over
-        modified = _written(file, chunks(), durable)
+    placing = contextlib.nullcontext if root is None else functools.partial(shared, root)
+    modified = _retried(lambda: _written({file: chunks}, root, placing, durable=durable))
     # By who writes there, since who reads may not be allowed to remove; once, for it lists the folder.
     if (folder := str(file.parent)) not in _tidied:
         _tidied.add(folder)
         remove_left_over(file.parent, modified)
+
+
+def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], object]) -> None:
+    """Write files of a cache, all of them or none, if what is there still is what was judged.
+
+    Args:
+        texts: What each file is to hold.
+        root: The cache folder.
+        check: Called under the exclusive lock, before the files are renamed into place; raises if something changed.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+
+    @contextlib.contextmanager
+    def placing() -> Iterator[None]:
+        with exclusive(root):
+            check()
+            yield
+
+    raw = {file: (text.encode(),) for file, text in texts.items()}
+    chunks = {file: (lambda parts=parts: parts) for file, parts in raw.items()}
+    _retried(lambda: _written(chunks, root, placing, durable=True))
+
+
+def _retried(write: Callable[[], float]) -> float:
+    """Write again where the folder was removed, or the file beside its place.
+
+    Another process takes the file for left over if this one stood still for long.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(FileNotFoundError):
+            return write()
+    return write()
 
 
 def remove_left_over(folder: Path, now: float) -> int:
@@ -84,6 +127,20 @@ def remove_left_over(folder: Path, now: float) -> int:
     return sum(_removed(file, now) for file in left)
 
 
+def is_being_written(name: str) -> bool:
+    """Return whether a file's name is that of a write by a process that runs on this machine."""
+    match = _BESIDE.fullmatch(name)
+    if match is None or os.name != "posix":
+        return match is not None
+    try:
+        os.kill(int(match[1]), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 def _removed(file: Path, now: float) -> bool:
     try:
         if now - file.lstat().st_mtime <= LEFT_OVER:
@@ -97,8 +154,39 @@ def _removed(file: Path, now: float) -> bool:
     return True
 
 
-def _written(file: Path, chunks: Iterable[bytes], durable: bool) -> float:
-    """Write a file, and return when it was written, by the clock of the file system."""
+class _Ready(NamedTuple):
+    """A file that was written beside its place."""
+
+    beside: Path
+    file: Path
+    modified: float  # by the clock of the file system
+    folders: list[Path]  # those in which a new name appeared, or will
+
+
+def _written(
+    files: Mapping[Path, Callable[[], Iterable[bytes]]],
+    root: Path | None,
+    placing: Callable[[], AbstractContextManager[object]],
+    *,
+    durable: bool,
+) -> float:
+    """Write files, rename them into place in the block of `placing`, and return when the last one was written."""
+    with contextlib.ExitStack() as stack:
+        ready = [stack.enter_context(_beside(file, chunks(), root, durable)) for file, chunks in files.items()]
+        with placing():
+            for each in ready:
+                os.replace(each.beside, each.file)  # atomic on one file system
+    # The renaming is kept when the folder is; a new folder's own name is in the folder above.
+    for folder in dict.fromkeys(folder for each in ready for folder in each.folders) if durable else ():
+        _sync_folder(folder)
+    return ready[-1].modified
+
+
+@contextlib.contextmanager
+def _beside(file: Path, chunks: Iterable[bytes], root: Path | None, durable: bool) -> Iterator[_Ready]:
+    """Write a file beside its place, for the `with` block, which renames it."""
+    if root is not None:
+        check_inside(root, file)
     new = _made(file.parent)
     # not tempfile: its files are for their owner alone, and a folder may be shared by a group
     beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -109,14 +197,10 @@ def _written(file: Path, chunks: Iterable[bytes], durable: bool) -> float:
             if durable:
                 _sync(stream.fileno(), _NO_SYNC)
             modified = os.fstat(stream.fileno()).st_mtime
-        os.replace(beside, file)  # atomic on one file system
+        yield _Ready(beside, file, modified, [file.parent, *new])
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    # The renaming is kept when the folder is; a new folder's own name is in the folder above.
-    for folder in (file.parent, *new) if durable else ():
-        _sync_folder(folder)
-    return modified
 
 
 def _made(folder: Path) -> list[Path]:
