@@ -15,9 +15,11 @@ import functools
 import importlib.util
 import inspect
 import json
+import os
 import pickle
 import random
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -351,6 +353,48 @@ def test_a_file_is_read_without_the_working_directory(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", ["elsewhere"])
         assert Source.of(target, imports).names_modules is looks
         assert (sys.path != ["elsewhere"]) is looks
+
+
+# Modules that Python, `multiprocessing` and JAX import; each leaves a mark when it runs.
+TAKEN = ("multiprocessing", "threading", "functools", "json", "logging", "socket", "selectors", "numpy", "jax")
+COMMAND = """
+import sys
+from ejkernel.cli import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+TRAIN = """
+import jax, jax.numpy as jnp
+from ejkernel.ops import tune
+
+@tune(space={"rows": [1, 2]})
+def kernel(x, *, rows=1):
+    return x * 2
+
+def step():
+    return kernel, (jax.ShapeDtypeStruct((8,), jnp.float32),)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["program.mlir", "train:step"])
+def test_no_process_runs_what_only_has_the_name_of_a_module(tmp_path, target):
+    """Neither the command, nor its workers, nor their processes that compile, nor Python's own helper."""
+    folder, command = tmp_path / "here", tmp_path / "bin" / "command.py"
+    folder.mkdir()
+    for name in TAKEN:
+        (folder / f"{name}.py").write_text(f"open(r'{tmp_path}/mark-{name}', 'w').close()")
+    command.parent.mkdir()
+    command.write_text(COMMAND)
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "program.mlir").write_text("module @jit_f {\n}\n")
+    env = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SOURCE.parent)}
+    arguments = ["--compile-processes", "1"] if ":" in target else ["--dry-run"]
+    command_line = [sys.executable, str(command), "tune", target, "--cache", str(tmp_path / "cache"), *arguments]
+    done = subprocess.run(command_line, cwd=folder, env=env, check=False, capture_output=True, text=True)
+    assert [file.name for file in tmp_path.glob("mark-*")] == []
+    assert (done.returncode, "Traceback" in done.stderr) == (0 if ":" in target else 1, False), done.stderr
+    assert len(list((tmp_path / "cache").rglob("*.json"))) == (":" in target)
 
 
 def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():

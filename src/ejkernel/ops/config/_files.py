@@ -32,7 +32,7 @@ _NOT_IN_PATHS: Final = re.compile(r"[^a-z0-9._-]+")
 # Without waiting, and without making a terminal this process's: what lies in a file's place may be a device.
 _READ: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _NO_LINK: Final = getattr(os, "O_NOFOLLOW", 0)
-_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://.*", re.IGNORECASE | re.DOTALL)
+_URL: Final = re.compile(r"([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://.*", re.IGNORECASE | re.DOTALL)
 _NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
 
 _quoted: Final = json.encoder.encode_basestring_ascii

@@ -5,9 +5,9 @@ A command such as `ejkernel cache prune` reads an entry, decides, and removes it
 and no system call removes a file only if it is unchanged. So a put renames its file into place under a shared lock, and
 a command compares the file with the one that it judged, and removes or replaces it, under the exclusive lock.
 
-The lock is `flock` on the folder itself, held for one rename or one removal. The kernel releases it when a process ends,
-however it ends. Readers take no lock. On a network file system the lock may not reach other machines; there a removal
-renames the file aside, compares it once more, and puts it back if it is another one.
+The lock is `flock` on the folder itself, held for one rename or one removal. The kernel releases it when a process
+ends, however it ends. Readers take no lock. On a network file system the lock may not reach other machines; there a
+removal renames the file aside, compares it once more, and puts it back if it is another one.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import os
 import queue
@@ -11,9 +12,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker, spawn, util
 from typing import Any
+
+from ejkernel.ops.utils import module_path
 
 _LOOK = 1.0  # seconds between two looks at whether the parent is there
 _PR_SET_PDEATHSIG = 1
@@ -61,14 +64,38 @@ class _Starter:
         while True:
             start, future = self._asked.get()
             try:
-                resource_tracker.ensure_running()  # some versions of Python unblock Ctrl-C when they start it
-                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-                start()
+                with _safe_path():
+                    resource_tracker.ensure_running()  # some versions of Python unblock Ctrl-C when they start it
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+                    start()
             except BaseException as error:  # noqa: BLE001 - whoever asked decides
                 future.set_exception(error)
             else:
                 future.set_result(None)
             del start, future  # or they would live until somebody asks again
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Start Python processes inside the `with` block so that they import nothing of the user's folders to start.
+
+    `multiprocessing` starts them with `python -c`, which looks for modules in the working directory first, until the
+    child has the path of this process: a `threading.py` there would run. With `-P` it does not look there.
+    """
+    flags, prepared = util._args_from_interpreter_flags, spawn.get_preparation_data  # type: ignore[attr-defined]
+
+    def with_users_last(name: str) -> dict[str, Any]:
+        data = prepared(name)
+        return data | {"sys_path": module_path.with_users_last(data["sys_path"])}
+
+    # Neither has a public way; both are read where a process is started.
+    util._args_from_interpreter_flags = lambda: [*flags(), "-P"]  # type: ignore[attr-defined]
+    spawn.get_preparation_data = with_users_last
+    try:
+        yield
+    finally:
+        util._args_from_interpreter_flags = flags  # type: ignore[attr-defined]
+        spawn.get_preparation_data = prepared
 
 
 _starters: dict[int, _Starter] = {}

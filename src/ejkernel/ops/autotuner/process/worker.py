@@ -54,6 +54,7 @@ from ejkernel.ops.autotuner.process.serve import pickled as pickled
 from ejkernel.ops.autotuner.process.serve import reports as reports
 from ejkernel.ops.autotuner.process.signals import interrupts_held_back
 from ejkernel.ops.errors import DeviceLostError, TuningError
+from ejkernel.ops.utils import module_path
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -130,7 +131,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", SHARED)
         pipe, other = context.Pipe()
-        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid())
+        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid(), module_path.state())
         self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
         start_process(self._process.start)
         other.close()
@@ -343,8 +344,16 @@ class _OwnDeadline:
         return math.inf
 
 
-def _serve(pipe: Connection, pulse: MutableSequence[int], environ: dict[str, str], leads: bool, parent: int) -> None:
+def _serve(
+    pipe: Connection,
+    pulse: MutableSequence[int],
+    environ: dict[str, str],
+    leads: bool,
+    parent: int,
+    modules: tuple[list[str], list[str]],
+) -> None:
     """Be a worker."""
+    module_path.restore(modules)
     begin_serving(pipe, pulse, environ, leads, parent)
     with worker_session():
         serve()

@@ -30,7 +30,6 @@ from ejkernel.ops.config.shared.packs import line_of, packed
 from ejkernel.ops.config.shared.stores import Store, shown
 from ejkernel.ops.errors import ConfigError
 
-
 _PLANS: Final = 5  # for calls that other processes save meanwhile
 
 
