@@ -296,7 +296,7 @@ def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_
             removed += [item] * is_gone
             changed += not is_gone
     if changed:
-        click.echo(f"{counted(changed, 'file')} stayed: another process has written them since.", err=True)
+        click.echo(f"{counted(changed, 'file')} stayed: replaced by another process meanwhile.", err=True)
     if as_json:
         report.echo_json(
             {
