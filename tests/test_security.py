@@ -77,7 +77,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store import log
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
-from ejkernel.ops.autotuner.trials.programs import Program
+from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import entries
 from ejkernel.ops.config.agreement import agreement
@@ -87,8 +87,9 @@ from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.core.declared_names import decode_config, names_of
 from ejkernel.ops.core.description import rebuild
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, CandidateError
 from ejkernel.ops.execution.program_text import calls_in_text
+from ejkernel.ops.utils.storage.sealed import digest_of
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
 from ejkernel.ops.utils.values.signature import JAX_MODULES, describe
@@ -445,6 +446,26 @@ def test_an_entry_of_a_type_that_was_not_registered_is_a_warned_miss(tmp_path, m
     assert cache.get(KEY, Config) == Config(2)
 
 
+def test_a_link_in_a_cache_leads_nowhere(tmp_path):
+    """`tests/ops/config/test_locks.py` and `tests/cli/test_cache.py` have each kind of link."""
+    there, here = (PersistentCache(tmp_path / name, shipped=False) for name in ("there", "here"))
+    there.put(KEY, Config(1))
+    here.path.mkdir()
+    (here.path / "cpu").symlink_to(there.path / "cpu")
+    with pytest.warns(CacheWarning, match="this folder is a link"):
+        assert here.get(KEY, Config) is None
+    with pytest.warns(CacheWarning, match="this folder is a link"):
+        here.put(KEY, Config(2))
+    assert there.get(KEY, Config) == Config(1)
+
+
+@pytest.mark.parametrize("url", ["reference://team", "zip://team", "reference://::s3://team/refs.json"])
+def test_a_url_has_one_of_a_few_protocols(url, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)  # nothing of it is imported
+    with pytest.raises(ConfigError, match="allowed are file, "):
+        Store(url).sizes()
+
+
 class Bucket:
     """What fsspec would make of a place that somebody hostile writes to."""
 
@@ -560,6 +581,13 @@ def test_reading_a_bundle_runs_none_of_it(tmp_path, monkeypatch):
     folder = tmp_path / "bundle"
     compile_bundle([Invocation(kernel=takes, args=(X,))], Target.named("here"), folder)
     assert len(calls_in_bundle(folder).calls) == 1
+
+
+def test_a_program_that_is_a_link_is_not_read(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(b"code")
+    (tmp_path / "000-0000.bin").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CandidateError, match="a link, which is not followed"):
+        CodeFile(tmp_path / "000-0000.bin", digest_of(b"code")).read()
 
 
 def test_a_bundle_of_types_that_were_not_registered_is_an_error(tmp_path, monkeypatch):

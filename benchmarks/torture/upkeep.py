@@ -15,6 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import functools
 import io
 import json
 import os
@@ -186,7 +187,12 @@ def _jobs(plan: Plan) -> dict[str, Callable[[int], object]]:
         "push": ("push", team, "--merge", *cache),
         "prune URL": ("prune", plan.url("pushed"), "--older-than", "52w", "--cache", f"{plan.folder}/pruner"),
     }
-    return {name: (lambda number, words=words: run(*words)) for name, words in found.items()}
+    return {name: functools.partial(_run_once, words) for name, words in found.items()}
+
+
+def _run_once(words: tuple[str, ...], number: int) -> None:
+    del number
+    run(*words)
 
 
 # --- the process that starts and kills them ---
@@ -259,12 +265,21 @@ def _serve(
 
 def _children(plan: Plan) -> Iterator[Child]:
     for index in range(_WRITERS):
-        yield Child("put", lambda acknowledged, index=index: Writer(plan, index, acknowledged).do)
+        yield Child("put", functools.partial(_writing, Writer, plan, index))
     for index in range(_PUSHERS):
-        yield Child("own push", lambda acknowledged, index=index: Pusher(plan, index, acknowledged).do)
+        yield Child("own push", functools.partial(_writing, Pusher, plan, index))
     yield Child("get", lambda acknowledged: Reader(plan).do)
     for name, job in _jobs(plan).items():
-        yield Child(name, lambda acknowledged, job=job: job)
+        yield Child(name, functools.partial(_doing, job))
+
+
+def _writing(kind: type[Writer], plan: Plan, index: int, acknowledged: dict[int, int]) -> Callable[[int], object]:
+    return kind(plan, index, acknowledged).do
+
+
+def _doing(job: Callable[[int], object], acknowledged: dict[int, int]) -> Callable[[int], object]:
+    del acknowledged
+    return job
 
 
 def _prepare(plan: Plan) -> None:

@@ -23,8 +23,7 @@ from ejkernel.cli.programs import import_users, look_here, module_named
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
-from ejkernel.ops.config._locks import Seen, remove_judged, restore_aside, seen
-from ejkernel.ops.config._writing import is_being_written
+from ejkernel.ops.config._writing import Seen, is_being_written, remove_judged, restore_aside, seen
 from ejkernel.ops.config.entries import StoredEntry, read_entry
 from ejkernel.ops.config.missed import FOLDER as NOTES
 from ejkernel.ops.config.missed import MissedNotes

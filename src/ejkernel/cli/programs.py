@@ -25,9 +25,9 @@ import jax
 
 import ejkernel
 from ejkernel import settings
+from ejkernel.ops.autotuner.process.lifetime import look_in
 from ejkernel.ops.config._files import expanded
 from ejkernel.ops.errors import ArgumentError, EjkernelError
-from ejkernel.ops.utils.module_path import look_in
 
 _SHOWN: Final = 6  # names, and frames of a traceback, that are shown
 

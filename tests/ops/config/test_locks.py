@@ -11,14 +11,16 @@ import pytest
 from tests.ops.config.shared.stores import entry
 
 from ejkernel.ops import PersistentCache
-from ejkernel.ops.config import _locks
+from ejkernel.ops.config import _writing
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
-from ejkernel.ops.config._locks import LockedError, exclusive, remove_judged, restore_aside, seen, shared
+from ejkernel.ops.config._writing import remove_judged, restore_aside, seen
 from ejkernel.ops.config.entries import location
 from ejkernel.ops.config.missed import MissedNotes
 from ejkernel.ops.config.shared.copies import LocalCopy
 from ejkernel.ops.config.shared.exchange import FolderPlace
 from ejkernel.ops.errors import CacheWarning
+from ejkernel.ops.utils.storage import folder_lock
+from ejkernel.ops.utils.storage.folder_lock import LockedError, exclusive, shared
 
 KEY = entry().key
 
@@ -58,10 +60,10 @@ def test_a_put_between_comparison_and_removal_stays_where_locks_reach_no_other_m
     cache, file, monkeypatch, has_links, puts
 ):
     judged, rename, link = seen(cache.path, file), os.rename, os.link
-    monkeypatch.setattr(_locks, "fcntl", None)
+    monkeypatch.setattr(folder_lock, "fcntl", None)
 
     def late(source, target):
-        monkeypatch.setattr(_locks.os, "rename", rename)
+        monkeypatch.setattr(_writing.os, "rename", rename)
         cache.put(KEY, {"rows": 2})
         rename(source, target)
         if puts == 2:
@@ -72,9 +74,9 @@ def test_a_put_between_comparison_and_removal_stays_where_locks_reach_no_other_m
             link(*args, **options)
         raise OSError(errno.EPERM, "no hard links")
 
-    monkeypatch.setattr(_locks.os, "rename", late)
+    monkeypatch.setattr(_writing.os, "rename", late)
     if not has_links:
-        monkeypatch.setattr(_locks.os, "link", no_link)
+        monkeypatch.setattr(_writing.os, "link", no_link)
     assert not remove_judged(cache.path, file, judged)
     assert cache.get(KEY) == {"rows": puts + 1}
     assert os.listdir(file.parent) == [file.name]
@@ -107,7 +109,7 @@ def test_a_put_waits_for_a_command_and_not_for_another_put(cache):
 
 
 def test_a_put_that_waits_for_too_long_stays_in_memory_and_a_command_fails(cache, monkeypatch):
-    monkeypatch.setattr(_locks, "PATIENCE", 0.0)
+    monkeypatch.setattr(folder_lock, "PATIENCE", 0.0)
     with exclusive(cache.path):
         with pytest.warns(CacheWarning, match="has held the lock"):
             cache.put(KEY, {"rows": 2})
@@ -120,7 +122,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(cache, file, monkey
     def flock(descriptor, how):
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(_locks.fcntl, "flock", flock)
+    monkeypatch.setattr(folder_lock.fcntl, "flock", flock)
     cache.put(KEY, {"rows": 2})
     assert remove_judged(cache.path, file, seen(cache.path, file))
     assert cache.get(KEY) is None

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are written whole: beside their place first, kept when the machine stops, and tidied up after a crash.
 
+A command such as `ejkernel cache prune` reads an entry, decides, and removes it; a put may replace the file in between,
+and no system call removes a file only if it is unchanged. So a put renames its file into place under a shared lock, and
+a command compares the file with the one that it judged, and removes or replaces it, under the exclusive lock. Readers
+take no lock. Where the lock does not reach other machines, a removal renames the file aside, compares it once more, and
+puts it back if it is another one.
+
 A durable write takes milliseconds, which after a search nobody sees. What a killed process left beside a file's place
 is removed when it is older than an hour, by the file system's own clock; a process that stood still for so long finds
 its file gone, and writes it again.
@@ -11,18 +17,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ejkernel.ops.config._files import check_inside
-from ejkernel.ops.config._locks import exclusive, shared
+from ejkernel.ops.config._files import UnusableError, check_inside, read_file
 from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.storage.folder_lock import exclusive, shared
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +40,11 @@ _BESIDE: Final = re.compile(r"\..*\.(\d+)-[0-9a-f]{8}\.tmp")
 _NO_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # what a file system says that has no such thing
 _NO_FOLDER_SYNC: Final = (*_NO_SYNC, errno.EACCES, errno.EPERM, errno.EISDIR)  # one may write where one may not read
 
+_COMPARED: Final = 64 << 20  # bytes of a file whose content is compared; of a larger one, inode, size and time
+_ASIDE: Final = re.compile(r"\.(.+)\.\d+-[0-9a-f]{8}\.aside")
 _ATTEMPTS: Final = 8  # of a write, while `ejkernel cache clear` removes empty folders
+
+Seen = tuple[object, ...]  # see `seen`
 
 _tidied: set[str] = set()  # folders that this process has looked through for what others left
 
@@ -47,7 +59,7 @@ def write_file(file: Path, text: str, *, durable: bool = True, root: Path | None
         text: What it is to hold.
         durable: Whether to return only when it would survive the end of the machine, where the file system can do that.
         root: The cache folder, if the file is one of a cache: no folder between the two may be a link, and no command
-            removes the file unseen (see `_locks`).
+            removes the file unseen.
 
     Raises:
         OSError: it cannot be written; what was there before is there still.
@@ -232,3 +244,80 @@ def _sync(descriptor: int, cannot: tuple[int, ...]) -> None:
     except OSError as error:
         if error.errno not in cannot:
             raise
+
+
+# --- removing ---
+
+
+def seen(root: Path, file: Path) -> Seen | None:
+    """Return what identifies a file's content, to be compared later; `None` if there is no file.
+
+    Args:
+        root: The cache folder.
+        file: A file in it.
+
+    Raises:
+        OSError: a folder between the two is a link, or the file's status cannot be read.
+    """
+    check_inside(root, file)
+    try:
+        raw = read_file(file, _COMPARED)
+    except UnusableError:  # no regular file, a large one, or one that this user cannot read
+        status = os.lstat(file)
+        return ("status", stat.S_IFMT(status.st_mode), status.st_ino, status.st_size, status.st_mtime_ns)
+    return None if raw is None else ("content", hashlib.sha256(raw).digest())
+
+
+def remove_judged(root: Path, file: Path, judged: Seen | None) -> bool:
+    """Remove a file if it is still the one that was judged; return whether it is gone.
+
+    Args:
+        root: The cache folder.
+        file: A file in it.
+        judged: What `seen` returned before the file was judged.
+
+    Raises:
+        OSError: it cannot be removed, or the lock cannot be had.
+    """
+    with exclusive(root):
+        now = seen(root, file)
+        if now is None or now != judged:
+            return now is None
+        aside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.aside")
+        try:
+            os.rename(file, aside)
+        except FileNotFoundError:
+            return True
+        if seen(root, aside) == judged:
+            aside.unlink()
+            return True
+        _put_back(aside, file)
+        return False
+
+
+def restore_aside(root: Path, folder: Path) -> None:
+    """Put back the files of a folder that a killed command had renamed aside.
+
+    Args:
+        root: The cache folder.
+        folder: A folder in it.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = [(name, match[1]) for name in sorted(os.listdir(folder)) if (match := _ASIDE.fullmatch(name))]
+        for name, original in found:
+            with exclusive(root):
+                _put_back(folder / name, folder / original)
+
+
+def _put_back(aside: Path, file: Path) -> None:
+    """Give a file its name again, unless a newer one has it."""
+    try:
+        os.link(aside, file, follow_symlinks=False)
+    except FileExistsError:  # it was put later than what was renamed aside
+        pass
+    except OSError as error:  # a folder, or a file system without hard links
+        logger.info("%s is renamed back, not linked: %s", printable(file), printable(error))
+        if not os.path.lexists(file):
+            os.rename(aside, file)
+            return
+    aside.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that end with the one that started them, whatever they are at."""
+"""Processes that end with the one that started them, whatever they are at, and where they look for modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import os
 import queue
 import signal
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker, spawn, util
+from pathlib import Path
 from typing import Any
-
-from ejkernel.ops.utils import module_path
 
 _LOOK = 1.0  # seconds between two looks at whether the parent is there
 _PR_SET_PDEATHSIG = 1
@@ -86,7 +86,7 @@ def _safe_path() -> Iterator[None]:
 
     def with_users_last(name: str) -> dict[str, Any]:
         data = prepared(name)
-        return data | {"sys_path": module_path.with_users_last(data["sys_path"])}
+        return data | {"sys_path": _with_users_last(data["sys_path"])}
 
     # Neither has a public way; both are read where a process is started.
     util._args_from_interpreter_flags = lambda: [*flags(), "-P"]  # type: ignore[attr-defined]
@@ -126,3 +126,37 @@ def ignore_interrupts() -> None:
     """Leave Ctrl-C to the parent, for good."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+# --- where modules are found ---
+
+# Folders of the user's modules that this process, or the one that started it, has added to `sys.path`. They may have a
+# `threading.py` or a `numpy.py`. So Python's own library is found before them, and for a worker process that starts, JAX
+# and NumPy are as well.
+_folders: list[str] = []
+
+
+def look_in(folder: Path) -> None:
+    """Let modules of a folder be found, before installed packages of the same name, and after Python's own library."""
+    name = str(folder)
+    if name in sys.path:
+        return
+    own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)}
+    own |= {os.path.join(place, "lib-dynload") for place in own}
+    sys.path.insert(max((index + 1 for index, place in enumerate(sys.path) if place in own), default=0), name)
+    _folders.append(name)
+
+
+def _with_users_last(paths: Sequence[str]) -> list[str]:
+    """Return a list such as `sys.path` with the folders that `look_in` has added behind all others."""
+    return [*(name for name in paths if name not in _folders), *(name for name in paths if name in _folders)]
+
+
+def module_path() -> tuple[list[str], list[str]]:
+    """Return where this process looks for modules, for `use_module_path` in another one."""
+    return list(sys.path), list(_folders)
+
+
+def use_module_path(path: tuple[list[str], list[str]]) -> None:
+    """Look for modules where another process does, by its `module_path`."""
+    sys.path[:], _folders[:] = [name or os.getcwd() for name in path[0]], path[1]

@@ -27,7 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
-from ejkernel.ops.autotuner.process.lifetime import begin_anew_in_forks, start_process
+from ejkernel.ops.autotuner.process.lifetime import (
+    begin_anew_in_forks,
+    module_path,
+    start_process,
+    use_module_path,
+)
 from ejkernel.ops.autotuner.process.messages import (
     Began,
     Compiling,
@@ -54,7 +59,6 @@ from ejkernel.ops.autotuner.process.serve import pickled as pickled
 from ejkernel.ops.autotuner.process.serve import reports as reports
 from ejkernel.ops.autotuner.process.signals import interrupts_held_back
 from ejkernel.ops.errors import DeviceLostError, TuningError
-from ejkernel.ops.utils import module_path
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -131,7 +135,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", SHARED)
         pipe, other = context.Pipe()
-        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid(), module_path.state())
+        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid(), module_path())
         self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
         start_process(self._process.start)
         other.close()
@@ -353,7 +357,7 @@ def _serve(
     modules: tuple[list[str], list[str]],
 ) -> None:
     """Be a worker."""
-    module_path.restore(modules)
+    use_module_path(modules)
     begin_serving(pipe, pulse, environ, leads, parent)
     with worker_session():
         serve()
