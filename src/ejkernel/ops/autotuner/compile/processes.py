@@ -40,9 +40,9 @@ from ejkernel.ops.utils.printable import printable
 logger = logging.getLogger(__name__)
 
 _SPILLED = re.compile(r"(\d+) bytes spill stores")
-# Log lines of XLA that report no error, and ptxas's remarks. One remark is "Potential out of bound access while accessing
-# symbol '__dynamic_shmem__0'" for an address that is known when the kernel is compiled. It is harmless: Mosaic GPU
-# declares dynamic shared memory as a symbol of one byte, and says how large it is only at the launch.
+# Log lines of XLA that report no error, and ptxas's remarks. One of these is harmless although it reads badly:
+# "Potential out of bound access while accessing symbol '__dynamic_shmem__0'". Mosaic GPU declares dynamic shared memory
+# as a symbol of one byte and passes its size at the launch, so that ptxas remarks on every constant address in it.
 _CHATTER = re.compile(r"[IW]\d{4} |ptxas (\S+, line \d+; )?(info|warning)\b|\s*\d+ bytes stack frame")
 
 
