@@ -213,6 +213,7 @@ def test_one_of_a_thing_is_not_called_several(program, capsys):
     [
         (0.0, 0.0, None, ""),
         (0.0, 0.0, 25.0, ", at most 100 s left"),
+        (9.0, 0.1, None, ""),
         (30.0, 1.0, None, ", about 90 s left"),
         (30.0, 1.5, 25.0, ", about 50 s left"),
         (60.0, 1.0, 25.0, ", at most 75 s left"),

@@ -386,7 +386,8 @@ def _time_left(elapsed: float, finished: float, count: int, budget: float | None
         count: Number of all calls.
         budget: Seconds that each call may take.
     """
-    estimate = elapsed / finished * (count - finished) if finished > 0 else math.inf
+    # The first call includes the start of JAX and of the device, so that a part of it says little.
+    estimate = elapsed / finished * (count - finished) if finished >= 1 else math.inf
     most = math.inf if budget is None else budget * (count - finished)
     if math.isinf(min(estimate, most)):
         return ""
