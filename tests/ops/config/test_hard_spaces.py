@@ -124,7 +124,7 @@ def test_ends_of_a_walk_that_lead_nowhere_are_not_walked():
 def test_a_walk_that_finds_nothing_for_long_says_so(monkeypatch):
     monkeypatch.setattr(space_module, "_WALKED", 5000)
     space = ConfigSpace(TWELVE, constraints=WHOLE["high"])
-    with pytest.raises(ConfigError, match=r"5000 assignments of ConfigSpace.* violate a constraint"):
+    with pytest.raises(ConfigError, match=r"5000 consecutive assignments of ConfigSpace.* violate a constraint"):
         next(iter(space))
 
 
