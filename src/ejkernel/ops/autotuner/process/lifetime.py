@@ -130,9 +130,9 @@ def ignore_interrupts() -> None:
 
 # --- where modules are found ---
 
-# Folders of the user's modules that this process, or the one that started it, has added to `sys.path`. They may have a
-# `threading.py` or a `numpy.py`. So Python's own library is found before them, and for a worker process that starts, JAX
-# and NumPy are as well.
+# Folders of the user's modules that this process, or the one that started it, has added to `sys.path`. They may have
+# a `threading.py` or a `numpy.py`. So Python's own library is found before them; a worker process that starts finds JAX
+# and NumPy before them, too.
 _folders: list[str] = []
 
 
