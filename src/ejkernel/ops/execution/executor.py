@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, Protocol, cast, overload
+from typing import Any, Final, Generic, Protocol, cast, overload
 
 import jax
 
@@ -19,8 +19,9 @@ from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Reso
 from ejkernel.ops.config.staleness import usual_stale_policy
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, prepared, unbound
+from ejkernel.ops.core.kernel import Kernel, check_config, prepared, unbound, with_python_numbers
 from ejkernel.ops.core.primitive import Call, Override, call_of, call_p, types_of
+from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError
@@ -33,6 +34,7 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.values.identity import identity, token_of
+from ejkernel.ops.utils.values.scalars import HOW_TO_KNOW
 from ejkernel.ops.utils.values.signature import HasType, as_array, stands_for_array
 
 
@@ -189,6 +191,10 @@ class Executor(Generic[Cfg, Out]):
             raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
         if cfg is not None:
             check_config(kernel, cfg)
+        # Before anything is traced: inside a plan a NumPy scalar would be a tracer.
+        numbers = with_python_numbers(kernel, args, kwargs)
+        if numbers[0] is not args or numbers[1] is not kwargs:
+            return self.call(kernel, numbers[0], dict(numbers[1]), cfg)
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
         # Plans are jitted functions, which are plain Python now.
@@ -218,7 +224,13 @@ class Executor(Generic[Cfg, Out]):
         # The plan is kept; whoever calls holds executor and kernel while it is traced.
         if weakly:
             call = call.weak
-        types = types_of(call, [jax.typeof(array) for array in arrays])
+        try:
+            types = types_of(call, [jax.typeof(array) for array in arrays])
+        except _NOT_KNOWN as error:
+            unknown = [name for name, array in zip(array_names(spec), arrays, strict=True) if array.shape == ()]
+            if not unknown:
+                raise
+            raise ArgumentError(_needs_number(kernel, unknown)) from error
         return cast(Out, jax.tree.unflatten(types.trees[0], call_p.bind(*arrays, call=call)))
 
     def _through_method(
@@ -255,6 +267,22 @@ class Executor(Generic[Cfg, Out]):
         kernel, args = unbound(kernel, args)
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
+
+
+# What JAX raises where a traced array is used as a Python number.
+_NOT_KNOWN: Final = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+)
+
+
+def _needs_number(kernel: Kernel[Any, Any], names: Sequence[str]) -> str:
+    return (
+        f"{kernel.op_id}: run uses an array as a Python number; {', '.join(names)} is an array without axes, and "
+        f"traced. If that is it, pass a number: {HOW_TO_KNOW}. A parameter that is annotated as a number, such as "
+        f"`{names[0]}: int`, takes concrete arrays as well."
+    )
 
 
 def _chooses_by_itself(chooser: object) -> bool:
