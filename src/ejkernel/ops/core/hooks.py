@@ -19,6 +19,7 @@ from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Cost, Out
 from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils import services
+from ejkernel.ops.utils.error_text import instance_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 from ejkernel.ops.utils.instances import Noted, living
 from ejkernel.ops.utils.random_arrays import random_inputs
@@ -255,7 +256,9 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Raise unless `config`, which the message calls `name`, is a configuration of this kernel."""
         expected = self.config_type
         if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
-            raise ConfigError(f"{self.op_id}: {name} must be a {expected.__name__}, got {config!r}.")
+            raise ConfigError(
+                f"{self.op_id}: {name} must be a {expected.__name__}, got {instance_text(config, expected)}."
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a kernel that its class's module keeps by name, so that another process has one of it, not two."""

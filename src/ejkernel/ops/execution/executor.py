@@ -203,7 +203,8 @@ class Executor(Generic[Cfg, Out]):
         try:
             return cast(Out, self._plans.run(kernel, args, kwargs, cfg, None if cfg is None else _override_token(cfg)))
         except Traced:
-            return self._bind(kernel, args, kwargs, cfg)
+            pass  # not bound here: an error in the kernel would be shown as one that came while this was handled
+        return self._bind(kernel, args, kwargs, cfg)
 
     def _bind_weakly(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Out:
         return self._bind(kernel, args, kwargs, cfg, weakly=True)
