@@ -56,7 +56,11 @@ def steps() -> dict[str, Step]:
         executor.chooser.cache.put(key, number % 2)  # type: ignore[attr-defined]  # it is a chain
 
     def put_and(use: Step) -> Step:
-        return lambda number: (put(number), use(number))
+        def step(number: int) -> Any:
+            put(number)
+            return use(number)
+
+        return step
 
     return {
         "plain JAX, new static values": lambda number: plain(x, number),
