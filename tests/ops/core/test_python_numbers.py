@@ -211,6 +211,24 @@ def test_an_eager_call_with_a_numpy_scalar_shares_its_program_with_the_number():
     assert traces == [0.5]
 
 
+@pytest.mark.parametrize("cfg", [None, 1])
+def test_a_scalar_is_static_whatever_arrays_came_before(cfg):
+    seen = []
+
+    class Notes(Kernel[int, Any]):
+        def run(self, x, *, cfg, said=None):
+            seen.append(type(said))
+            return x * said
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    kernel = Notes()
+    for said in (jnp.float32(2), np.float32(2)):
+        kernel(X, said=said, cfg=cfg)
+    assert float in seen
+
+
 def test_a_gradient_by_a_parameter_with_a_number_for_a_default_is_still_there():
     assert float(jax.grad(lambda factor: SIGNS(X, X, factor).sum())(2.0)) == X.size
 

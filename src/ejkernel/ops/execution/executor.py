@@ -191,10 +191,6 @@ class Executor(Generic[Cfg, Out]):
             raise KernelError(f"kernel must be an instance of Kernel, got {kernel!r}.")
         if cfg is not None:
             check_config(kernel, cfg)
-        # Before anything is traced: inside a plan a NumPy scalar would be a tracer.
-        numbers = with_python_numbers(kernel, args, kwargs)
-        if numbers[0] is not args or numbers[1] is not kwargs:
-            return self.call(kernel, numbers[0], dict(numbers[1]), cfg)
         if "method" in kwargs:
             return self._through_method(kernel, args, kwargs, cfg)
         # Plans are jitted functions, which are plain Python now.
@@ -237,7 +233,8 @@ class Executor(Generic[Cfg, Out]):
     def _through_method(
         self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
     ) -> Out:
-        kwargs = dict(kwargs)
+        args, named = with_python_numbers(kernel, args, kwargs)
+        kwargs = dict(named)
         method = kwargs.pop("method")
         if method is None:
             return self.call(kernel, args, kwargs, cfg)
