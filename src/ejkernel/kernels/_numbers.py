@@ -18,6 +18,11 @@ def accumulator(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype("float64" if jnp.dtype(dtype) == np.float64 else "float32")
 
 
+def has_small_range(dtype: DTypeLike) -> bool:
+    """Return whether a dtype overflows long before float32 does, e.g. float16 (65,504) but not bfloat16."""
+    return float(jnp.finfo(dtype).max) < float(jnp.finfo("bfloat16").max)
+
+
 def is_integer(value: Any) -> bool:
     """Return whether a value is an integer of Python or NumPy, and no boolean."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
