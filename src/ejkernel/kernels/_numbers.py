@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+_limits: Any = jnp.finfo  # it has no annotations
 LOG2_E = math.log2(math.e)  # exponentials are base 2 on the chip
 
 
@@ -20,7 +21,7 @@ def accumulator(dtype: DTypeLike) -> jnp.dtype:
 
 def has_small_range(dtype: DTypeLike) -> bool:
     """Return whether a dtype overflows long before float32 does, e.g. float16 (65,504) but not bfloat16."""
-    return float(jnp.finfo(dtype).max) < float(jnp.finfo("bfloat16").max)
+    return float(_limits(dtype).max) < float(_limits("bfloat16").max)
 
 
 def is_integer(value: Any) -> bool:

@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.kernels._numbers import accumulator, has_small_range
 from ejkernel.kernels._options import canonical_flag
+from ejkernel.kernels._small_range import balanced, normalized
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
@@ -32,7 +33,6 @@ from . import _arguments as arguments
 from . import reference
 from .common import GroupedMatmulCall, Groups, own_rows, taken_apart, without_rest
 from .epilogue import scaled_rows
-from .small_range import balanced, normalized
 
 REFERENCE_BLOCK = 512
 GROUPS = 2  # which argument the groups are

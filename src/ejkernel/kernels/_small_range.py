@@ -2,7 +2,7 @@
 """Gradients in a dtype of small range, such as float16: float32 values become operands without overflow or underflow.
 
 A product of float32 factors may be representable where one factor is not, e.g. a cotangent of 1e6 times a row factor of
-1e-3. Every row is therefore multiplied with a power of two, which changes no digits, before it is rounded.
+1e-3. Values are therefore multiplied with a power of two, which changes no digits, before they are rounded.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from jax import lax
 from ejkernel.kernels._numbers import accumulator
 
 
-def normalized(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return rows whose largest magnitude is between 0.5 and 1, and the factors `[rows, 1]` that were divided out."""
-    exponent = _exponents(rows)
-    return rows * _power_of_two(-exponent), _power_of_two(exponent)
+def normalized(x: jax.Array, axes: tuple[int, ...] = (1,)) -> tuple[jax.Array, jax.Array]:
+    """Return values whose largest magnitude along `axes` is between 0.5 and 1, and the factors that they lack.
+
+    The factors have length 1 along `axes`.
+    """
+    exponent = _exponents(x, axes)
+    return x * _power_of_two(-exponent), _power_of_two(exponent)
 
 
 def balanced(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -26,13 +29,13 @@ def balanced(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
     Neither overflows in the operands' dtype unless the outer product of their rows does, too.
     """
     left, right = (x.astype(accumulator(x.dtype)) for x in (left, right))
-    shift = (_exponents(right) - _exponents(left)) // 2
+    shift = (_exponents(right, (1,)) - _exponents(left, (1,))) // 2
     return left * _power_of_two(shift), right * _power_of_two(-shift)
 
 
-def _exponents(rows: jax.Array) -> jax.Array:
-    """Return the exponent of the largest magnitude of each row, `[rows, 1]`; zero without a finite one but 0."""
-    largest = lax.stop_gradient(jnp.max(jnp.abs(rows), axis=1, keepdims=True, initial=0))
+def _exponents(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the exponent of the largest magnitude along `axes`, of length 1 there; zero if that is 0 or not finite."""
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=axes, keepdims=True, initial=0)
     exponent: jax.Array = jnp.frexp(jnp.where((largest > 0) & (largest < jnp.inf), largest, 0))[1]
     return exponent
 
