@@ -24,6 +24,8 @@ _sharding_impls: Any = sharding_impls
 # A number of many different prime factors has more orders than can be tried.
 _MOST_ORDERS = 64
 _NO_MESH = AbstractMesh((), ())
+# What JAX raises for an operation that does not say how its result is sharded over explicit axes.
+ShardingTypeError: Any = _core.ShardingTypeError
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:
