@@ -92,7 +92,9 @@ def all_calls(dtypes_of):
 
 def thoroughly(tested):
     first, *others = tested.backend.dtypes
-    return [(first, tested.subject.calls), *((dtype, tested.subject.briefly) for dtype in others)]
+    subject = tested.subject
+    further = ((dtype, (*subject.briefly, *(subject.in_float16 if dtype == "float16" else ()))) for dtype in others)
+    return [(first, subject.calls), *further]
 
 
 def briefly(tested):

@@ -37,6 +37,7 @@ from ejkernel.compat.pallas import simulated_races as simulated_races
 from ejkernel.compat.pallas import store_as_it_is as store_as_it_is
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
+from ejkernel.compat.partitioning import ShardingTypeError as ShardingTypeError
 from ejkernel.compat.partitioning import explicit_mesh as explicit_mesh
 from ejkernel.compat.partitioning import explicit_sizes as explicit_sizes
 from ejkernel.compat.partitioning import has_auto_axes as has_auto_axes

@@ -16,7 +16,7 @@ from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.kernels._options import canonical_flag, canonical_precision
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array, is_known
 
 SlidingWindow = int | tuple[int | None, int | None]
 
@@ -188,6 +188,16 @@ def positive(name: str, value: Any, default: float | None) -> float | None:
     if not is_number(value) or not 0 < value < math.inf:
         raise ArgumentError(f"{name} must be a positive number or None, got {given_text(value)}.")
     return float(value)
+
+
+def canonical_scale(scale: Any, head_dim: Any) -> float | None:
+    """Return the factor on the logits, by default `head_dim ** -0.5`."""
+    if scale is None and not is_known(head_dim):
+        raise ArgumentError(
+            f"softmax_scale must be given where head_dim is symbolic, got None and {head_dim}; it is a number that the "
+            "program holds, not one for each head_dim."
+        )
+    return positive("softmax_scale", scale, None if scale is not None else head_dim**-0.5)
 
 
 def canonical_more(

@@ -100,7 +100,7 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         cap = arguments.positive("logits_soft_cap", logits_soft_cap, None)
         options = {
             "causal": causal,
-            "softmax_scale": arguments.positive("softmax_scale", softmax_scale, query.shape[3] ** -0.5),
+            "softmax_scale": arguments.canonical_scale(softmax_scale, query.shape[3]),
             "sliding_window": window,
             "logits_soft_cap": cap,
             "implementation": requested,

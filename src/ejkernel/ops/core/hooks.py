@@ -223,7 +223,8 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Return how the call may be split over the devices of a mesh; `None`, the default, if it may not.
 
         With a rule the call splits itself wherever its arrays are sharded, in automatic and in explicit mode, and
-        each device runs, and is tuned for, its part. Without one it sees arrays as if one device had all of them.
+        each device runs, and is tuned for, its part. Without one it sees arrays as if one device had all of them; in
+        explicit mode a kernel that does not override this sees sharded types, as long as JAX takes them.
 
         Args:
             inv: The call, with the shapes of the whole arrays; under `vmap` those of one example.
