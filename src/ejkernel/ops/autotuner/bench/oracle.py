@@ -21,9 +21,10 @@ from ejkernel.ops.autotuner.measure.correctness import check_results, is_nowhere
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
+from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.autotuner.trials.programs import Program
-from ejkernel.ops.core.examples import GivenInputs, example_sets, why_not_finite
+from ejkernel.ops.core.examples import GivenInputs, Save, example_sets, saver, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Node
@@ -85,6 +86,7 @@ class Oracle:
         left: The seconds that are left for the search.
         weight: How much the call counts beside others.
         others: Of the other calls.
+        partners: Configurations in force for the call's other direction: a forward's backward, a backward's forward.
     """
 
     inv: Invocation[Any, Any]
@@ -98,8 +100,11 @@ class Oracle:
     left: Callable[[], float] = lambda: math.inf
     weight: float = 1.0
     others: Sequence[Oracle] = ()
+    partners: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
+        self.contract_fault = ""  # how forward and backward disagree on residuals
+        self._savers: dict[Any, Save] = {}
         self._references: dict[Node, Callable[..., Any]] = {}
         self._sets: dict[str, list[Any]] | None = None
         self._truths: dict[str, Sequence[Any]] = {}
@@ -115,6 +120,20 @@ class Oracle:
     def choice(self) -> Choice:
         """The baseline, on the call's platform."""
         return Choice(config=self.baseline, platform=self.inv.platform)
+
+    @functools.cached_property
+    def forward_choice(self) -> Choice:
+        """The forward's heuristic, whose residuals a backward is checked with; the baseline without one."""
+        forward, kernel = self.inv.forward, self.inv.node.spec.kernel
+        found = [] if forward is None else heuristic_of(forward, kernel)
+        return dataclasses.replace(self.choice, config=found[0]) if found else self.choice
+
+    def saver_of(self, config: object) -> Save:
+        """Return a compiled function from the forward's arrays to what it leaves under a configuration."""
+        token = config_id(config)
+        if token not in self._savers:
+            self._savers[token] = saver(self.inv.node.forward, dataclasses.replace(self.choice, config=config))
+        return self._savers[token]
 
     @property
     def sets(self) -> dict[str, list[Any]]:
@@ -197,7 +216,9 @@ class Oracle:
 
     def _inputs(self) -> dict[str, list[Any]]:
         # They come from the signature; residuals of a backward are computed from them, so that they belong together.
-        found = example_sets(self.inv, np.random.default_rng(self.seed), self.choice, self.inputs)
+        choice, rng = self.forward_choice, np.random.default_rng(self.seed)
+        save = self.saver_of(choice.config)
+        found = example_sets(self.inv, rng, choice, self.inputs, save=save)
         return {draw: list(jax.block_until_ready(arrays)) for draw, arrays in found.items()}
 
     def truth_about(self, node: Node, arrays: Sequence[jax.Array]) -> Sequence[Any]:
