@@ -11,6 +11,7 @@ import jax
 
 from ejkernel.ops.autotuner.bench.checking import check_again
 from ejkernel.ops.autotuner.bench.gradients import baseline_gradient, gradient_of
+from ejkernel.ops.autotuner.bench.input_sets import check_on_more
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE, Oracle
 from ejkernel.ops.autotuner.bench.residuals import (
     ResidualError,
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 def confirm(
     oracle: Oracle, candidate: Candidate, *, gradients: bool = True, rule_is_faulty: bool = False
 ) -> tuple[str, ...]:
-    """Check a winner on fresh inputs: its results and, if the call is a forward that has one, its gradient.
+    """Check a winner on fresh sets of inputs: its results and, if the call is a forward that has one, its gradient.
 
     Args:
         oracle: The call.
@@ -63,6 +64,8 @@ def _checked(oracle: Oracle, candidate: Candidate, gradients: bool, rule_is_faul
     oracle.renew()
     oracle.begin("confirming", candidate.config)
     types = check_again(oracle, candidate)
+    # Those of every candidate, the fresh ones, and more.
+    candidate.input_sets = 2 * len(oracle.sets) + check_on_more(oracle, candidate)
     check_backward(oracle, candidate)
     if not gradients:
         return ("outputs",)

@@ -24,7 +24,7 @@ from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
 from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.autotuner.trials.programs import Program
-from ejkernel.ops.core.examples import GivenInputs, Save, example_sets, saver, why_not_finite
+from ejkernel.ops.core.examples import GivenInputs, Save, example_sets, may_be_scaled, saver, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Node
@@ -139,7 +139,7 @@ class Oracle:
     def sets(self) -> dict[str, list[Any]]:
         """The sets of inputs, by name; made when first asked for."""
         if self._sets is None:
-            self._sets = self._inputs()
+            self._sets = self.inputs_of(self.seed)
         return self._sets
 
     @property
@@ -179,7 +179,7 @@ class Oracle:
         what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
         self.begin(REFERENCE)
         try:
-            self._sets = self._inputs()
+            self._sets = self.inputs_of(self.seed)
             if self.validate:
                 self._truths = {draw: self.truth_about(self.inv.node, own) for draw, own in self._sets.items()}
         except TuningError:
@@ -214,11 +214,27 @@ class Oracle:
             oracle.seed += 1
         self.find_truth()
 
-    def _inputs(self) -> dict[str, list[Any]]:
+    @property
+    def has_fixed_inputs(self) -> bool:
+        """Whether every set of inputs is the same: the arrays that the user gave."""
+        return self.inputs is not None and not callable(self.inputs.source)
+
+    @property
+    def may_be_scaled(self) -> bool:
+        """Whether the inputs are plain random numbers, which may be multiplied by a factor."""
+        return may_be_scaled(self.inv, self.inputs)
+
+    @property
+    def called(self) -> str:
+        """The call's arguments, in short, where several calls share the search."""
+        return arguments(self.inv.description) if len(self.all) > 1 else ""
+
+    def inputs_of(self, seed: int, scale: float = 1.0) -> dict[str, list[Any]]:
+        """Return sets of inputs, by name, made with a seed; `scale` multiplies the call's own floating-point arrays."""
         # They come from the signature; residuals of a backward are computed from them, so that they belong together.
-        choice, rng = self.forward_choice, np.random.default_rng(self.seed)
+        choice, rng = self.forward_choice, np.random.default_rng(seed)
         save = self.saver_of(choice.config)
-        found = example_sets(self.inv, rng, choice, self.inputs, save=save)
+        found = example_sets(self.inv, rng, choice, self.inputs, save=save, scale=scale)
         return {draw: list(jax.block_until_ready(arrays)) for draw, arrays in found.items()}
 
     def truth_about(self, node: Node, arrays: Sequence[jax.Array]) -> Sequence[Any]:

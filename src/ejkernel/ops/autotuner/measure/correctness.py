@@ -71,17 +71,26 @@ class Deviation(NamedTuple):
 
 def is_nowhere_finite(result: Any) -> bool:
     """Return whether no number of an array of floats is finite."""
-    if not result.size or not jnp.issubdtype(result.dtype, jnp.inexact):
-        return False
+    return bool(result.size) and _finite_count(result) == 0
+
+
+def is_all_finite(result: Any) -> bool:
+    """Return whether each number of an array is finite."""
+    return _finite_count(result) == int(result.size)
+
+
+def _finite_count(result: Any) -> int:
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return int(result.size)
     if result.size > _SMALL:
-        return not _any_finite(result)
+        return int(_count_finite(result))
     wide = np.asarray(result)  # 8-bit floats are not what NumPy looks at
-    return not np.isfinite(wide if wide.dtype.itemsize >= 4 else wide.astype(np.float32)).any()
+    return int(np.isfinite(wide if wide.dtype.itemsize >= 4 else wide.astype(np.float32)).sum())
 
 
 @jax.jit
-def _any_finite(result: Any) -> Any:
-    return jnp.isfinite(result).any()
+def _count_finite(result: Any) -> Any:
+    return jnp.isfinite(result).sum()
 
 
 def check_results(

@@ -128,6 +128,7 @@ class TuningRun:
             outcomes=tuple(candidate.outcome() for candidate in self._tried),
             seconds=self._clock() - start,
             checked=decision.checked,
+            input_sets=decision.winner.input_sets,
             why=why_it_stays(decision.standing) if decision.winner is self._tried[0] else "",
             standing=decision.standing,
             undecided=decision.undecided,

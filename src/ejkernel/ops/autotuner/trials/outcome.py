@@ -161,12 +161,15 @@ class AutotuneData(Findings):
         calls: All of them, if there are several.
         config: The winner.
         checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
+        input_sets: On how many sets of inputs the winner's outputs were right; 0 if the heuristic stays, or if nothing
+            was validated.
     """
 
     inv: Invocation[Any, Any]
     config: Any
     calls: tuple[Invocation[Any, Any], ...] = ()
     checked: tuple[str, ...] = ()
+    input_sets: int = 0
 
     @property
     def confidence(self) -> float | None:
@@ -236,6 +239,7 @@ class AutotuneData(Findings):
             "candidates": len(self.outcomes),
             "seconds": round(self.seconds, 3),
             "checked": list(self.checked),
+            "input_sets": self.input_sets,
             "confidence": None if self.confidence is None else round(self.confidence, 4),
             "interrupted": self.interrupted,
             "undecided": self.undecided,
@@ -304,6 +308,8 @@ def remarks(search: Findings) -> list[str]:
     """Return what else is to be said of a search: its cases, the figures that decided, what cut it short, faults."""
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
     lines += [] if search.standing is None else [search.standing.line()]
+    if isinstance(search, AutotuneData) and search.input_sets:
+        lines.append(f"the winner is right on {counted(search.input_sets, 'set')} of inputs")
     if search.undecided:
         lines.append("undecided: the evidence was too little to tell which is the fastest")
     if search.interrupted:
