@@ -48,9 +48,10 @@ def confirm(
         CandidateError: it is wrong, or fails where the reference does not.
     """
     try:
-        for one in oracle.all:
-            check_types(one, candidate.config)
-        return _checked(oracle, candidate, gradients, rule_is_faulty)
+        with oracle.settings.during(repr(candidate.config)):
+            for one in oracle.all:
+                check_types(one, candidate.config)
+            return _checked(oracle, candidate, gradients, rule_is_faulty)
     except ResidualError as error:
         oracle.contract_fault = f"{candidate.config!r} is not used: {error}"
         raise

@@ -15,6 +15,7 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.bench.settings import KeptSettings
 from ejkernel.ops.autotuner.compile.threads import result_within
 from ejkernel.ops.autotuner.measure.cases import Case
 from ejkernel.ops.autotuner.measure.correctness import check_results, is_nowhere_finite
@@ -103,6 +104,7 @@ class Oracle:
     partners: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
+        self.settings = KeptSettings(self.inv.op_id)
         self.contract_fault = ""  # how forward and backward disagree on residuals
         self._savers: dict[Any, Save] = {}
         self._references: dict[Node, Callable[..., Any]] = {}
@@ -178,6 +180,14 @@ class Oracle:
         has_reference = overrides(self.inv.node.spec.kernel, "reference")
         what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
         self.begin(REFERENCE)
+        with self.settings.during("the reference"):
+            self._compute_truth(what)
+        if self._lacks_reference:
+            text = "the reference takes too long to compile for so small a budget; candidates are compared with"
+            warnings.warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning, stacklevel=2)
+        self._doubt_truth()
+
+    def _compute_truth(self, what: str) -> None:
         try:
             self._sets = self.inputs_of(self.seed)
             if self.validate:
@@ -186,10 +196,6 @@ class Oracle:
             raise
         except BaseException as error:  # whatever it is, without inputs and truth no candidate can be judged
             raise TuningError(f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error)}") from error
-        if self._lacks_reference:
-            text = "the reference takes too long to compile for so small a budget; candidates are compared with"
-            warnings.warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning, stacklevel=2)
-        self._doubt_truth()
 
     def _doubt_truth(self) -> None:
         """Warn, once, of results that tell nothing."""

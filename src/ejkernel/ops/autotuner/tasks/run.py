@@ -121,6 +121,7 @@ class TuningRun:
         for candidate in self._tried:
             if candidate.status == Status.READY:  # compiled, and then time was up
                 candidate.status = Status.SKIPPED
+        self._oracle.settings.tell()
         return AutotuneData(
             inv=inv,
             calls=task.calls if task.others else (),
@@ -392,6 +393,7 @@ class TuningRun:
                 return Decision(rival, checked, standing)
             else:
                 return self._stays(standing)
+        self._oracle.settings.tell()
         text = _nobody_left(self.task.inv, self._tried)
         if any(NOT_FINITE in candidate.reason for candidate in self._tried):
             text = f"{text}; {why_not_finite(self.task.kernel, self.task.inputs)}"
