@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ejkernel.ops.errors import ConfigError
@@ -14,6 +14,19 @@ from ejkernel.ops.utils.validation import check_argument
 
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN = 16  # axes that a message names
+_CALL = 8  # `Effort` for calling a constraint
+
+
+@dataclasses.dataclass(slots=True)
+class Effort:
+    """A budget of values to examine: unlike a time limit, it gives the same result on every machine."""
+
+    left: int
+
+    def spend(self, amount: int = 1) -> bool:
+        """Subtract `amount` and return whether that much was left."""
+        self.left -= amount
+        return self.left >= 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +117,11 @@ def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
 def described(holds: Callable[..., Any]) -> str:
     """Return what a user recognises a constraint by."""
     return f"the constraint {where(inspect.unwrap(holds))}"
+
+
+def cost_of(constraint: Constraint, names: Sequence[str]) -> int:
+    """Return the approximate `Effort` of one call; `names` are the axes that it may read."""
+    return _CALL + len(constraint.reads or names)
 
 
 def by_last(constraints: Iterable[Constraint], order: Iterable[str]) -> tuple[tuple[Constraint, ...], ...]:

@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ejkernel.ops.config.spaces.axes import ALIGNED_FROM, Axis, Floats, is_number, value_key
-from ejkernel.ops.config.spaces.chains import Effort
-from ejkernel.ops.config.spaces.constraints import Constraint
+from ejkernel.ops.config.spaces.constraints import Constraint, Effort
 from ejkernel.ops.config.spaces.constraints import given_constraints as given_constraints
 from ejkernel.ops.config.spaces.parts import Part, parts_of
 from ejkernel.ops.config.spaces.parts import Point as Point
@@ -336,9 +335,9 @@ class ConfigSpace(Generic[Cfg]):
     def sample_points(self, rng: np.random.Generator, count: int, near: Iterable[Point] = ()) -> list[Point]:
         """Return up to `count` different points.
 
-        Axes that no constraint ties together are drawn apart, evenly. Those that are tied together are listed, or
-        drawn until they meet the constraints, and so even too, unless this would take long; then they are what walks
-        at random come by, from points that are known, and there may be others that no walk reaches.
+        The points are drawn evenly, with one exception: where constraints connect more axes than can be enumerated and
+        fewer than one assignment in fifty is valid, the sample consists of points near known valid ones, and some
+        points may never be drawn.
 
         Args:
             rng: Random numbers.
