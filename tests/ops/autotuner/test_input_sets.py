@@ -36,7 +36,7 @@ class Toy(Kernel[int, jax.Array]):
 
 
 class WithExamples(Toy):
-    """Whose inputs may not be scaled, because it makes them itself."""
+    """Its inputs are not scaled, because it makes them itself."""
 
     def example_inputs(self, inv, rng):
         return (rng.standard_normal(inv.args[0].shape, np.float32),), {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a candidate changes of `jax.config` is undone, and reported with its name."""
+"""Changes of `jax.config` by a candidate are undone, and reported with its name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_before():
 
 
 class Meddling(Kernel[int, jax.Array]):
-    """Whose configuration 2 calls `meddle` when it is traced or, with `late`, when it runs."""
+    """Its configuration 2 calls `meddle` when it is traced or, with `late`, when it runs."""
 
     def __init__(self, option, value, late=False):
         super().__init__("meddling")
@@ -63,7 +63,7 @@ def test_a_change_of_jax_config_is_undone_and_reported(option, value, late, monk
     assert compat.process_settings() == before
     told = [str(warning.message) for warning in caught if option in str(warning.message)]
     assert len(told) == 1
-    who = "(2|one of 2, 1|one of 1, 2)"  # the other may have run meanwhile
+    who = "(2|one of 2, 1|one of 1, 2)"  # the other may run at the same time
     change = re.escape(f"changed jax.config.{option} from {before[option]!r} to {value!r}; the change is undone")
     assert re.match(f"meddling: {who} {change}", told[0])
 
@@ -79,7 +79,7 @@ def test_candidates_that_compile_side_by_side_are_all_named():
         kept.tell()
 
 
-def test_who_was_there_at_each_change_is_named():
+def test_the_candidate_under_way_at_every_change_is_named():
     kept = KeptSettings("op")
     for who in (("A", "B"), ("B",), ("B", "C")):
         with kept.during(*who):

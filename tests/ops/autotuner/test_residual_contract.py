@@ -55,7 +55,7 @@ class Scaled(Sine):
 
 
 class Padded(Sine):
-    """Whose residual's shape depends on the configuration."""
+    """The shape of its residual depends on the configuration."""
 
     def fwd_with_residuals(self, x, *, cfg):
         return self.run(x, cfg=cfg), jnp.tile(jnp.cos(x), cfg)
@@ -65,14 +65,14 @@ class Padded(Sine):
 
 
 class Wider(Sine):
-    """Whose residual's dtype depends on the configuration."""
+    """The dtype of its residual depends on the configuration."""
 
     def fwd_with_residuals(self, x, *, cfg):
         return self.run(x, cfg=cfg), jnp.cos(x).astype(jnp.float16 if cfg == 2 else jnp.float32)
 
 
 class Flagged(Sine):
-    """Whose backward reads an integer residual that depends on the configuration."""
+    """Its backward reads an integer residual that depends on the configuration."""
 
     def fwd_with_residuals(self, x, *, cfg):
         return self.run(x, cfg=cfg), (jnp.cos(x) / jnp.float32(2), jnp.int32(cfg))
@@ -83,7 +83,7 @@ class Flagged(Sine):
 
 
 class Kept(Sine):
-    """Whose `run` saves, by a `jax.custom_vjp` of its own, what depends on the configuration."""
+    """The `jax.custom_vjp` inside `run` saves a value that depends on the configuration."""
 
     keeps_residuals = True
     fwd_with_residuals, vjp = Kernel.fwd_with_residuals, Kernel.vjp
@@ -167,7 +167,7 @@ def test_the_backward_call_of_a_forward_has_the_key_that_the_program_gives_it():
 
 def test_a_forward_is_not_saved_beside_a_backward_that_is_wrong():
     class Misread(Sine):
-        """Whose backward configuration 3 is wrong."""
+        """Its backward configuration 3 is wrong."""
 
         def vjp(self, residuals, out, cotangents, x, *, cfg):
             return (told_apart(cotangents[0] * residuals * (2 if cfg == 3 else 1), cfg),)
@@ -193,7 +193,7 @@ def test_a_backward_that_stays_beside_a_forward_of_an_earlier_session_that_disag
 
 def test_a_backward_is_checked_with_the_forward_in_force():
     class Careless(Scaled):
-        """Whose backward is right with residuals of configuration 1 alone."""
+        """Its backward is right with residuals of configuration 1 alone."""
 
         def vjp(self, residuals, out, cotangents, x, *, cfg):
             return (told_apart(cotangents[0] * residuals, cfg),)

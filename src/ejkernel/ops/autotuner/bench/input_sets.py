@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A winner checked on further sets of inputs: other random numbers, larger, smaller, mirrored, and zeros.
 
-Every candidate runs on the first set. Only a candidate that is about to win runs on the others, so that they cost
-little. A candidate that is wrong for half of all inputs passes one set by luck every other time, and all of them about
-once in a thousand searches.
+Every candidate runs on the first set. Only a candidate about to win runs on the others, so they cost little. A
+candidate that is wrong for half of all inputs passes one set in two by luck, and all ten in about one search of a
+thousand.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ejkernel.ops.core.transformations.nodes import is_inexact
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.utils.error_text import error_text
 
-_FRESH: Final = 8  # further sets of fresh random numbers
+_FRESH: Final = 8  # further sets
 _SCALES: Final = (-1.0, 1e-2, 30.0, 0.0)  # factors on the floating-point inputs of one more set
 _SECONDS: Final = 20.0  # after which no further set is begun
-_LEAST: Final = 4  # sets that are tried in any case
+_LEAST: Final = 4  # sets tried in any case
 # Scaled inputs are harder to compute with: rounding is forgiven as far as the heuristic rounds as well.
 _SLACK: Final = 10.0
 _TIMES_HEURISTIC: Final = 8.0
@@ -40,7 +40,7 @@ def check_on_more(oracle: Oracle, candidate: Candidate) -> int:
         candidate: The winner, compiled.
 
     Raises:
-        CandidateError: it is wrong on one of them.
+        CandidateError: its results are wrong on one of them.
     """
     assert candidate.compiled is not None
     start, compared = time.perf_counter(), 0
@@ -73,7 +73,7 @@ def _sets(oracle: Oracle) -> Iterator[tuple[int, float]]:
 
 
 def _compare(oracle: Oracle, program: Any, arrays: Sequence[Any], truth: Sequence[Any], scale: float) -> bool:
-    """Compare results on one set; return `False` if it tells nothing, as where the reference overflows.
+    """Compare results on one set; return `False` if they cannot be compared, e.g. because the reference overflows.
 
     Raises:
         CandidateError: they are wrong.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the forward and the backward that will run together agree on the residuals between them.
+"""Checks that the forward and backward configurations of a call agree on its residuals.
 
 Forward and backward calls are keyed and tuned separately, so any forward configuration may meet any backward
-configuration. Residuals must therefore mean the same under every configuration; a search rejects a winner that breaks
-this rule.
+configuration. Residuals must therefore mean the same under every configuration; a search rejects a winner that does
+not keep this contract.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def leaves_residuals(node: Node) -> bool:
 
 
 def takes_residuals(node: Node) -> bool:
-    """Return whether a call is a backward that is handed residuals by its forward."""
+    """Return whether a call is a backward with residuals of its forward as arguments."""
     return isinstance(innermost(node), ResidualVjp)
 
 
@@ -95,7 +95,7 @@ def partner_call(inv: Invocation[Any, Any]) -> Invocation[Any, Any] | None:
 
 
 def has_other_partners(oracle: Oracle) -> bool:
-    """Return whether the other direction runs with a configuration that is neither heuristic's."""
+    """Return whether the other direction runs with a configuration other than the heuristics'."""
     for one in oracle.all:
         known = [config_id(one.baseline), config_id(one.forward_choice.config)]
         if leaves_residuals(one.inv.node):
@@ -115,7 +115,7 @@ def check_forward(
         candidate: The candidate.
         inputs: The call's arrays, and cotangents.
         truth: The reference gradients for these.
-        names: What messages call the gradients.
+        names: The gradients' names in messages.
 
     Raises:
         ResidualError: its residuals differ from the heuristic's.
@@ -149,10 +149,10 @@ def check_forward(
 
 
 def check_types(oracle: Oracle, config: object) -> None:
-    """Check that a forward configuration leaves residuals of the types that the heuristic leaves.
+    """Check that a forward configuration leaves residuals of the heuristic's types.
 
     Raises:
-        ResidualError: it does not, and the program would refuse it.
+        ResidualError: the types differ, and a program would refuse the configuration.
     """
     if not leaves_residuals(oracle.inv.node):
         return
@@ -168,9 +168,9 @@ def check_types(oracle: Oracle, config: object) -> None:
 
 
 def check_backward(oracle: Oracle, candidate: Candidate) -> None:
-    """Check a backward candidate with the residuals of each forward configuration that will run beside it.
+    """Check a backward candidate with the residuals of each forward configuration in force.
 
-    The search has checked it with the residuals of the forward's heuristic.
+    The search has already checked it with the residuals of the forward's heuristic.
 
     Raises:
         ResidualError: the gradient is wrong, or fails, with those residuals.

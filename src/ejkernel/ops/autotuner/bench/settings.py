@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax.config` as it was before the search, whatever a candidate does to it."""
+"""Undoes changes of `jax.config` by candidates."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ejkernel.ops.errors import TuningWarning
 
 
 class KeptSettings:
-    """Undoes what candidates change of `jax.config`, and reports it.
+    """Undoes changes of `jax.config` by candidates, and reports them.
 
-    An option that a candidate changes holds for the whole process: for the other candidates, and for the user's program
-    after the search. Candidates compile side by side, so the warning names each that was under way.
+    An option changed by one candidate applies to the whole process: to the other candidates, and to the user's program
+    after the search. Candidates compile side by side, so the warning names all candidates under way at the change.
 
     Args:
-        op_id: What warnings call the kernel.
+        op_id: The kernel's name in warnings.
     """
 
     def __init__(self, op_id: str) -> None:
@@ -30,10 +30,10 @@ class KeptSettings:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def during(self, *who: str) -> Iterator[None]:
-        """Undo, at the end of the `with` block, what the candidates `who` changed in it; `tell` reports it."""
+    def during(self, *candidates: str) -> Iterator[None]:
+        """Undo changes by the given candidates at the end of the `with` block; `tell` reports them."""
         with self._lock:
-            self._under_way += who
+            self._under_way += candidates
         try:
             yield
         finally:
@@ -42,13 +42,13 @@ class KeptSettings:
                 suspects = list(dict.fromkeys(self._under_way))
                 for name, (before, after) in changed.items():
                     known = self._changes.setdefault((name, repr(before), repr(after)), list(suspects))
-                    # Who was there each time is to blame.
+                    # A candidate under way at every change is the likely cause.
                     known[:] = [each for each in known if each in suspects] or suspects
-                for each in who:
+                for each in candidates:
                     self._under_way.remove(each)
 
     def tell(self) -> None:
-        """Warn of each option that was changed and put back."""
+        """Warn of each option changed and put back."""
         with self._lock:
             changes, self._changes = self._changes, {}
         for (name, before, after), suspects in changes.items():

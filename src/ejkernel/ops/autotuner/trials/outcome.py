@@ -134,8 +134,8 @@ class Findings:
             could not be measured.
         undecided: Whether the evidence was too little to tell who is the fastest, for all the rounds there was time
             for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
-        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
-            empty if they do not, or if that could not be known.
+        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes,
+            or how forward and backward configurations disagree on residuals; empty if nothing is known to be wrong.
     """
 
     outcomes: tuple[Outcome, ...]
