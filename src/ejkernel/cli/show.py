@@ -131,6 +131,7 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
         "undecided": search.undecided,
         "interrupted": search.interrupted,
         "rule_fault": search.rule_fault,
+        "input_sets": search.input_sets,
         "outcomes": [_program_as_data(outcome, twins) for outcome, twins in found],
         "provenance": dict(search.provenance),
     }

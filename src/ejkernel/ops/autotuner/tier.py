@@ -6,13 +6,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ejkernel.ops.autotuner.bench.residuals import partner_call
+from ejkernel.ops.autotuner.bench.partners import partners_in_force
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -26,9 +25,6 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import TuningError, TuningWarning
-from ejkernel.ops.utils.error_text import error_text
-
-logger = logging.getLogger(__name__)
 
 
 class AutotuneTier:
@@ -64,11 +60,11 @@ class AutotuneTier:
         # of a program's calls.
         if options.get("others"):
             options["others"] = [
-                dataclasses.replace(o, inv=o.inv.representative, partners=_partners(chain, o.inv, kernel))
+                dataclasses.replace(o, inv=o.inv.representative, partners=partners_in_force(chain, o.inv, kernel))
                 for o in options["others"]
             ]
         if _takes(tuner.tune, "partners"):
-            options["partners"] = _partners(chain, inv, kernel)
+            options["partners"] = partners_in_force(chain, inv, kernel)
         tuned = tuner.tune(inv.representative, kernel, **options)
         own_space = options.get("candidates") is None and kernel is not None
         for key, call, found in _found(inv, tuned):
@@ -126,22 +122,6 @@ def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, I
     yield inv.key, inv, tuned
     for other in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
         yield other.key, other.inv, other
-
-
-def _partners(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], kernel: Any) -> tuple[Any, ...]:
-    """Return what the chain has in force for a call's other direction, where residuals pass between the two."""
-    if kernel is None:
-        return ()
-    inv = dataclasses.replace(inv, kernel=kernel, override_cfg=None)
-    try:
-        partner = partner_call(inv)
-    except Exception as error:  # noqa: BLE001 - a kernel need not have a gradient for every call
-        logger.info("%s: its other direction is not known: %s", inv.op_id, error_text(error))
-        return ()
-    if partner is None:
-        return ()
-    found = [consulted.resolution for consulted in chain.consult(partner, kernel)]
-    return tuple(resolution.config for resolution in found if resolution is not None)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -25,7 +25,7 @@ from ejkernel.ops.core.hooks import has_residual_form, overrides
 from ejkernel.ops.core.invocation import Invocation, invocation_of
 from ejkernel.ops.core.transformations.autodiff import ResidualVjp, differentiate, innermost
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
-from ejkernel.ops.errors import CandidateError
+from ejkernel.ops.errors import CandidateError, KernelError
 from ejkernel.ops.utils.error_text import error_text, message_of
 from ejkernel.ops.utils.values.signature import HasType
 
@@ -44,7 +44,10 @@ class ResidualError(CandidateError):
 def leaves_residuals(node: Node) -> bool:
     """Return whether a call is a forward that hands residuals to its backward."""
     root, kernel = innermost(node), node.spec.kernel
-    return isinstance(root, Forward) and not overrides(kernel, "custom_vjp") and has_residual_form(kernel)
+    try:
+        return isinstance(root, Forward) and not overrides(kernel, "custom_vjp") and has_residual_form(kernel)
+    except KernelError:  # it has one hook without the other, which its gradient reports
+        return False
 
 
 def takes_residuals(node: Node) -> bool:

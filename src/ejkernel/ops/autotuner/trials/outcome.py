@@ -136,6 +136,8 @@ class Findings:
             for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
         rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes,
             or how forward and backward configurations disagree on residuals; empty if nothing is known to be wrong.
+        input_sets: On how many sets of inputs the winner's outputs were right; 0 if the heuristic stays, or if nothing
+            was validated.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -145,6 +147,7 @@ class Findings:
     standing: Standing | None = None
     undecided: bool = False
     rule_fault: str = ""
+    input_sets: int = 0
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -161,15 +164,12 @@ class AutotuneData(Findings):
         calls: All of them, if there are several.
         config: The winner.
         checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
-        input_sets: On how many sets of inputs the winner's outputs were right; 0 if the heuristic stays, or if nothing
-            was validated.
     """
 
     inv: Invocation[Any, Any]
     config: Any
     calls: tuple[Invocation[Any, Any], ...] = ()
     checked: tuple[str, ...] = ()
-    input_sets: int = 0
 
     @property
     def confidence(self) -> float | None:
@@ -308,7 +308,7 @@ def remarks(search: Findings) -> list[str]:
     """Return what else is to be said of a search: its cases, the figures that decided, what cut it short, faults."""
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
     lines += [] if search.standing is None else [search.standing.line()]
-    if isinstance(search, AutotuneData) and search.input_sets:
+    if search.input_sets:
         lines.append(f"the winner is right on {counted(search.input_sets, 'set')} of inputs")
     if search.undecided:
         lines.append("undecided: the evidence was too little to tell which is the fastest")
