@@ -120,16 +120,22 @@ def deterministic_ops(environ: Mapping[str, str] = os.environ) -> bool:
     return said
 
 
-def share_device(environ: Mapping[str, str]) -> None:
-    """Prepare a process that has the device not alone, before JAX initialises it.
+_LOG_LEVEL_OF_JAX = "1"  # JAX sets it when it is imported, and a child process inherits it
 
-    A GPU's memory is taken as it is needed, not most of it at once; what the user set stays.
+
+def share_device(environ: Mapping[str, str]) -> None:
+    """Prepare a process that shares the device with others and runs candidates, before JAX initialises the device.
+
+    JAX takes the GPU's memory as it needs it, not most of it at once. XLA logs errors, not warnings: a candidate that
+    does not fit would print pages of them. Values that the user set stay.
 
     Args:
         environ: Variables to set.
     """
     os.environ.update(environ)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", _LOG_LEVEL_OF_JAX) == _LOG_LEVEL_OF_JAX:
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 
 def only_gpu(number: int) -> dict[str, str]:
