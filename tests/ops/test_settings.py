@@ -22,6 +22,7 @@ FIELDS = {  # what depends on each variable
     "EJKERNEL_AUTOTUNE": ("autotune", "heuristic"),
     "EJKERNEL_CACHE_DIR": ("cache_dir",),
     "EJKERNEL_CACHE_LAYERS": ("cache_layers",),
+    "EJKERNEL_CACHE_PROTOCOLS": ("cache_protocols",),
     "EJKERNEL_NOTE_MISSES": ("note_misses",),
     "EJKERNEL_ON_MISS": ("autotune", "heuristic"),
     "EJKERNEL_OPS_RECORD": ("record",),
