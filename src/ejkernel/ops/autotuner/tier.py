@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ejkernel.ops.autotuner.bench.partners import partners_in_force
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -58,7 +59,12 @@ class AutotuneTier:
         # The representative, and not whichever call of its bucket came first: the answer must not depend on the order
         # of a program's calls.
         if options.get("others"):
-            options["others"] = [dataclasses.replace(o, inv=o.inv.representative) for o in options["others"]]
+            options["others"] = [
+                dataclasses.replace(o, inv=o.inv.representative, partners=partners_in_force(chain, o.inv, kernel))
+                for o in options["others"]
+            ]
+        if _takes(tuner.tune, "partners"):
+            options["partners"] = partners_in_force(chain, inv, kernel)
         tuned = tuner.tune(inv.representative, kernel, **options)
         own_space = options.get("candidates") is None and kernel is not None
         for key, call, found in _found(inv, tuned):
