@@ -12,7 +12,19 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.checks.report import CheckReport
 
-GROUPS: Final = ("gradient", "tangents", "vmap", "dtypes", "platforms", "key", "pickle", "export", "split")
+GROUPS: Final = (
+    "gradient",
+    "second derivative",
+    "tangents",
+    "vmap",
+    "inputs",
+    "dtypes",
+    "platforms",
+    "key",
+    "pickle",
+    "export",
+    "split",
+)
 
 
 def check_kernel(

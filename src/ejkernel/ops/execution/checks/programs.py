@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from ejkernel.ops.utils.random_arrays import random_array
 logger = logging.getLogger(__name__)
 
 Arrays = list[jax.Array]
+BATCHES: Final = (3, 17, 9)
+"""Sizes of batches: of all arrays, a small and a large one, and of one array alone."""
+
 Levels = tuple[tuple[tuple[int | None, ...], int], ...]
 
 
@@ -107,12 +110,14 @@ def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:
     if not names:
         return []
     count = len(names)
-    last = tuple(like.ndim for like in types)
-    found = [Pattern("vmap", (((0,) * count, 3),)), Pattern("vmap of vmap", (((0,) * count, 2), (last, 3)))]
+    every, last = (0,) * count, tuple(like.ndim for like in types)
+    few, many, alone_ = BATCHES
+    found = [Pattern("vmap", ((every, few),)), Pattern("vmap of vmap", ((every, 2), (last, few)))]
+    found.append(Pattern(f"vmap of {many}", ((every, many),)))
     if count > 1:
-        alone = ((number, name) for number, name in enumerate(names))
+        single = ((number, name) for number, name in enumerate(names))
         # Alone, for then the others are not batched, and a gradient of theirs is a sum over the examples.
-        found += [Pattern(f"vmap over {name}", ((_only(number, count), 3),)) for number, name in alone]
+        found += [Pattern(f"vmap over {name}", ((_only(number, count), alone_),)) for number, name in single]
     return found
 
 
@@ -139,6 +144,20 @@ def pushed(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Re
         own = _selected(arrays, wrt)
         outs, found = jax.jvp(lambda *own: function(*_merged(arrays, own, wrt)), tuple(own), tuple(tangents))
         return Results(outs, [tangent for out, tangent in zip(outs, found, strict=True) if is_inexact(out)])
+
+    return both
+
+
+def curved(function: Flat, wrt: Sequence[bool], cotangents: int) -> Callable[[Arrays, Arrays], Results]:
+    """Return the derivative of the gradient along directions: of arrays, and of cotangents followed by directions."""
+
+    def both(arrays: Arrays, more: Arrays) -> Results:
+        def along(*own: jax.Array) -> Any:
+            found = pulled(function, wrt)(_merged(arrays, own, wrt), more[:cotangents]).gradients or ()
+            return sum(jnp.sum(one * way) for one, way in zip(found, more[cotangents:], strict=True))
+
+        own = _selected(arrays, wrt)
+        return Results((), jax.grad(along, tuple(range(len(own))))(*own))
 
     return both
 
