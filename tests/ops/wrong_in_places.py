@@ -338,6 +338,22 @@ class Saturating(Versine):
         return jnp.tanh(x)
 
 
+class Shifted(Softmax):
+    """A softmax, which a shift does not change: nothing but rounding is left of the shift's gradient."""
+
+    def run(self, x, shift, *, cfg):
+        powers = jnp.exp(x + shift[:, None] - (x + shift[:, None]).max(-1, keepdims=True))
+        return powers / powers.sum(-1, keepdims=True)
+
+    def reference(self, x, shift):
+        return jax.nn.softmax(x + shift[:, None], -1)
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        out = self.run(*primals, cfg=cfg)
+        dx = out * (cotangents[0] - (out * cotangents[0]).sum(-1, keepdims=True))
+        return dx, dx.sum(-1)
+
+
 class Peaked(Versine):
     """A softmax of products, which large numbers make an `argmax`."""
 

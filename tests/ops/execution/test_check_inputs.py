@@ -48,6 +48,7 @@ RIGHT = (
     "Versine",
     "Kinked",
     "Saturating",
+    "Shifted",
     "Peaked",
     "Powers",
     "Positions",
@@ -61,6 +62,8 @@ RIGHT = (
 def arguments(kernel):
     if isinstance(kernel, kernels.Roots):
         return (np.abs(X) + 1,), {}
+    if isinstance(kernel, kernels.Shifted):
+        return (X, Y[:, 0]), {}
     return ((X, Y) if isinstance(kernel, kernels.Sum) else (X,)), ({"rows": 4} if kernel.op_id == "Repeated" else {})
 
 

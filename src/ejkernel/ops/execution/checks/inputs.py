@@ -22,7 +22,7 @@ from ejkernel.ops.autotuner.measure.correctness import deviations, tolerance
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, is_inexact
 from ejkernel.ops.execution.checks.numbers import Numbers, told
-from ejkernel.ops.execution.checks.programs import Results, alone, computed, cotangents_of, pulled
+from ejkernel.ops.execution.checks.programs import Results, alone, computed, cotangents_of, gradient_deviations, pulled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.error_text import error_text
@@ -227,11 +227,12 @@ def is_rounding(numbers: Numbers, config: Any) -> bool:
         moved = [_every(numbers.true_of(_changed(arrays, floats, lambda a: _rounded(a, rng)))) for _ in range(_DRAWS)]
         for index, (got, want) in enumerate(zip(_every(program(arrays)), true, strict=True)):
             apart = np.max([np.abs(_wide(other[index]) - _wide(want)) for other in moved], axis=0)
+            slack = _IN_HALF * float(np.sqrt(np.mean(apart**2)))
             allowed = tolerance(want.dtype, platform="cpu", precision=None)
-            if _off(got, want, _IN_HALF * apart, allowed.worst)[0] > 1:
+            if _off(got, want, slack + _IN_HALF * apart, allowed.worst)[0] > 1:
                 return False
-            off = _size(jnp.asarray(_wide(got) - _wide(want)))
-            if off > allowed.overall * _size(want) + _IN_HALF * _size(jnp.asarray(apart)):
+            off = float(np.sqrt(np.mean(np.abs(_wide(got) - _wide(want)) ** 2)))
+            if off > allowed.overall * _size(want) + slack:
                 return False
     return True
 
@@ -320,12 +321,15 @@ def _compared(subject: Subject, name: str, config: Any, found: Results | Excepti
     if isinstance(found, Exception):
         return _size_row(name, config, f"the kernel refuses it: {told(found)}", CheckStatus.SKIPPED)
     types = f"{', '.join(f'{like.dtype}{list(like.shape)}' for like in subject.types)}: "
-    pairs = [("", found.outs, true.outs), ("gradient: ", found.gradients or (), true.gradients or ())]
+    pairs = [
+        ("", deviations, found.outs, true.outs),
+        ("gradient: ", gradient_deviations, found.gradients or (), true.gradients or ()),
+    ]
     worst: Any = None
-    for what, got, want in pairs:
+    for what, compare, got, want in pairs:
         if len(got) != len(want):
             return _size_row(name, config, f"{types}{len(got)} results instead of {len(want)}", CheckStatus.FAILED)
-        for one in deviations(got, want, platform=subject.platform, precision=subject.inv.precision):
+        for one in compare(got, want, platform=subject.platform, precision=subject.inv.precision):
             if one.reason:
                 reason = f"{types}{what}{one.reason}"
                 return _size_row(name, config, reason, CheckStatus.FAILED, error=one.error, allowed=one.allowed)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from ejkernel.ops.execution.checks.programs import (
     computed,
     cotangents_of,
     curved,
+    gradient_deviations,
     patterns,
     pulled,
     pushed,
@@ -284,7 +285,7 @@ class Numbers:
     ) -> list[Deviation]:
         names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
         called = [f"the {what} of {name}" for name in names]
-        return self._deviations(got or (), want or (), called, whose=self._whose_derivative)
+        return self._deviations(got or (), want or (), called, self._whose_derivative, compare=gradient_deviations)
 
     def _tangent_row(self, config: object, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
@@ -310,6 +311,20 @@ class Numbers:
         """Yield whether every backward fits every forward; see `rules.pair_rows`."""
         if self.has_gradient and "gradient" not in self._without:
             yield from pair_rows(self._subject, forwards, backwards, self._elements[0], self._cotangents[0])
+
+    def brief_rows(self, configs: Sequence[Any]) -> Iterator[CheckRow]:
+        """Yield whether results and gradients of one input are right, under configurations that share a program."""
+        differentiates = self.has_gradient and "gradient" not in self._without
+        of = functools.partial(pulled, wrt=self._wrt) if differentiates else alone
+        runs = {str(index): of(self._subject.executed(config)) for index, config in enumerate(configs)}
+        inputs = self._elements[0], self._cotangents[0]
+        found, true = computed({key: (run, *inputs) for key, run in runs.items()}), self.true_of(inputs[0])
+        for config, one in zip(configs, found.values(), strict=True):
+            if isinstance(one, Exception):
+                yield CheckRow(check="outputs", config=config, status=CheckStatus.FAILED, reason=told(one))
+                continue
+            gradients = [] if one.gradients is None else self._gradient_deviations(one.gradients, true.gradients)
+            yield self._judged("outputs", config, [*self._deviations(one.outs, true.outs), *gradients])
 
     def program(self, config: object) -> Callable[[Arrays], Results]:
         """Return a function from the call's arrays to results and gradients under a configuration."""
@@ -394,13 +409,18 @@ class Numbers:
         return "the reference's" if self._subject.has_reference else "JAX's of `run`"
 
     def _deviations(
-        self, got: Sequence[jax.Array], want: Sequence[jax.Array], names: Sequence[str] = (), whose: str = ""
+        self,
+        got: Sequence[jax.Array],
+        want: Sequence[jax.Array],
+        names: Sequence[str] = (),
+        whose: str = "",
+        compare: Callable[..., Iterable[Deviation]] = deviations,
     ) -> list[Deviation]:
         """Return how far results are off. NaN is right only where the reference has it."""
         inv = self._subject.inv
         whose = whose or ("the reference" if self._subject.has_reference else "the heuristic's")
         try:
-            found = list(deviations(got, want, platform=inv.platform, precision=inv.precision, names=names))
+            found = list(compare(got, want, platform=inv.platform, precision=inv.precision, names=names))
         except CandidateError as error:
             return [Deviation(np.inf, 0.0, str(error))]
         called = names or [f"result {index}" for index in range(len(got))]

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.ops.autotuner.measure.correctness import deviations
 from ejkernel.ops.core.hooks import has_residual_form
 from ejkernel.ops.core.kernel import has_gradient_rule, hook, overrides
 from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Choice, Forward, as_outputs, is_inexact, run_vjp
-from ejkernel.ops.execution.checks.programs import compiled
+from ejkernel.ops.execution.checks.programs import compiled, gradient_deviations
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.error_text import error_text
@@ -195,7 +194,7 @@ class _Pairs:
         if not both:
             return ""
         called, mine, theirs = zip(*both, strict=True)
-        found = deviations(
+        found = gradient_deviations(
             mine,
             theirs,
             platform=self._subject.platform,

@@ -211,11 +211,11 @@ def _dtype_rows(subject: Subject, name: str) -> Iterator[CheckRow]:
     """Yield the worst of what a call shows under its heuristic and other configurations."""
     configs = _costly(_configs(subject, subject.inv, None)[0], subject.seed)
     numbers = Numbers(subject, configs[0], ("tangents", "vmap"))
-    for config in configs:
-        row = _worst_row(name, config, [_but_for_rounding(numbers, row) for row in numbers.rows(config)])
-        yield row
-        if config is configs[0] and row.status != CheckStatus.OK:
-            return
+    row = _worst_row(name, configs[0], [_but_for_rounding(numbers, row) for row in numbers.rows(configs[0])])
+    yield row
+    if row.status == CheckStatus.OK and configs[1:]:
+        for other in numbers.brief_rows(configs[1:]):
+            yield _worst_row(name, other.config, [_but_for_rounding(numbers, other)])
 
 
 def _but_for_rounding(numbers: Numbers, row: CheckRow) -> CheckRow:
