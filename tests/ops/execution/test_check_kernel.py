@@ -227,6 +227,10 @@ def test_a_sample_of_a_large_space_is_said():
     report = check_kernel(wrong_kernels.of_many, x, without=GROUPS)
     assert len(report.configs) == 25
     assert "heuristic's and 24 of about 100, at random" in str(report)
+    assert "forwards before other backwards, scaled inputs, zeros, other dtypes: 21 of 25 configurations" in (
+        report.not_checked
+    )
+    assert "second derivatives: 23 of 25 configurations" in str(report)
 
 
 def test_configurations_may_be_given():

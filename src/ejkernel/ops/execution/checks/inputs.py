@@ -9,6 +9,7 @@ where the reference's are; how large they are is not compared, because little of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -48,7 +49,7 @@ _SIZES: Final = 4  # lengths that are changed one by one
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Variant:
-    """Inputs of other values, and what is right for them.
+    """Inputs of other values, with the reference's results for them.
 
     Attributes:
         name: The row's name.
@@ -96,7 +97,7 @@ def _variants(subject: Subject, numbers: Numbers, floats: Sequence[int]) -> Iter
     usual = [_size(out) for out in numbers.true_of(given).outs]
     for factors in SCALES:
         for factor in factors:
-            scaled = _changed(given, floats, lambda array, factor=factor: (array * factor).astype(array.dtype))
+            scaled = _changed(given, floats, functools.partial(_scaled, factor=factor))
             variant = _variant(f"scaled by {factors[0]:g}", numbers, scaled, floats, usual)
             if variant is not None and _has_room(variant.true):
                 yield variant if factor == factors[0] else dataclasses.replace(variant, name=f"scaled by {factor:g}")
@@ -113,6 +114,10 @@ def _variants(subject: Subject, numbers: Numbers, floats: Sequence[int]) -> Iter
             yield zeroed
 
 
+def _scaled(array: Any, factor: float) -> Any:
+    return (array * factor).astype(array.dtype)
+
+
 def _changed(arrays: Sequence[Any], which: Sequence[int], change: Callable[[Any], Any]) -> list[Any]:
     return [change(array) if index in which else array for index, array in enumerate(arrays)]
 
@@ -120,7 +125,7 @@ def _changed(arrays: Sequence[Any], which: Sequence[int], change: Callable[[Any]
 def _variant(
     name: str, numbers: Numbers, arrays: list[Any], floats: Sequence[int], usual: Sequence[float]
 ) -> _Variant | None:
-    """Return inputs with what is right for them; `None` if the reference fails."""
+    """Return inputs with the reference's results; `None` if the reference fails."""
     rng = np.random.default_rng(0)
     try:
         true = numbers.true_of(arrays)
@@ -128,7 +133,7 @@ def _variant(
     except Exception as error:  # noqa: BLE001 - a reference may refuse such values
         logger.debug("%s: the reference fails: %s", name, error_text(error))
         return None
-    slack = []
+    slack: list[Any] = []
     for index, (out, size) in enumerate(zip(true.outs, usual, strict=True)):
         if not is_inexact(out):
             slack.append(np.inf)
@@ -136,7 +141,7 @@ def _variant(
         wide, units = _wide(out), float(compat.finfo(out.dtype).eps)
         with np.errstate(all="ignore"):
             apart = np.max([np.abs(_wide(outs[index]) - wide) for outs in moved], axis=0) if wide.size else 0.0
-        # What is left after cancellation is known to the last digits of what was cancelled.
+        # After cancellation, a result is known to the last digits of the terms that cancelled.
         slack.append(_MARGIN * (np.nan_to_num(apart, nan=np.inf) + units * size))
     return _Variant(name, arrays, true, slack)
 
@@ -179,7 +184,7 @@ def _value_row(subject: Subject, program: Callable[[Any], Results], config: Any,
 
 
 def _worst(subject: Subject, found: Results, variant: _Variant) -> tuple[float, str]:
-    """Return how far the results are off, as a part of what is allowed, and what is wrong."""
+    """Return how far the results are off, as a part of the allowance, and the first fault."""
     worst, reason = 0.0, ""
     for index, (got, want, slack) in enumerate(zip(found.outs, variant.true.outs, variant.slack, strict=True)):
         if not is_inexact(want) or not want.size:
@@ -197,7 +202,7 @@ def _worst(subject: Subject, found: Results, variant: _Variant) -> tuple[float, 
 
 
 def _off(got: Any, want: Any, slack: Any, relative: float) -> tuple[float, int]:
-    """Return the largest difference as a part of what is allowed, and where it is."""
+    """Return the largest difference as a part of the allowance, and where it is."""
     mine, true = _wide(got), _wide(want)
     finite = np.isfinite(true)
     # Close to the largest number another order of sums may overflow.

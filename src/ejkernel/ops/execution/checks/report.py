@@ -56,7 +56,7 @@ class CheckReport:
         configs: The configurations that were checked; the heuristic's is the first.
         rows: The checks.
         note: What else there is to know, such as that the configurations are a sample.
-        not_checked: What no check looked at, beside the rows that were skipped.
+        not_checked: The omissions, beside the rows that were skipped.
     """
 
     call: str

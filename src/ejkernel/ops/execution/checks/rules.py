@@ -115,7 +115,7 @@ class _Pairs:
         return Choice(config=config, platform=self._subject.platform, trees=trees)
 
     def _types(self, config: Any) -> list[Any]:
-        """Return the types of what a forward leaves, and how they are arranged."""
+        """Return the structure of a forward's residuals, followed by their types."""
         if not self._leaves_residuals:
             return []
         trees: list[Any] = []
@@ -212,7 +212,7 @@ def _pair_row(config: object, reason: str) -> CheckRow:
 
 def _differing_types(found: Sequence[Any], want: Sequence[Any]) -> str:
     listed = [", ".join(f"{dtype}{list(shape)}" for shape, dtype in types[1:]) for types in (found, want)]
-    return f"what the forward leaves depends on the configuration: {listed[0]}; under the heuristic's {listed[1]}"
+    return f"the residuals depend on the configuration: {listed[0]}; under the heuristic's {listed[1]}"
 
 
 def _wrong_types(

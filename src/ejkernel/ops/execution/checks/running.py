@@ -73,7 +73,7 @@ def checked(
 
 
 def _not_checked(count: int, without: frozenset[str]) -> tuple[str, ...]:
-    """Return what no check looked at, beside the rows that were skipped."""
+    """Return the list of omissions, beside the rows that were skipped."""
     few, many, single = BATCHES
     found = [
         f"batches of other sizes than 2 by {few}, {few} and {many} of all arrays, and {single} of one array",
@@ -90,7 +90,7 @@ def _not_checked(count: int, without: frozenset[str]) -> tuple[str, ...]:
         if count > looked
     ]
     if without:
-        found.append(f"what was left out: {', '.join(sorted(without))}")
+        found.append(f"groups left out: {', '.join(sorted(without))}")
     return tuple(found)
 
 
@@ -219,7 +219,7 @@ def _dtype_rows(subject: Subject, name: str) -> Iterator[CheckRow]:
 
 
 def _but_for_rounding(numbers: Numbers, row: CheckRow) -> CheckRow:
-    """Return the row, as passed if what failed is no more than rounding in 16 bits explains."""
+    """Return the row, as passed if rounding in 16 bits explains the difference."""
     numeric = row.check in ("outputs", "jit", "under grad") or row.check.startswith("gradient of ")
     if row.status != CheckStatus.FAILED or row.error is None or not numeric:
         return row
