@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
@@ -30,6 +31,9 @@ class _Running(NamedTuple):
     implementation: Implementation[Any]
     call: Any
     params: Any
+
+
+_owners: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # configurations' types: operations' names
 
 
 class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
@@ -59,7 +63,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                 f"{cls.__name__} must name a subclass of OperationConfig as its configuration's type, which is then "
                 f"its own: class {cls.__name__}(Operation[MyConfig, MyCall, jax.Array])."
             )
-        if "implementations" in vars(config):
+        # An operation that is defined again, as in a notebook, keeps its configuration's type.
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if _owners.setdefault(config, name) != name:
             raise KernelError(
                 f"{config.__name__} is the configuration's type of another operation; give {cls.__name__} its own."
             )
@@ -198,6 +204,13 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
         found = self._differentiable(backward, running, (residuals, out, cotangents, *args))
         return cast("tuple[Any, ...]", found)
+
+    def _check_cfg(self, config: Any, name: str) -> None:
+        super()._check_cfg(config, name)
+        try:
+            config.__post_init__()
+        except ConfigError as error:  # its implementation, or the class of its parameters, was defined again
+            raise ConfigError(f"{self.op_id}: {name}: {error}") from error
 
     # --- which implementation ---
 

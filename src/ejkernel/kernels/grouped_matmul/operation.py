@@ -275,7 +275,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         preferred_element_type: Any = None,
         precision: Any = None,
         first_group: Any = None,
-        groups: Any = None,
+        groups: int | None = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""

@@ -19,7 +19,7 @@ from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Cost, Out
 from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.error_text import instance_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 from ejkernel.ops.utils.instances import Noted, living
 from ejkernel.ops.utils.random_arrays import random_inputs
@@ -256,7 +256,9 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Raise unless `config`, which the message calls `name`, is a configuration of this kernel."""
         expected = self.config_type
         if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
-            raise ConfigError(f"{self.op_id}: {name} must be a {expected.__name__}, got {config!r}.")
+            raise ConfigError(
+                f"{self.op_id}: {name} must be a {expected.__name__}, got {instance_text(config, expected)}."
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a kernel that its class's module keeps by name, so that another process has one of it, not two."""
@@ -471,20 +473,6 @@ def unbound(target: object, args: tuple[object, ...]) -> tuple[Any, tuple[Any, .
     if isinstance(target, types.MethodType) and isinstance(target.__func__, Kernel):
         return target.__func__, (target.__self__, *args)
     return target, args
-
-
-def prepared(
-    kernel: Kernel[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the kernel's `prepare` makes of the arguments of a call.
-
-    Raises:
-        KernelError: it is not `(args, kwargs)`.
-    """
-    found: Any = kernel.prepare(*args, **kwargs)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
-        raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
-    return tuple(found[0]), dict(found[1])
 
 
 def candidates_of(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> Collection[Any]:

@@ -242,7 +242,7 @@ class _Traces:
 
 
 _traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)  # what was traced for a kernel goes with it
-_eager: PerObject[Bounded[Callable[..., Any]]] = PerObject(Bounded)
+_eager: PerObject[Bounded[tuple[int, Callable[..., Any]]]] = PerObject(Bounded)
 
 
 def types_of(call: Call, avals: Sequence[HasType]) -> Types:
@@ -285,14 +285,15 @@ def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]
 def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
     if compat.jit_disabled() or compat.looks_for_nans():  # a jitted function would come back here for ever
         return _compute(call, platform_of(arrays), *arrays)
-    # Calls under an eager `vmap` or gradient get here. The number forgets what was compiled when an answer that was
-    # given before no longer holds.
-    compiled, key = _eager.of(call.node.spec.kernel), (call.weak, call.host.generation)
-    function = compiled.get(key)
-    if function is None:
-        weak = call.weak  # JAX keeps what it traced as long as the function, which must not keep the kernel
-        function = compiled.keep(key, jax.jit(lambda *arrays: call_p.bind(*arrays, call=weak)))
-    return list(function(*arrays))
+    # Calls under an eager `vmap` or gradient get here. When an answer that was given before no longer holds, the
+    # generation changes, and the program compiled for the old one is dropped.
+    compiled, weak, generation = _eager.of(call.node.spec.kernel), call.weak, call.host.generation
+    found = compiled.get(weak)
+    if found is None or found[0] != generation:
+        # JAX keeps what it traced as long as the function, which must not keep the kernel.
+        found = generation, jax.jit(lambda *arrays: call_p.bind(*arrays, call=weak))
+        compiled.replace(weak, found)
+    return list(found[1](*arrays))
 
 
 def _compute(call: Call, platform: str, *arrays: jax.Array) -> Sequence[Any]:

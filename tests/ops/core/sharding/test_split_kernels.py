@@ -210,7 +210,7 @@ def test_error_of_a_part_reaches_whoever_compiles():
 
 
 def test_rule_that_does_not_fit_its_arrays_is_an_error_of_the_kernel():
-    with pytest.raises(TypeError, match="product: sharding_rule 'm -> m' is one for 1 arrays, the call has 2"):
+    with pytest.raises(TypeError, match="product: sharding_rule 'm -> m' has 1 arrays, and the call has 2"):
         jax.jit(Product(rule=ShardingRule("m -> m", split="m")))(*placed((X, P("a")), (Y, P())))
     with pytest.raises(TypeError, match="product: sharding_rule must return a ShardingRule or None, got 'm'"):
         jax.jit(Product(rule="m"))(*placed((X, P("a")), (Y, P())))
