@@ -100,7 +100,11 @@ def _in_full(entry: StoredEntry) -> str:
         ("speed-up", ratio(entry.speedup)),
         ("search", _search_of(entry)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
-        *((name, str(measured[name])) for name in ("candidates", "seconds", "checked") if name in measured),
+        *(
+            (name, str(measured[name]))
+            for name in ("candidates", "seconds", "checked", "input_sets")
+            if name in measured
+        ),
         ("chosen as", cases(entry.measured)),
         ("measured", entry.time),
         ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
@@ -144,6 +148,7 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
         "search": search.progress.data(),
         "not_saved": search.not_saved,
         "rule_fault": search.rule_fault,
+        "input_sets": search.input_sets,
         "outcomes": [_program_as_data(outcome, twins) for outcome, twins in found],
         "provenance": dict(search.provenance),
     }

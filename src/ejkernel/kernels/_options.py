@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.values.scalars import given_text
 
 
 def canonical_flag(name: str, value: Any) -> bool:
     """Return what is True or False, NumPy's too, as a bool."""
     if not isinstance(value, bool | np.bool_):
-        raise ArgumentError(f"{name} must be True or False, got {value!r}; it is static under jit.")
+        raise ArgumentError(f"{name} must be True or False, got {given_text(value)}.")
     return bool(value)
 
 

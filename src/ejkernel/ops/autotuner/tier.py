@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from ejkernel.ops.autotuner.bench.partners import partners_in_force
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.store.saving import Saver
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -57,9 +58,14 @@ class AutotuneTier:
         # The representative, and not whichever call of its bucket came first: the answer must not depend on the order
         # of a program's calls.
         if options.get("others"):
-            options["others"] = [dataclasses.replace(o, inv=o.inv.representative) for o in options["others"]]
+            options["others"] = [
+                dataclasses.replace(o, inv=o.inv.representative, partners=partners_in_force(chain, o.inv, kernel))
+                for o in options["others"]
+            ]
         elif store is not None and _takes(tuner.tune, "known"):
             options["known"] = store.unfinished(inv)
+        if _takes(tuner.tune, "partners"):
+            options["partners"] = partners_in_force(chain, inv, kernel)
         policy = options.get("policy") or AutotunePolicy()
         own_space = options.get("candidates") is None and kernel is not None
         saver = Saver(chain=chain, store=store, kernel=kernel, validated=bool(policy.validate), own_space=own_space)

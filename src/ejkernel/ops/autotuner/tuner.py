@@ -86,6 +86,7 @@ class Autotuner:
         inputs: GivenInputs | None = None,
         weight: float = 1.0,
         others: Sequence[SharedCall] = (),
+        partners: Sequence[object] = (),
         progress: Callable[[int, int], object] | None = None,
     ) -> AutotuneData:
         """Return the search for the best configuration of `inv`, or of several calls that are to share one.
@@ -105,6 +106,8 @@ class Autotuner:
             inputs: What to measure with, in place of what is made from the signature.
             weight: How much the call counts beside the others.
             others: Further calls of the kernel. What is best has the least weighted geometric mean of the times of all.
+            partners: Configurations in force for the call's other direction: for a forward, what its backward runs
+                with; for a backward, what its forward runs with. The winner must give the right gradient with each.
             progress: Called with how many candidates are compiled and checked, and how many there are. Events tell more
                 (`on_event`).
 
@@ -126,6 +129,7 @@ class Autotuner:
             others=tuple(
                 dataclasses.replace(o, inv=dataclasses.replace(o.inv.abstract(), kernel=kernel)) for o in others
             ),
+            partners=tuple(partners),
             policy=policy or AutotunePolicy(),
             records=tuple(records),
             known=tuple(known),

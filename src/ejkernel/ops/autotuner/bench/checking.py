@@ -31,6 +31,12 @@ def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None
     """
     limit = oracle.limits.run
     oracle.watch.begin("running", [candidate.config], limit.seconds)
+    with oracle.settings.during(repr(candidate.config)):
+        _run_and_judge(oracle, candidate, compiled)
+
+
+def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None:
+    limit = oracle.limits.run
     at: Workload | None = None
     try:
         peaks = [peak_bytes(program) for program in compiled]

@@ -159,6 +159,10 @@ class Preparation:
 
     def _compile(self, candidate: Candidate) -> Any:
         candidate.damage = self.oracle.watch.damage()
+        with self.oracle.settings.during(repr(candidate.config)):
+            return self._compile_for_all(candidate)
+
+    def _compile_for_all(self, candidate: Candidate) -> Any:
         found = [self._program(number, oracle.inv, candidate) for number, oracle in enumerate(self.oracle.all)]
         digests, programs = zip(*found, strict=True)
         if all(digests):

@@ -180,7 +180,8 @@ class _Header:
         outcomes: How many lines follow.
         columns: What they hold.
         twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
-        why, standing, undecided, interrupted, rule_fault, planned, unconfirmed, not_saved: As in `AutotuneData`.
+        why, standing, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved: As in
+            `AutotuneData`.
         cases: What candidates were measured on, if that is more than one thing.
     """
 
@@ -200,6 +201,7 @@ class _Header:
     undecided: bool = False
     interrupted: bool = False
     rule_fault: str = ""
+    input_sets: int = 0
     planned: int = 0
     unconfirmed: bool = False
     not_saved: str = ""
@@ -258,6 +260,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         undecided=data.undecided,
         interrupted=data.interrupted,
         rule_fault=shortened(data.rule_fault),
+        input_sets=data.input_sets,
         planned=data.planned,
         unconfirmed=data.unconfirmed,
         not_saved=shortened(data.not_saved),
@@ -345,6 +348,7 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         undecided=header.undecided,
         interrupted=header.interrupted,
         rule_fault=header.rule_fault,
+        input_sets=header.input_sets,
         planned=min(header.planned, _MOST),
         unconfirmed=header.unconfirmed,
         not_saved=header.not_saved,

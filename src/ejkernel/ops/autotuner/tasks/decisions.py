@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ejkernel.ops.autotuner.measure.duels import MARGIN, Verdict, compare
 from ejkernel.ops.autotuner.measure.race import CLOCK, PROCESSOR
@@ -103,3 +103,23 @@ def nobody_left(inv: Invocation[Cfg, Out], tried: Sequence[Candidate]) -> str:
     reasons = collections.Counter(candidate.reason for candidate in tried)
     listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
     return f"{inv.op_id}: none of {counted(len(tried), 'candidate')} could be measured: {listed}"
+
+
+def release_losers(tried: Sequence[Candidate]) -> None:
+    """Let go of the programs of all but the finalists."""
+    kept = {id(candidate) for candidate in finalists(tried)}
+    for candidate in tried:
+        if id(candidate) not in kept:
+            candidate.compiled = None
+
+
+def for_so_long(seconds: float, clock: Callable[[], float]) -> Callable[[], bool]:
+    """Return what says whether so many seconds have not passed yet since it was first asked."""
+    start: list[float] = []
+
+    def not_yet() -> bool:
+        now = clock()
+        start[:] = start or [now]
+        return now - start[0] < seconds
+
+    return not_yet

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.autotuner.bench.confirmation import confirm
+from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.bench.preparation import Preparation
@@ -32,7 +32,9 @@ from ejkernel.ops.autotuner.tasks.decisions import (
     faster_than,
     fastest_first,
     finalists,
+    for_so_long,
     nobody_left,
+    release_losers,
     why_it_stays,
 )
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
@@ -120,6 +122,7 @@ class TuningRun:
             self._rule_fault = self._checked_rule()
             decision = self._decide()
         self._settle_statuses()
+        self._oracle.settings.tell()
         return AutotuneData(
             inv=inv,
             calls=task.calls if task.others else (),
@@ -127,11 +130,12 @@ class TuningRun:
             outcomes=tuple(candidate.outcome() for candidate in self._tried),
             seconds=self._clock() - start,
             checked=decision.checked,
+            input_sets=decision.winner.input_sets,
             why=self._why_it_stays(decision),
             standing=decision.standing,
             undecided=decision.undecided,
             interrupted=self._cancellation.is_requested,
-            rule_fault=self._rule_fault,
+            rule_fault=self._rule_fault or self._pair_fault(decision),
             planned=self._planned if self._ended_early else len(self._tried),
             unconfirmed=decision.unconfirmed,
         )
@@ -154,7 +158,14 @@ class TuningRun:
         """Make the bench: what is right, what compiles and checks candidates, and what times them."""
         task = self.task
         self._oracle = self._oracle_of(
-            SharedCall(inv=task.inv, weight=task.weight, inputs=task.inputs, reference=task.reference), baseline
+            SharedCall(
+                inv=task.inv,
+                weight=task.weight,
+                inputs=task.inputs,
+                reference=task.reference,
+                partners=task.partners,
+            ),
+            baseline,
         )
         self._oracle.others = [self._oracle_of(other, baseline) for other in task.others]
         programs = (task.programs, *(other.programs for other in task.others))
@@ -186,6 +197,7 @@ class TuningRun:
             limits=self.task.limits,
             left=self._left,
             weight=call.weight,
+            partners=call.partners,
         )
 
     def _found_configurations(self) -> Configurations:
@@ -253,7 +265,7 @@ class TuningRun:
             for candidate in batch:
                 strategy.tell(candidate.config, candidate.seconds)
             # Programs take memory on the device, which candidates to come may need.
-            _release_losers(self._tried)
+            release_losers(self._tried)
             room = 0 if self._must_end() else min(_BATCH, total - len(self._tried))
             batch = distinct(strategy.ask(room), but=self._tried) if room > 0 else []
             self._ended_early = room == 0 and len(self._tried) < total
@@ -372,6 +384,11 @@ class TuningRun:
             return f"its gradients are wrong: {first.reason}"
         return rule_fault(self._oracle) if first.compiled is not None else ""
 
+    def _pair_fault(self, decision: Decision) -> str:
+        """Return how forward and backward disagree on residuals, as far as there was time to look."""
+        kept = self._tried[0] if decision.winner is self._tried[0] and not self._must_end() else None
+        return pair_fault(self._oracle, kept) if self.task.policy.validate is True else self._oracle.contract_fault
+
     def _decide(self) -> Decision:
         """Return who wins, after those that look faster all the same were measured again beside it.
 
@@ -408,6 +425,7 @@ class TuningRun:
             if are_measured(rival):
                 return self._after_duel(rival, checked, standing)
             self._race(self._tried, self._plan)  # some were dropped for being slower than that one
+        self._oracle.settings.tell()
         text = nobody_left(self.task.inv, self._tried)
         if any(NOT_FINITE in candidate.reason for candidate in self._tried):
             text = f"{text}; {why_not_finite(self.task.kernel, self.task.inputs)}"
@@ -458,7 +476,7 @@ class TuningRun:
         heuristic = self._tried[0]
         if not are_measured(rival, heuristic):
             return None
-        duel = Duel(self._rounds, may_go_on=self._for_so_long(_DUEL_SECONDS))
+        duel = Duel(self._rounds, may_go_on=for_so_long(_DUEL_SECONDS, self._clock))
         # These samples are the figures that are kept.
         self._timing.race([heuristic, rival], duel, stop=self._must_end_now())
         if not are_measured(rival, heuristic):
@@ -467,29 +485,10 @@ class TuningRun:
 
     def _must_end_now(self) -> Callable[[], bool]:
         """Return what says whether the search was asked for its end, and had a moment since."""
-        has_time = self._for_so_long(_LAST_SECONDS)
+        has_time = for_so_long(_LAST_SECONDS, self._clock)
         return lambda: self._watch.is_abandoned() or (self._must_end() and not has_time())
-
-    def _for_so_long(self, seconds: float) -> Callable[[], bool]:
-        """Return what says whether so many seconds have not passed yet since it was first asked."""
-        start: list[float] = []
-
-        def not_yet() -> bool:
-            now = self._clock()
-            start[:] = start or [now]
-            return now - start[0] < seconds
-
-        return not_yet
 
     def _note_suspicion(self, winner: Candidate) -> None:
         times = [c.measurement.median for c in self._ranking if c.measurement is not None]
         if 0 in suspiciously_fast(times):
             logger.info("%s: %r is suspiciously fast; looking again", self.task.inv.op_id_v, winner.config)
-
-
-def _release_losers(tried: Sequence[Candidate]) -> None:
-    """Let go of the programs of all but the finalists."""
-    kept = {id(candidate) for candidate in finalists(tried)}
-    for candidate in tried:
-        if id(candidate) not in kept:
-            candidate.compiled = None

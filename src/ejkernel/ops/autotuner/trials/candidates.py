@@ -36,6 +36,7 @@ class Candidate:
     twin: Candidate | None = None  # whose program is the same
     deferred: Sequence[Any] | None = None  # its programs, which spill much, until the others have been checked
     is_recalled: bool = False  # whether its times are of an earlier attempt, or an earlier search
+    input_sets: int = 0  # on which it was right, if it was about to win
     damage: int = 0  # what the watch knew of damage when it was begun
 
     @property
