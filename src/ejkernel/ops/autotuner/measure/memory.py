@@ -56,4 +56,4 @@ def check_room(needed: int, what: str) -> None:
     """
     available = device_bytes()
     if available is not None and needed > available:
-        raise TuningError(f"{what} needs {size(needed)}, and the device has {size(available)}.")
+        raise TuningError(f"not enough memory for {what}: {size(needed)} needed, {size(available)} on the device.")
