@@ -282,7 +282,7 @@ def test_a_traced_value_is_refused():
 
 
 def test_an_unknown_argument_is_refused():
-    with pytest.raises(TypeError, match="shows: got an unexpected keyword argument 'row'"):
+    with pytest.raises(TypeError, match="shows has no argument `row`; did you mean `rows=`"):
         shows(X, row=3)
 
 
@@ -339,7 +339,7 @@ def test_a_heuristic_must_say_what_has_no_default():
 def test_a_trailing_parameter_becomes_keyword_only():
     kernel = made(lambda x, rows=1: x * rows, name="t")
     assert str(inspect.signature(kernel)) == "(x, *, rows=1)"
-    with pytest.raises(TypeError, match="t: too many positional arguments"):
+    with pytest.raises(TypeError, match="t takes 1 argument by position .x., got 2"):
         kernel(X, 2)
 
 

@@ -22,6 +22,7 @@ DOCUMENTED = [
     "AutotuningResult",
     "BwdParams",
     "CacheWarning",
+    "CallError",
     "CallPart",
     "CandidateError",
     "CandidateFinished",

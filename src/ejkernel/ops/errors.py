@@ -33,6 +33,10 @@ class ArgumentError(EjkernelError, ValueError):
     """An argument of an operation has the wrong shape, dtype or value."""
 
 
+class CallError(EjkernelError, TypeError):
+    """The arguments of a call do not fit the operation: one is unknown, missing, or by position without a place."""
+
+
 class UnsupportedError(EjkernelError, NotImplementedError):
     """The platform or implementation that was asked for cannot run this call."""
 

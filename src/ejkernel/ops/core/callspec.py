@@ -16,7 +16,8 @@ import numpy as np
 
 from ejkernel.ops.core.hooks import Kernel, overrides, run_forms
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import KernelError
+from ejkernel.ops.errors import CallError, KernelError
+from ejkernel.ops.utils.messages.names import misfit
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
 from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
 
@@ -123,7 +124,7 @@ def take_apart(
     """Return the call's `CallSpec` and its arrays, in order; a keyword for a positional parameter becomes positional.
 
     Raises:
-        TypeError: the arguments do not fit the signature of the kernel's `run`.
+        CallError: the arguments do not fit the signature of the kernel's `run`.
     """
     return _spec_of(kernel, _bind(kernel, args, kwargs), method)
 
@@ -174,7 +175,9 @@ def _bind(
     try:
         bound = signature.bind(kernel, *args, cfg=None, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{kernel.op_id}: {error}") from None
+        parameters = list(signature.parameters.values())[1:]  # without the kernel itself
+        wrong = misfit(kernel.op_id, signature.replace(parameters=parameters), args, {"cfg": None, **kwargs})
+        raise wrong or CallError(f"{kernel.op_id}: {error}") from None
     _fill_gaps(bound)
     given = dict(bound.kwargs)
     given.pop("cfg", None)

@@ -22,6 +22,7 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 from ejkernel.ops.utils.instances import Noted, living
+from ejkernel.ops.utils.messages.names import raise_if_misfit
 from ejkernel.ops.utils.random_arrays import random_inputs
 from ejkernel.ops.utils.validation import asked, check_candidates, named
 
@@ -480,8 +481,13 @@ def prepared(
 
     Raises:
         KernelError: it is not `(args, kwargs)`.
+        CallError: the arguments do not fit its signature.
     """
-    found: Any = kernel.prepare(*args, **kwargs)
+    try:
+        found: Any = kernel.prepare(*args, **kwargs)
+    except TypeError:
+        raise_if_misfit(kernel.op_id, kernel.prepare, args, kwargs)
+        raise
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
         raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
     return tuple(found[0]), dict(found[1])
