@@ -339,7 +339,7 @@ def test_a_heuristic_must_say_what_has_no_default():
 def test_a_trailing_parameter_becomes_keyword_only():
     kernel = made(lambda x, rows=1: x * rows, name="t")
     assert str(inspect.signature(kernel)) == "(x, *, rows=1)"
-    with pytest.raises(TypeError, match="t takes 1 argument by position .x., got 2"):
+    with pytest.raises(TypeError, match=r"t takes 1 argument by position .x., got 2"):
         kernel(X, 2)
 
 

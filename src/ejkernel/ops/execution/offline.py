@@ -26,7 +26,7 @@ from ejkernel.ops.core.examples import GivenInputs
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, overrides, prepared, unbound
 from ejkernel.ops.core.transformations.naming import array_names
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
@@ -266,18 +266,28 @@ def _with_programs(call: SharedCall, compiled: Mapping[ConfigKey, BundledCall]) 
 
 @overload
 def autotune(
-    target: Kernel[Any, Any],
+    target: Kernel[Cfg, Any],
     *args: Any,
-    configs: Collection[Any] | None = None,
+    configs: Collection[Cfg] | None = None,
     inputs: Inputs = None,
     calls: Sequence[Any] | None = None,
     weights: Sequence[float] | None = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,
-) -> Any: ...
+) -> Cfg: ...
 @overload
-def autotune(target: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuningResult: ...
+def autotune(
+    target: Callable[..., Any],
+    *args: Any,
+    configs: None = None,
+    inputs: None = None,
+    calls: None = None,
+    weights: None = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    **kwargs: Any,
+) -> AutotuningResult: ...
 def autotune(
     target: Any,
     *args: Any,

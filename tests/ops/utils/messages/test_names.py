@@ -112,7 +112,7 @@ def test_a_type_error_inside_the_function_stays_as_it_is():
         raise TypeError("its own")
 
     for call in (lambda: fails(1), lambda: RaisesTypeError()(X, W)):
-        with pytest.raises(TypeError, match="^its own") as raised:
+        with pytest.raises(TypeError, match=r"^its own") as raised:
             call()
         assert not isinstance(raised.value, CallError)
 
