@@ -71,6 +71,7 @@ DOCUMENTED = [
     "SearchFinished",
     "SearchStarted",
     "SerializationError",
+    "SettingsWarning",
     "ShardingRule",
     "ShardingWarning",
     "StalePolicy",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are right, and calls that type checkers must refuse: those that end with `wrong` in a comment. Nothing here runs."""
+"""Right calls, and wrong ones that type checkers must refuse, each with `wrong` in a comment. Nothing here runs."""
 
 from __future__ import annotations
 

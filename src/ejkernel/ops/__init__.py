@@ -42,6 +42,7 @@ from ejkernel.ops.errors import KernelWarning as KernelWarning
 from ejkernel.ops.errors import NoConfigError as NoConfigError
 from ejkernel.ops.errors import OfflineWarning as OfflineWarning
 from ejkernel.ops.errors import SerializationError as SerializationError
+from ejkernel.ops.errors import SettingsWarning as SettingsWarning
 from ejkernel.ops.errors import ShardingWarning as ShardingWarning
 from ejkernel.ops.errors import TuningError as TuningError
 from ejkernel.ops.errors import TuningWarning as TuningWarning

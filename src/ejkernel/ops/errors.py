@@ -108,6 +108,10 @@ class CacheWarning(EjkernelWarning):
     """An entry of a persistent cache was ignored, or the cache cannot be written."""
 
 
+class SettingsWarning(EjkernelWarning):
+    """A variable of the environment begins with `EJKERNEL_` and is not one of ours."""
+
+
 class AgreementWarning(EjkernelWarning):
     """The processes of one program have no means to agree on configurations."""
 

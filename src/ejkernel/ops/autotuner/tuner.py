@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import logging
 import time
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
 from ejkernel.ops.utils.formatting import ratio
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument, is_count
 
 if TYPE_CHECKING:
@@ -195,9 +195,9 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         )
         if all(NOT_FINITE in outcome.reason for outcome in rejected) and data.inv.kernel is not None:
             text += f"; {why_not_finite(data.inv.kernel, inputs)}"
-        warnings.warn(text, TuningWarning, stacklevel=3)
+        warn(text, TuningWarning)
     if data.rule_fault:
-        warnings.warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning, stacklevel=3)
+        warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning)
     speedup = data.speedup
     logger.info(
         "tuned %s in %.1f s: %d candidates, %s, %s",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import AgreementError, CacheWarning, KernelError, NoConfigError, SerializationError
 from ejkernel.ops.registry import record_invocation
 from ejkernel.ops.utils.fingerprint import platform_kind
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import label, stamp
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.values.signature import HasType
@@ -182,7 +182,7 @@ def _stand_in(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exc
         f"{inv.op_id}: ignoring the saved configuration {resolution.config!r} (call {inv.call_key}), which "
         f"does not run: {type(error).__name__}: {error}; `ejkernel tune --force` finds another."
     )
-    warnings.warn(text, CacheWarning, stacklevel=2)
+    warn(text, CacheWarning)
     return Resolution(config, HEURISTIC.name, resolution.key)
 
 

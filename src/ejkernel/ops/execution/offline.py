@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -34,6 +33,7 @@ from ejkernel.ops.execution.program_text import ProgramCalls, calls_in_text
 from ejkernel.ops.registry import Recorded, get_invocations
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.validation import check_argument, is_count
 
@@ -70,16 +70,16 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
     )
     program = calls_in_text(compat.lowered_text(lowered), recorded=get_invocations(device_fingerprint()))
     if program.bare:
-        warnings.warn(_why_bare(program), OfflineWarning, stacklevel=2)
+        warn(_why_bare(program), OfflineWarning)
     for reason in program.why_refused():
-        warnings.warn(f"not tuned, because it cannot be rebuilt: {reason}", OfflineWarning, stacklevel=2)
+        warn(f"not tuned, because it cannot be rebuilt: {reason}", OfflineWarning)
     local = local_calls(lowered)
     if isinstance(lowered, str) and SPLIT in lowered:
         text = (
             f"{lowered.count(SPLIT)} calls of the program split themselves over devices, and a text does not say how; "
             "pass the lowered program itself to have each device's part tuned."
         )
-        warnings.warn(text, OfflineWarning, stacklevel=2)
+        warn(text, OfflineWarning)
     return tune_invocations(_chain(selector), {inv.key: inv for inv in (*program.calls, *local)}.values())
 
 
@@ -122,7 +122,7 @@ def autotune_recorded(
         operations = given[device]
     elif any(name.partition(":")[0] in ("cpu", "gpu", "tpu") and ":" in name for name in given):
         text = f"nothing was recorded on {device!r}, only on {', '.join(sorted(given))}; nothing is tuned."
-        warnings.warn(text, OfflineWarning, stacklevel=2)
+        warn(text, OfflineWarning)
         operations = {}
     else:
         operations = given
@@ -192,7 +192,7 @@ def tune_together(
     with process_session(policy), _counted([calls[0].inv for calls in sets], progress):
         for calls, data in zip(sets, _searches(search, sets, policy), strict=True):
             if isinstance(data, TuningError):
-                warnings.warn(str(data), TuningWarning, stacklevel=3)
+                warn(str(data), TuningWarning)
                 continue
             if isinstance(data, BaseException):
                 raise data
@@ -358,7 +358,7 @@ def _autotune_function(
             raise ArgumentError(f"{name} are for a Kernel; {_FOR_KERNELS[name]}.")
     found = discover(function, *args, **kwargs)
     if not found:
-        warnings.warn(f"{function!r} calls no kernel; there is nothing to tune.", OfflineWarning, stacklevel=3)
+        warn(f"{function!r} calls no kernel; there is nothing to tune.", OfflineWarning)
     return tune_invocations(chain, found)
 
 
@@ -471,7 +471,7 @@ def _warn_of_made_inputs(inv: Invocation[Any, Any]) -> None:
             f"{', '.join(whole)} will be zeros and ones. Pass inputs=True to measure on the arrays given, or give the "
             "kernel example_inputs."
         )
-        warnings.warn(text, TuningWarning, stacklevel=5)
+        warn(text, TuningWarning)
 
 
 def _chain(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None) -> ConfigSelectorChain[Any, Any]:

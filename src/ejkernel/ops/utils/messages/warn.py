@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings that point at the user's own line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import jax
+
+import ejkernel
+
+
+def warn(message: str | Warning, category: type[Warning] | None = None) -> None:
+    """Warn at the line of the user's program that led here: the first one outside of ejkernel and JAX.
+
+    In a thread of ours it is the line that started the thread's function.
+
+    Args:
+        message: The text, or a warning as it was raised elsewhere, such as in a worker process.
+        category: The warning's class; that of `message` where it is a warning.
+    """
+    frame = _frame_of_user(sys._getframe(1))
+    names = frame.f_globals
+    # `warnings.warn` has skip_file_prefixes from Python 3.12 on alone.
+    warnings.warn_explicit(
+        message,
+        category,  # type: ignore[arg-type] # a warning brings its own
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=names.get("__name__", "<unknown>"),
+        registry=names.setdefault("__warningregistry__", {}),
+    )
+
+
+def _frame_of_user(frame: FrameType) -> FrameType:
+    found: FrameType | None = frame
+    while found is not None:
+        if not _is_inside(found.f_code.co_filename):
+            return found
+        frame, found = found, found.f_back
+    return frame
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_inside(file: str) -> bool:
+    """Return whether a file is of ejkernel, of JAX, or of what both are called through."""
+    return file.startswith("<frozen") or os.path.realpath(file).startswith(_folders())
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    packages = [f"{Path(os.path.realpath(str(module.__file__))).parent}{os.sep}" for module in (ejkernel, jax)]
+    through = [os.path.realpath(str(sys.modules[name].__file__)) for name in ("contextlib", "functools", "threading")]
+    return (*packages, *through)
