@@ -253,5 +253,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
     raw = env.get(name, "").strip().lower() or allowed[0]
     if raw not in allowed:
-        raise _error(f"{name} must be one of {', '.join(allowed)}; got {raw!r}.")
+        from ejkernel.ops.utils.messages.names import did_you_mean  # imports JAX, as `_error` does
+
+        raise _error(f"{name} must be one of {', '.join(allowed)}; got {raw!r}{did_you_mean(raw, allowed)}")
     return raw

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ejkernel.cli.commands import FOLDER, as_json, imports, read_cache
+from ejkernel.cli.group import Group
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -30,7 +31,7 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> datet
     return datetime.timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
-@click.group()
+@click.group(cls=Group)
 def cache() -> None:
     """See, check and tidy the folder of saved configurations."""
 

@@ -8,10 +8,13 @@ import inspect
 import jax.numpy as jnp
 import pytest
 
+from ejkernel.cli import main
 from ejkernel.modules import flash_attention, grouped_matmul, grouped_matmul_wgrad, layer_norm, rms_norm
-from ejkernel.modules.flash_attention import FlashAttention
+from ejkernel.modules.flash_attention import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import ArgumentError, CallError, EjkernelError, Kernel, tune
+from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.utils.messages.names import did_you_mean, names_checked, nearest
+from ejkernel.settings import Settings
 
 X, W = jnp.ones((4, 8)), jnp.ones(8)
 Q = jnp.ones((1, 4, 2, 8))
@@ -140,4 +143,39 @@ def test_functions_keep_their_signature_and_documentation():
 )
 def test_the_nearest_name_is_close_or_none(name, names, wanted):
     assert nearest(name, names) == wanted
-    assert did_you_mean(name, names) == ("" if wanted is None else f"; did you mean {wanted!r}?")
+    assert did_you_mean(name, names) == ("." if wanted is None else f"; did you mean {wanted!r}?")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: flash_attention(Q, Q, Q, implementation="cudn"), "None; got 'cudn'; did you mean 'cudnn'?"),
+        (lambda: flash_attention(Q, Q, Q, implementation=["xla", "mosaic"]), "did you mean 'mosaic_gpu'?"),
+        (lambda: flash_attention(Q, Q, Q, implementation="zzz"), "None; got 'zzz'."),
+        (lambda: flash_attention(Q, Q, Q, implementation=[]), "None; got []."),
+        (lambda: flash_attention(Q, Q, Q, implementation=3), "None; got 3."),
+        (lambda: FlashAttentionConfig(implementation="cudn"), "got 'cudn'; did you mean 'cudnn'?"),
+        (lambda: flash_attention(Q, Q, Q, precision="hihgest"), "did you mean 'highest'?"),
+        (lambda: grouped_matmul(X, jnp.ones((1, 8, 4)), SIZES, activation="sliu"), "did you mean 'silu'?"),
+        (lambda: Settings({"EJKERNEL_ON_MISS": "eror"}).autotune, "got 'eror'; did you mean 'error'?"),
+        (lambda: Target.named("nvidia_h20"), "did you mean 'nvidia_h200'?"),
+    ],
+)
+def test_a_misspelt_value_is_told_with_the_nearest_one(call, message):
+    with pytest.raises(EjkernelError) as raised:
+        call()
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["expain"], "No such command 'expain'. Did you mean 'explain'?"),
+        (["cache", "prun"], "No such command 'prun'. Did you mean 'prune'?"),
+        (["zzz"], "No such command 'zzz'.\n"),
+        (["show", "--jsno"], "--json"),
+    ],
+)
+def test_a_misspelt_command_is_told_with_the_nearest_one(capsys, arguments, message):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -28,9 +28,9 @@ def nearest(name: object, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """Return `"; did you mean 'cudnn'?"` for the end of a message; `""` if no name is close."""
+    """Return the end of a message about an unknown name: `"; did you mean 'cudnn'?"`, or `"."` if no name is close."""
     found = nearest(name, names)
-    return "" if found is None else f"; did you mean {found!r}?"
+    return "." if found is None else f"; did you mean {found!r}?"
 
 
 def misfit(
