@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.cli.files import Found
+from ejkernel.ops.autotuner.tasks.asked import checked_weight, merged_calls
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, prepared
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, EjkernelError
-from ejkernel.ops.execution.offline import checked_weight, merged_calls
 from ejkernel.ops.utils.formatting import counted
 from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.storage.serialize import parse_json

@@ -31,6 +31,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.storage.sealed import sealed_object
+from ejkernel.ops.utils.values.nameable import nameable
 
 KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
 OTHER = KEY._replace(call="fedcba9876543210")
@@ -708,3 +709,37 @@ def test_a_layer_that_is_not_there_is_one_warning_that_names_it(tmp_path, recwar
 def test_an_empty_layer_is_no_warning_and_nor_is_ones_own_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     assert PersistentCache(tmp_path / "absent", layers=[tmp_path / "empty"]).get("gpu", "op@v0", "0") is None
+
+
+# --- what a later process could not read ---
+
+
+@dataclasses.dataclass(frozen=True)
+class OfNoKernel:
+    rows: int = 1
+
+
+@nameable
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    rows: int = 1
+
+
+def test_a_put_of_a_type_that_another_process_may_not_name_warns_at_once(tmp_path):
+    cache, key = PersistentCache(tmp_path), ConfigKey("cpu:x", "op@v0", "0" * 16)
+    with pytest.warns(CacheWarning, match=r"OfNoKernel is not known .*Kernel\[OfNoKernel, ...\]") as caught:
+        cache.put(key, OfNoKernel())
+    assert [warning.filename for warning in caught] == [__file__]
+    assert cache.get(key) == OfNoKernel()  # this process has put it
+
+
+def test_a_put_of_fields_that_do_not_fit_their_types_warns_at_once(tmp_path):
+    cache, key = PersistentCache(tmp_path), ConfigKey("cpu:x", "op@v0", "0" * 16)
+    with pytest.warns(CacheWarning, match="cannot be read by other processes: .*rows"):
+        cache.put(key, Marked(rows="many"))
+
+
+def test_a_put_of_what_other_processes_can_read_does_not_warn(tmp_path):
+    cache = PersistentCache(tmp_path)
+    for number, config in enumerate([Marked(), {"rows": 2}, 3]):
+        cache.put(ConfigKey("cpu:x", "op@v0", f"{number:016}"), config)

@@ -27,7 +27,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
-from ejkernel.ops.utils.formatting import ratio
+from ejkernel.ops.utils.formatting import compact, ratio
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument, is_count
 
@@ -191,7 +191,7 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         verb, which = ("was", "it is") if len(others) == 1 else ("were", "the first,")
         text = (
             f"{data.inv.op_id}: {all_of_them} beside the heuristic {verb} rejected; {which} "
-            f"{rejected[0].config!r}, {rejected[0].status}: {rejected[0].reason}"
+            f"{compact(rejected[0].config)}, {rejected[0].status}: {rejected[0].reason}"
         )
         if all(NOT_FINITE in outcome.reason for outcome in rejected) and data.inv.kernel is not None:
             text += f"; {why_not_finite(data.inv.kernel, inputs)}"
@@ -204,6 +204,6 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         data.inv.op_id_v,
         data.seconds,
         len(data.outcomes),
-        data.config,
+        compact(data.config),
         "the heuristic could not be measured" if speedup is None else f"{ratio(speedup)} the heuristic's speed",
     )

@@ -40,6 +40,7 @@ from ejkernel.ops.config.entries import (
     read_at,
     text_of,
 )
+from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
 from ejkernel.ops.utils.messages.warn import warn
@@ -167,6 +168,9 @@ class PersistentCache:
         # Made before anything is touched, so that what has no JSON form leaves what was there.
         text = text_of(new_entry(key, cfg, call, measured, self._clock()))
         self._store(key, text)
+        reason = why_not_decoded(cfg)
+        if reason:
+            warn(f"what was put for {key} cannot be read by other processes: {reason}.", CacheWarning)
 
     @overload
     def get(self, key: Any, cfg_type: Any = ..., /) -> Any: ...

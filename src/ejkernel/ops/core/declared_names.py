@@ -16,8 +16,8 @@ from typing import Any, Final
 from ejkernel.ops.core.hooks import Kernel, config_type_of, hook, run_forms
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError
-from ejkernel.ops.utils.storage.serialize import from_data
+from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.utils.storage.serialize import from_data, to_data
 from ejkernel.ops.utils.values.nameable import Names, marked, qualified, quoted
 
 logger = logging.getLogger(__name__)
@@ -123,6 +123,24 @@ def decode_config(data: object, name: str) -> Any:
         SerializationError: the data do not fit the type.
     """
     return data if name == PLAIN else from_data(data, known_type(name))
+
+
+def why_not_decoded(config: object) -> str:
+    """Return why another process could not read a configuration that this one stores; `""` if it could."""
+    cls = type(config)
+    if not _is_record(cls):
+        return ""
+    name = qualified(_name_of(cls))
+    if marked(name) is not cls and all(qualified(_name_of(known)) != name for known in _config_types()):
+        return (
+            f"its type {cls.__qualname__} is not known to be a configuration's; name it in the kernel's class, "
+            f"Kernel[{cls.__name__}, ...], or mark it with @ejkernel.ops.nameable"
+        )
+    try:
+        from_data(to_data(config), cls)
+    except (ConfigError, SerializationError) as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def known_type(name: str) -> type:

@@ -26,7 +26,6 @@ from ejkernel.ops.errors import (
     AgreementError,
     CacheWarning,
     EjkernelError,
-    GradientError,
     KernelError,
     NoConfigError,
     SerializationError,
@@ -187,8 +186,8 @@ def _raise_if_not_differentiable(
         raise _no_gradient(inv, again) from again
 
 
-def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> GradientError:
-    return GradientError(
+def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> KernelError:
+    return KernelError(
         f"{inv.op_id}: the kernel has no gradient rule, and JAX could not differentiate its run: "
         f"{error_text(error).rstrip('.')}. "
         "Give it a rule: custom_vjp, or fwd_with_residuals and vjp, of a Kernel, or a jax.custom_vjp inside the "

@@ -40,6 +40,7 @@ from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
+from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.sealed import digest_of, read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
@@ -263,7 +264,7 @@ def _written(
         program = done.result
         row = _row(config, done)
         if program is not None and program.digest in first:
-            reason = f"the same program as {first[program.digest]!r}"
+            reason = f"the same program as {compact(first[program.digest])}"
             rows.append(dataclasses.replace(row, status=Status.SAME, reason=reason))
             continue
         if program is not None and program.digest:

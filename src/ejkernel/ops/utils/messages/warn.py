@@ -28,7 +28,7 @@ def warn(message: str | Warning, category: type[Warning] | None = None) -> None:
     names = frame.f_globals
     # `warnings.warn` has skip_file_prefixes from Python 3.12 on alone.
     warnings.warn_explicit(
-        message,
+        message,  # type: ignore[arg-type] # the stubs of Python pair texts with classes, and warnings with none
         category,  # type: ignore[arg-type] # a warning brings its own
         filename=frame.f_code.co_filename,
         lineno=frame.f_lineno,
