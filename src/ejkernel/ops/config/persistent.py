@@ -43,6 +43,7 @@ from ejkernel.ops.config.entries import (
 from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
+from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.messages.warn import warn
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class PersistentCache:
         self._store(key, text)
         reason = why_not_decoded(cfg)
         if reason:
-            warn(f"what was put for {key} cannot be read by other processes: {reason}.", CacheWarning)
+            warn(f"get() will not find what was put for {value_text(key)}: {reason}", CacheWarning)
 
     @overload
     def get(self, key: Any, cfg_type: Any = ..., /) -> Any: ...

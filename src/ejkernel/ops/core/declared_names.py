@@ -126,20 +126,11 @@ def decode_config(data: object, name: str) -> Any:
 
 
 def why_not_decoded(config: object) -> str:
-    """Return why another process could not read a configuration that this one stores; `""` if it could."""
-    cls = type(config)
-    if not _is_record(cls):
-        return ""
-    name = qualified(_name_of(cls))
-    if marked(name) is not cls and all(qualified(_name_of(known)) != name for known in _config_types()):
-        return (
-            f"its type {cls.__qualname__} is not known to be a configuration's; name it in the kernel's class, "
-            f"Kernel[{cls.__name__}, ...], or mark it with @ejkernel.ops.nameable"
-        )
+    """Return why a configuration that is stored could not be decoded by its type's name; `""` if it could."""
     try:
-        from_data(to_data(config), cls)
+        decode_config(to_data(config), type_name(config))
     except (ConfigError, SerializationError) as error:
-        return str(error).rstrip(".")
+        return str(error)
     return ""
 
 
