@@ -21,7 +21,7 @@ help:
 	@echo "make test-all all tests, which lower whole spaces rather than a sample"
 	@echo "make doctest  the examples in README.md, docs/ and docstrings"
 	@echo "make lint     ruff and mypy"
-	@echo "make demo     a small model tuned, and trained beside plain JAX (minutes)"
+	@echo "make demo     tune a small training program and compare it with plain JAX (at most 4 minutes)"
 	@echo "make bench    the benchmarks; BENCH_ARGS= goes to them"
 	@echo "make torture  faults, damage, bombs and fuzzing for an hour; TORTURE_ARGS=--short for a minute"
 	@echo "make clean    remove environments, caches and builds"

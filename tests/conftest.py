@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test starts from: eight host devices, an empty cache folder, and nothing remembered."""
+"""The state in which every test starts: eight host devices, an empty cache folder, and no remembered configurations."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import sys
 import textwrap
 import types
+from collections import defaultdict
 
 import hypothesis
 import jax
@@ -37,9 +39,39 @@ hypothesis.settings.load_profile("ejkernel")
 pytest_plugins = ["tests.cpu_seconds"]
 
 
+# Tests of files, processes and the command depend little on the version of JAX: CI runs them with one version only.
+WITHOUT_JAX = ("ops/autotuner", "ops/config/shared", "ops/utils/storage", "cli", "test_torture.py", "test_structure.py")
+
+
 def pytest_addoption(parser):
     parser.addoption("--require", choices=["gpu"], help="fail, rather than skip, where this is missing")
     parser.addoption("--whole-spaces", action="store_true", help="lower all configurations of spaces, not a sample")
+    parser.addoption(
+        "--one-in", type=int, default=1, metavar="N", help="run one in N cases of each parametrized test, at least one"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Mark the tests that depend on JAX, and apply `--one-in`."""
+    here = os.path.dirname(__file__)
+    for item in items:
+        if not os.path.relpath(item.path, here).startswith(WITHOUT_JAX):
+            item.add_marker("jax")
+    if config.getoption("--one-in") > 1:
+        kept = set(_sampled(items, config.getoption("--one-in")))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def _sampled(items, share):
+    """Yield one in `share` cases of each test function: the same cases in every process and on every machine."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for same in cases.values():
+        same.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+        yield from same[: -(-len(same) // share)]
 
 
 def pytest_collection_finish():

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's program, on a tiny model, and what it says of its figures."""
+"""The demo: its program on a tiny model, its measurements, and its conclusions."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,14 +60,178 @@ def test_the_interval_of_a_ratio_holds_its_median_and_leaves_out_the_extremes(de
 
 
 @pytest.mark.parametrize(
-    ("ratio", "changed", "words"),
+    ("ratio", "words"),
     [
-        ((1.2, 1.1, 1.3), True, "brought a factor of 1.20"),
-        ((1.0, 0.9, 1.1), True, "cannot tell"),
-        ((0.8, 0.7, 0.9), True, "made the program slower, by a factor of 1.25"),
-        ((1.2, 1.1, 1.3), False, "kept every configuration"),
+        ((1.2, 1.1, 1.3), "tuned is 1.20 times as fast as plain (1.10 to 1.30)."),
+        ((0.8, 0.7, 0.9), "tuned is SLOWER than plain: 0.80 times as fast (0.70 to 0.90). Please report it."),
+        ((1.0, 0.98, 1.03), "tuned and plain are equally fast (0.98 to 1.03)."),
+        ((1.07, 0.8, 1.3), "This machine is too noisy to tell whether tuned is faster than plain (0.80 to 1.30)."),
     ],
 )
-def test_what_is_said_of_tuning_is_what_the_interval_says(demo, ratio, changed, words):
+def test_a_verdict_follows_from_the_interval_alone(demo, ratio, words):
     median, low, high = ratio
-    assert words in demo("demo")._tuning({"median": median, "low": low, "high": high}, changed=changed)
+    assert words == demo("demo").verdict("tuned", "plain", {"median": median, "low": low, "high": high})
+
+
+class Steps:
+    """A compiled step whose times a test chooses, on a clock of its own."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    def __call__(self, state, batch):
+        self.clock[0] += self.seconds(batch)
+        return state, jnp.float32(1.0)
+
+
+@pytest.fixture
+def rounds(demo, monkeypatch):
+    """Return a function that compares builds whose step takes `seconds(round)`, by name."""
+    compare, clock = demo("compare"), [0.0]
+    monkeypatch.setattr(compare.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(compare.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(compare, "batch_of", lambda model, number: number)
+
+    def results(seconds, deadline=float("inf"), missing=()):
+        builds = [
+            compare.Build(name=name, compiled=Steps(clock, each), temporary_bytes=1) for name, each in seconds.items()
+        ]
+        compare.run_rounds(builds, None, 21, deadline)
+        gone = [compare.Build(name=name, missing="does not fit") for name in missing]
+        return compare.summary([*gone, *builds], demo("train").SMALL)
+
+    return results
+
+
+def busy(slow):
+    """Return a step whose time follows the load of the machine, but for one burst that hits this build."""
+    return lambda number: (1 + number % 7) * (3.0 if number in slow else 1.0)
+
+
+def test_the_table_and_the_sentences_come_from_the_same_ratios(demo, rounds, capsys):
+    builds = {"plain JAX": lambda number: 2 * busy(())(number), "untuned": busy(range(11)), "tuned": busy(range(9, 20))}
+    result = rounds(builds) | {"configurations": dict.fromkeys("abcd"), "saved": 4, "changed": True}
+    untuned, tuned = result["seconds"]["untuned"], result["seconds"]["tuned"]
+    assert untuned / tuned == pytest.approx(result["over tuned"]["untuned"]["median"])
+    demo("demo").show(result)
+    said = capsys.readouterr().out
+    assert "too noisy to tell whether Tuned ejkernel is faster than untuned ejkernel" in said
+    assert "The machine was busy: half of the tuned steps took" in said
+
+
+def test_a_calm_machine_gives_a_calm_verdict(demo, rounds):
+    result = rounds({"plain JAX": lambda _: 3.0, "untuned": lambda _: 2.0, "tuned": lambda _: 1.0}) | {"changed": True}
+    assert result["rounds"] == 21
+    assert [text[:43] for text in demo("demo").sentences(result)] == [
+        "Tuned ejkernel is 3.00 times as fast as pla",
+        "Tuned ejkernel is 2.00 times as fast as unt",
+    ]
+
+
+def test_rounds_end_at_the_deadline_but_not_before_there_is_an_interval(rounds):
+    builds = {"untuned": lambda _: 1.0, "tuned": lambda _: 1.0}
+    assert rounds(builds, deadline=0.0)["rounds"] == 6
+    assert rounds(builds, deadline=100.0)["rounds"] == 21
+
+
+def test_a_baseline_that_does_not_run_here_is_a_row_with_the_reason(demo, rounds, capsys):
+    result = rounds({"untuned": lambda _: 1.0, "tuned": lambda _: 1.0}, missing=["plain JAX"])
+    demo("demo").show(result | {"unfinished": 1, "configurations": {"a": "b"}, "saved": 0})
+    said = capsys.readouterr().out
+    assert "  plain JAX       does not fit\n" in said
+    assert "Tuning kept the heuristic's configuration for every call." in said
+    assert "1 of 1 searches did not finish" in said
+    assert "Tuning saved a configuration for 0 of 1 calls" in said
+    assert demo("demo").losses_agree(result["losses"])
+
+
+def test_a_build_that_does_not_fit_beside_the_others_is_dropped_before_it_runs(demo):
+    compare = demo("compare")
+    state = jnp.zeros(2**18)  # 1 MiB
+    small, large = (
+        compare.Build(name=name, compiled=print, state=state, needed_bytes=size * 2**20)
+        for name, size in [("tuned", 10), ("plain JAX", 100)]
+    )
+    compare.drop_too_large([large, small], 100 * 2**20)
+    assert (small.missing, large.missing, large.state) == ("", "does not fit: a step needs 0.1 of 0.1 GiB", None)
+    compare.drop_too_large([small], None)
+    assert small.compiled is not None
+
+
+def test_a_baseline_that_cannot_be_compiled_or_comes_too_late_is_reported(demo, monkeypatch, capsys):
+    compare = demo("compare")
+
+    def refused(*_):
+        raise RuntimeError("cuDNN is not detected.\nmore")
+
+    monkeypatch.setattr(compare, "training_step", refused)
+    assert compare.baseline("cuDNN", None, None, float("inf")).missing == "not available: cuDNN is not detected."
+    assert "no time left" in compare.baseline("cuDNN", None, None, 0.0).missing
+
+
+@pytest.mark.parametrize(
+    ("gib", "sizes"), [(104.8, (2, 8192)), (200.0, (4, 8192)), (60.0, (1, 8192)), (30.0, (1, 4096)), (0.0, (1, 2048))]
+)
+def test_the_model_is_as_large_as_plain_jax_can_train_on_the_device(demo, gib, sizes):
+    model = demo("train").fitting_model(int(gib * 2**30))
+    assert (model.batch, model.seq) == sizes
+
+
+@pytest.mark.parametrize(
+    ("statuses", "exit_status", "words"),
+    [
+        ((0, 0), 0, "1 of 1 searches did not finish"),
+        ((130, 0), 0, "Tuning was stopped"),
+        ((1,), 1, ""),
+        ((0, 1), 1, ""),
+    ],
+)
+def test_the_demo_ends_with_a_table_or_with_the_part_that_failed(
+    demo, rounds, monkeypatch, capsys, tmp_path, statuses, exit_status, words
+):
+    module = demo("demo")
+    monkeypatch.setattr(module, "CACHE", tmp_path / "cache")
+    data = rounds({"untuned": lambda _: 1.0, "tuned": lambda _: 1.0}) | {"configurations": {"a": "b"}, "saved": 1}
+    left = list(statuses)
+
+    def run(seconds, *arguments, capture=False):
+        if "show" in arguments:
+            return 0, json.dumps([{"measured": {"skipped": 3}}, {"measured": {"search": {"state": "complete"}}}])
+        return left.pop(0), json.dumps(data) if capture else ""
+
+    monkeypatch.setattr(module, "run", run)
+    assert module.main() == exit_status
+    assert words in capsys.readouterr().out
+
+
+class Slow:
+    """A child process that ends only after `needed` signals."""
+
+    def __init__(self, needed):
+        self.needed, self.signals = needed, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def communicate(self, timeout=None):
+        if len(self.signals) < self.needed:
+            raise subprocess.TimeoutExpired("python", timeout)
+        self.returncode = -self.signals[-1] if self.signals else 0
+        return "printed", None
+
+    def send_signal(self, number):
+        self.signals.append(int(number))
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("needed", "status"), [(0, 0), (1, -signal.SIGINT), (2, -signal.SIGKILL)])
+def test_a_part_that_takes_too_long_is_interrupted_and_then_killed(demo, monkeypatch, needed, status):
+    process = Slow(needed)
+    monkeypatch.setattr(demo("demo").subprocess, "Popen", lambda *_, **__: process)
+    assert demo("demo").run(1.0, "-c", "pass", capture=True) == (status, "printed")
+    assert process.signals == [signal.SIGINT, signal.SIGKILL][:needed]

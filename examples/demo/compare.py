@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train three builds of one program side by side: plain JAX, ejkernel as it guesses, ejkernel as it was tuned.
+"""Train several builds of one program side by side: JAX alone, ejkernel untuned, and ejkernel tuned.
 
-The builds take turns, a step each, so that whatever else the machine does hits all of them alike; what is reported is
-the ratio within a turn, and how far it can be trusted.
+Each round runs one step of every build, in rotating order, so that other load on the machine slows all builds alike.
+All results come from ratios within a round: the median over the rounds, and its 95 % interval.
 """
 
 from __future__ import annotations
@@ -19,34 +19,65 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from train import EJKERNEL, PLAIN, Model, Operations, batch_of, default_model, training_step
+from train import CUDNN, EJKERNEL, PLAIN, Model, Operations, batch_of, default_model, memory_limit, training_step
 
 from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache, labels_to_configs, set_default_executor
 
 WARM_UP = 2  # the first executions fault in memory and fill caches
+FEWEST = 6  # rounds that a 95 % interval needs
+TICK = 5.0  # seconds between two lines of progress
+UNTUNED, TUNED = "untuned", "tuned"
 
 
 @dataclasses.dataclass(kw_only=True)
 class Build:
-    """One build of the program, as it trains."""
+    """One build of the program.
 
-    compiled: Callable[..., Any]
-    state: Any
-    temporary_bytes: int
-    configurations: dict[str, str]
+    Attributes:
+        name: Name in the table.
+        compiled: The step; `None` if it does not run here.
+        missing: Reason for not running here.
+        state: Argument and result of the step.
+        temporary_bytes: Device memory that a step needs beside its arguments and results.
+        needed_bytes: Device memory that a step needs in all.
+        configurations: The configuration of each call, by its label.
+        saved: How many of them come from the folder of configurations.
+        seconds: Time of each step.
+        losses: Loss of each step.
+    """
+
+    name: str
+    compiled: Callable[..., Any] | None = None
+    missing: str = ""
+    state: Any = None
+    temporary_bytes: int = 0
+    needed_bytes: int = 0
+    configurations: dict[str, str] = dataclasses.field(default_factory=dict)
+    saved: int = 0
     seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
 
     def train(self, batch: Any) -> None:
-        """Take one step and note what it took."""
+        """Run one step; record its time and loss."""
+        assert self.compiled is not None
         start = time.perf_counter()
         self.state, loss = jax.block_until_ready(self.compiled(self.state, batch))
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(float(loss))
 
+    def drop(self, why: str) -> None:
+        """Leave the build out of the comparison."""
+        self.missing, self.compiled, self.state = why, None, None
 
-def build(operations: Operations, model: Model, cache: Path | None) -> Build:
-    """Compile the training step, with the configurations that the folder `cache` has, if one is given."""
+
+def say(text: str) -> None:
+    """Print progress."""
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def build(name: str, operations: Operations, model: Model, cache: Path | None = None) -> Build:
+    """Compile the training step, with the configurations saved in the folder `cache`, if there is one."""
+    say(f"compiling: {name}")
     persistent = None if cache is None else PersistentCache(cache)
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(persistent=persistent)
     set_default_executor(Executor(chain))
@@ -54,19 +85,58 @@ def build(operations: Operations, model: Model, cache: Path | None) -> Build:
     lowered = function.lower(state, batch)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
-    assert memory is not None  # a backend of others may not know
+    assert memory is not None  # only backends outside JAX's own return None
+    saved = [config for _, config in labels_to_configs(lowered, ConfigSelectorChain(persistent=persistent))]
     return Build(
+        name=name,
         compiled=compiled,
         state=state,
         temporary_bytes=memory.temp_size_in_bytes,
+        needed_bytes=memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes,
         configurations={label: repr(config) for label, config in labels_to_configs(lowered, chain)},
+        saved=sum(config is not None for config in saved),
     )
 
 
-def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
-    """Return the median of `slow / fast` over the turns, and the interval that holds the true one with 95 %.
+def baseline(name: str, operations: Operations, model: Model, deadline: float) -> Build:
+    """Compile a build of JAX alone; one that cannot be compiled here in time says why."""
+    if time.monotonic() > deadline:
+        return Build(name=name, missing="not compared: there was no time left to compile it")
+    try:
+        return build(name, operations, model)
+    except Exception as error:  # noqa: BLE001 - JAX raises many types for a call that cuDNN does not support
+        return Build(name=name, missing=f"not available: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
-    The interval is that of the sign test: nothing is assumed of how the times are spread.
+
+def drop_too_large(builds: Sequence[Build], limit: int | None) -> None:
+    """Drop the builds whose step needs more memory than `limit` bytes, beside the state of the other builds."""
+    states = {each.name: sum(leaf.nbytes for leaf in jax.tree.leaves(each.state)) for each in builds}
+    for each in builds:
+        needed = each.needed_bytes + sum(states.values()) - states[each.name]
+        if limit is not None and each.compiled is not None and needed > limit:
+            each.drop(f"does not fit: a step needs {each.needed_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB")
+
+
+def run_rounds(builds: Sequence[Build], model: Model, rounds: int, deadline: float) -> None:
+    """Train all builds for so many rounds after the warm-up; for fewer, but at least `FEWEST`, after the deadline."""
+    started = said = time.monotonic()
+    for number in range(WARM_UP + rounds):
+        now = time.monotonic()
+        if now > deadline and number >= WARM_UP + FEWEST:
+            return
+        if now - said > TICK:
+            left = min((now - started) / number * (WARM_UP + rounds - number), max(deadline - now, 0.0))
+            say(f"round {number + 1} of {WARM_UP + rounds}, about {left:.0f} s left")
+            said = now
+        batch = jax.block_until_ready(batch_of(model, number))
+        for place in range(len(builds)):
+            builds[(number + place) % len(builds)].train(batch)
+
+
+def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
+    """Return the median of `slow / fast` over the rounds, and its 95 % interval.
+
+    The interval is that of the sign test, which assumes no distribution of the times.
     """
     ratios = sorted(a / b for a, b in zip(slow, fast, strict=True))
     n = len(ratios)
@@ -76,42 +146,65 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "low": ratios[max(outside - 1, 0)], "high": ratios[-max(outside, 1)]}
 
 
-def compare(cache: Path, turns: int, model: Model) -> dict[str, Any]:
-    """Return what was seen in so many turns after the warm-up, ready for JSON."""
-    builds = {
-        "plain JAX": build(PLAIN, model, None),
-        "untuned": build(EJKERNEL, model, None),
-        "tuned": build(EJKERNEL, model, cache),
-    }
-    for turn in range(WARM_UP + turns):
-        batch = jax.block_until_ready(batch_of(model, turn))
-        order = list(builds.values())
-        for shift in range(len(order)):
-            order[(turn + shift) % len(order)].train(batch)
-    seconds = {name: each.seconds[WARM_UP:] for name, each in builds.items()}
+def summary(builds: Sequence[Build], model: Model) -> dict[str, Any]:
+    """Return the results as data.
+
+    A build's `seconds` are the tuned build's median times the ratio of the two. The median of each build's own times
+    could contradict the ratios on a busy machine.
+    """
+    by_name = {each.name: each for each in builds}
+    running = {each.name: each.seconds[WARM_UP:] for each in builds if each.compiled is not None}
+    tuned, untuned = by_name[TUNED], by_name[UNTUNED]
+    ratios = {name: ratio(seconds, running[TUNED]) for name, seconds in running.items()}
+    median = statistics.median(running[TUNED])
+    quarters = statistics.quantiles(running[TUNED], n=4)
     return {
         "device": jax.devices()[0].device_kind,
-        "turns": turns,
+        "rounds": len(running[TUNED]),
         "tokens": model.tokens,
-        "seconds": {name: statistics.median(times) for name, times in seconds.items()},
-        "temporary_bytes": {name: each.temporary_bytes for name, each in builds.items()},
-        "losses": {name: each.losses for name, each in builds.items()},
-        "tuned over plain JAX": ratio(seconds["plain JAX"], seconds["tuned"]),
-        "tuned over untuned": ratio(seconds["untuned"], seconds["tuned"]),
-        "configurations": builds["tuned"].configurations,
-        "changed": builds["tuned"].configurations != builds["untuned"].configurations,
+        "shape": f"{model.layers} layers, {model.batch} x {model.seq:,} tokens",
+        "missing": {each.name: each.missing for each in builds if each.compiled is None},
+        "seconds": {name: median * found["median"] for name, found in ratios.items()},
+        "middle half of the tuned steps": [quarters[0], quarters[-1]],
+        "over tuned": ratios,
+        "temporary_bytes": {name: by_name[name].temporary_bytes for name in running},
+        "losses": {name: by_name[name].losses for name in running},
+        "configurations": tuned.configurations,
+        "saved": tuned.saved,
+        "changed": tuned.configurations != untuned.configurations,
     }
+
+
+def compare(cache: Path, rounds: int, model: Model, seconds: float = math.inf) -> dict[str, Any]:
+    """Return the results of so many rounds after the warm-up, as data.
+
+    Args:
+        cache: Folder of configurations for the tuned build.
+        rounds: Timed steps of each build.
+        model: Sizes.
+        seconds: Time after which the last round begins, compilation included.
+    """
+    deadline = time.monotonic() + seconds
+    own = [build(UNTUNED, EJKERNEL, model), build(TUNED, EJKERNEL, model, cache)]
+    builds = [baseline("plain JAX", PLAIN, model, deadline)]
+    if jax.default_backend() == "gpu" and model.cap is None:
+        builds.append(baseline("JAX with cuDNN", CUDNN, model, deadline))
+    builds += own
+    drop_too_large(builds, memory_limit())
+    run_rounds([each for each in builds if each.compiled is not None], model, rounds, deadline)
+    return summary(builds, model)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cache", type=Path, help="folder of configurations for the tuned build")
-    parser.add_argument("--turns", type=int, default=21, help="timed steps of each build (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=21, help="timed steps of each build (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time after which the last round begins")
     args = parser.parse_args(argv)
-    if args.turns < 6:
-        parser.error(f"--turns must be at least 6 for an interval, got {args.turns}")
-    print(json.dumps(compare(args.cache, args.turns, default_model())))
+    if args.rounds < FEWEST:
+        parser.error(f"--rounds must be at least {FEWEST} for an interval, got {args.rounds}")
+    print(json.dumps(compare(args.cache, args.rounds, default_model(), args.seconds)))
     return 0
 
 

@@ -2,8 +2,8 @@
 """A byte-level language model that trains on packed documents: ordinary JAX that calls two ejkernel operations.
 
 Documents of all lengths share a sequence, and no document sees another. Nothing in this file knows about
-configurations; `ejkernel tune train:training_step` finds the calls by itself. `PLAIN` is what JAX itself offers for
-the same two operations, to compare with.
+configurations; `ejkernel tune train:training_step` finds the calls by itself. `PLAIN` and `CUDNN` compute the same two
+operations with JAX alone, as baselines.
 """
 
 from __future__ import annotations
@@ -55,6 +55,15 @@ def _plain_attention(
     return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
 
 
+def _cudnn_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array, cap: float | None
+) -> jax.Array:
+    if cap is not None:
+        raise NotImplementedError("cuDNN's attention has no soft cap")
+    mask = documents[:, None, :, None] == documents[:, None, None, :]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="cudnn")
+
+
 def _plain_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
@@ -63,6 +72,7 @@ def _plain_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 EJKERNEL = Operations(attention=_ejkernel_attention, norm=rms_norm)
 PLAIN = Operations(attention=_plain_attention, norm=_plain_norm)
+CUDNN = Operations(attention=_cudnn_attention, norm=_plain_norm)  # NVIDIA GPUs only
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +114,11 @@ class Model:
 
 
 SMALL = Model(layers=2, width=256, heads=4, batch=1, seq=2048, longest=512, dtype=jnp.float32)
-LARGE = Model(layers=12, width=1024, heads=8, batch=4, seq=8192, longest=2048, dtype=jnp.bfloat16)
+LARGE = Model(layers=8, width=1024, heads=8, batch=4, seq=8192, longest=2048, dtype=jnp.bfloat16)
+# For accelerators with less memory than plain JAX needs for LARGE: (batch, seq), the largest first.
+SIZES = ((4, 8192), (2, 8192), (1, 8192), (1, 4096), (1, 2048))
+# Plain JAX keeps the logits of all layers for the backward: 6.5 bytes for each, measured on an H200.
+BYTES_PER_LOGIT = 7
 
 
 class Batch(NamedTuple):
@@ -131,8 +145,24 @@ class State:
 
 
 def default_model() -> Model:
-    """Return the sizes for this machine: `SMALL` on a CPU, `LARGE` on an accelerator."""
-    return SMALL if jax.default_backend() == "cpu" else LARGE
+    """Return the sizes for this machine: `SMALL` on a CPU; on an accelerator, sizes with which plain JAX fits."""
+    if jax.default_backend() == "cpu":
+        return SMALL
+    return fitting_model(memory_limit() or 0)
+
+
+def memory_limit() -> int | None:
+    """Return how many bytes JAX may use on the device; `None` if it does not say so."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def fitting_model(limit: int) -> Model:
+    """Return `LARGE` with the first of `SIZES` that leaves 30 % of `limit` bytes free, or else the last one."""
+    for batch, seq in SIZES:
+        model = dataclasses.replace(LARGE, batch=batch, seq=seq)
+        if model.batch * model.heads * model.seq**2 * model.layers * BYTES_PER_LOGIT <= 0.7 * limit:
+            break
+    return model
 
 
 @functools.cache

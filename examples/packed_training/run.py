@@ -3,7 +3,7 @@
 
     python examples/packed_training/run.py [--turns N]
 
-It tunes the step in this process, and then trains plain JAX, ejkernel as it guesses and ejkernel as tuned in turns.
+It tunes the step in this process, and then trains plain JAX, ejkernel untuned and ejkernel tuned in interleaved rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL = Model(
 
 
 def main() -> int:
-    """Print one table and what it means; 1 if the losses disagree."""
+    """Print the table and the conclusions; return 1 if the losses disagree."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=21, help="timed steps of each build (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds to tune a call (default: %(default)s)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,10 +15,12 @@ _STALE = ("use", "retune", "refuse")
 _MAY_DIFFER = ("jax", "jaxlib", "driver", "space")
 _DETERMINISTIC = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 _ON_MISS = ("heuristic", "tune", "error")
+_PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
 _READ = (  # all that settings depend on; a home is what `~` stands for
     "EJKERNEL_AUTOTUNE",
     "EJKERNEL_CACHE_DIR",
     "EJKERNEL_CACHE_LAYERS",
+    "EJKERNEL_CACHE_PROTOCOLS",
     "EJKERNEL_NOTE_MISSES",
     "EJKERNEL_ON_MISS",
     "EJKERNEL_OPS_RECORD",
@@ -62,6 +65,15 @@ class Settings:
     def cache_layers(self) -> tuple[str, ...]:
         """Folders and URLs that are read after it (`EJKERNEL_CACHE_LAYERS`, with commas between them)."""
         return _items(self._env, "EJKERNEL_CACHE_LAYERS")
+
+    @functools.cached_property
+    def cache_protocols(self) -> tuple[str, ...]:
+        """Protocols that URLs of shared caches may have beside the usual ones (`EJKERNEL_CACHE_PROTOCOLS`)."""
+        names = tuple(name.lower() for name in _items(self._env, "EJKERNEL_CACHE_PROTOCOLS"))
+        bad = [name for name in names if not _PROTOCOL.fullmatch(name)]
+        if bad:
+            raise _error(f"EJKERNEL_CACHE_PROTOCOLS must list protocols, such as hdfs; got {bad[0]!r}.")
+        return names
 
     @functools.cached_property
     def autotune(self) -> bool:
@@ -153,16 +165,22 @@ def deterministic_ops(environ: Mapping[str, str] = os.environ) -> bool:
     return said
 
 
-def share_device(environ: Mapping[str, str]) -> None:
-    """Prepare a process that has the device not alone, before JAX initialises it.
+_LOG_LEVEL_OF_JAX = "1"  # JAX sets it when it is imported, and a child process inherits it
 
-    A GPU's memory is taken as it is needed, not most of it at once; what the user set stays.
+
+def share_device(environ: Mapping[str, str]) -> None:
+    """Prepare a process that shares the device with others and runs candidates, before JAX initialises the device.
+
+    JAX takes the GPU's memory as it needs it, not most of it at once. XLA logs errors, not warnings: a candidate that
+    does not fit would print pages of them. Values that the user set stay.
 
     Args:
         environ: Variables to set.
     """
     os.environ.update(environ)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", _LOG_LEVEL_OF_JAX) == _LOG_LEVEL_OF_JAX:
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 
 def only_gpu(number: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ import pytest
 from tests.ops.autotuner.made_up_times import interleaved_with
 
 from ejkernel.cli import main
+from ejkernel.cli.tune import _time_left
 from ejkernel.ops.autotuner.bench import timing
 from ejkernel.ops.autotuner.fleet import ray_executor
 from ejkernel.ops.autotuner.tasks import in_process
@@ -205,6 +206,22 @@ def test_one_of_a_thing_is_not_called_several(program, capsys):
     assert "1 of 1 call tuned" in err
     _, _, err = run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
     assert "1 of them was tuned before; --force tunes it again" in err
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "finished", "budget", "words"),
+    [
+        (0.0, 0.0, None, ""),
+        (0.0, 0.0, 25.0, ", at most 100 s left"),
+        (9.0, 0.1, None, ""),
+        (30.0, 1.0, None, ", about 90 s left"),
+        (30.0, 1.5, 25.0, ", about 50 s left"),
+        (60.0, 1.0, 25.0, ", at most 75 s left"),
+        (80.0, 4.0, 25.0, ", about 0 s left"),
+    ],
+)
+def test_the_time_left_follows_the_calls_done_and_never_exceeds_the_budget(elapsed, finished, budget, words):
+    assert words == _time_left(elapsed, finished, 4, budget)
 
 
 @pytest.mark.parametrize("mode", [[], ["--dry-run"]], ids=["tuning", "dry run"])

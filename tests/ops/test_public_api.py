@@ -223,7 +223,7 @@ def loaded():
 @pytest.mark.parametrize(
     "module",
     [
-        *["jax.experimental.pallas", "rich", "click", "ray", "jaxtyping", "cattrs", "ejkernel.modules", "ejkernel.cli"],
+        *["jax.experimental.pallas", "rich", "click", "ray", "jaxtyping", "ejkernel.modules", "ejkernel.cli"],
         *["ejkernel.ops.autotuner", "ejkernel.ops.execution.checks", "ejkernel.ops.execution.offline"],
     ],
 )

@@ -22,6 +22,7 @@ FIELDS = {  # what depends on each variable
     "EJKERNEL_AUTOTUNE": ("autotune", "heuristic"),
     "EJKERNEL_CACHE_DIR": ("cache_dir",),
     "EJKERNEL_CACHE_LAYERS": ("cache_layers",),
+    "EJKERNEL_CACHE_PROTOCOLS": ("cache_protocols",),
     "EJKERNEL_NOTE_MISSES": ("note_misses",),
     "EJKERNEL_ON_MISS": ("autotune", "heuristic"),
     "EJKERNEL_OPS_RECORD": ("record",),
@@ -200,3 +201,10 @@ def test_a_worker_leaves_unknown_variables_to_its_parent(monkeypatch, untold):
 def test_other_programs_variables_are_no_concern_of_ours(monkeypatch, untold):
     monkeypatch.setenv("EASYDEL_EJKERNEL", "1")
     settings.current()
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
+def test_a_worker_hides_the_warnings_of_xla_unless_the_user_chose_a_log_level(monkeypatch, before, after):
+    monkeypatch.setattr(settings.os, "environ", {} if before is None else {"TF_CPP_MIN_LOG_LEVEL": before})
+    settings.share_device({})
+    assert settings.os.environ["TF_CPP_MIN_LOG_LEVEL"] == after

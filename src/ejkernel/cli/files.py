@@ -161,7 +161,7 @@ def missed_calls(cache_dir: Path) -> Found:
 
 def _program_text(path: Path) -> str:
     try:
-        data = read_file(path, _LARGEST)
+        data = read_file(path, _LARGEST, follow_links=True)
     except UnusableError as error:
         raise ArgumentError(f"{path}: {error}.") from error
     if data is None:

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from ejkernel.cli import report
 from ejkernel.cli.files import Found
@@ -315,7 +315,7 @@ def _tune(
 
     try:
         with (
-            bars(console, len(todo), "tuning") as step,
+            bars(console, len(todo), "tuning", budget=chain.policy.budget_s) as step,
             on_event(note),
             contextlib.redirect_stdout(sys.stderr),
             _saying_that_it_stops(console),
@@ -346,25 +346,49 @@ def _saying_that_it_stops(console: Console) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bars(console: Console, count: int, doing: str) -> Iterator[Callable[[Invocation[Any, Any], int, int], None]]:
-    """Show one bar over all candidates of all calls; on a pipe, a line a call."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        TimeElapsedColumn(),
-    )
+def bars(
+    console: Console, count: int, doing: str, *, budget: float | None = None
+) -> Iterator[Callable[[Invocation[Any, Any], int, int], None]]:
+    """Show the calls that are done and the time left: one bar on a terminal, one line per call on a pipe.
+
+    Args:
+        console: Where to show it.
+        count: How many calls there are.
+        doing: What is done with each of them.
+        budget: Seconds that each call may take.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}", markup=False))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(doing, total=max(count, 1), note="")
+        started = time.monotonic()
         shares: dict[Any, float] = {}  # several calls may be under way
 
         def step(inv: Invocation[Any, Any], done: int, total: int) -> None:
-            if not console.is_terminal and inv.key not in shares:
-                number = len(shares) + 1
-                console.print(
-                    f"{doing} {inv.op_id} ({number} of {count}), {counted(total, 'candidate')}", highlight=False
-                )
+            is_new = inv.key not in shares
             shares[inv.key] = done / max(total, 1)
-            progress.update(task, completed=sum(shares.values()), note=f"{inv.op_id}: {done} of {total}")
+            finished = sum(shares.values())
+            left = _time_left(time.monotonic() - started, finished, count, budget)
+            if is_new and not console.is_terminal:
+                candidates = counted(total, "candidate")
+                console.print(f"{doing} {inv.op_id} ({len(shares)} of {count}), {candidates}{left}", highlight=False)
+            note = f"{int(finished)} of {counted(count, 'call')} done; {inv.op_id}: {done} of {total}{left}"
+            progress.update(task, completed=finished, note=note)
 
         yield step
+
+
+def _time_left(elapsed: float, finished: float, count: int, budget: float | None) -> str:
+    """Return the seconds left in words; empty before anything is known about them.
+
+    Args:
+        elapsed: Seconds since the start.
+        finished: Number of calls done, with fractions for those under way.
+        count: Number of all calls.
+        budget: Seconds that each call may take.
+    """
+    # The first call includes the start of JAX and of the device, so that a part of it says little.
+    estimate = elapsed / finished * (count - finished) if finished >= 1 else math.inf
+    most = math.inf if budget is None else budget * (count - finished)
+    if math.isinf(min(estimate, most)):
+        return ""
+    return f", about {estimate:.0f} s left" if estimate <= most else f", at most {most:.0f} s left"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call into JAX that differs between its versions, or is not yet public, by subject."""
+"""Every JAX call that differs between versions or is not public, by subject."""
 
 from __future__ import annotations
 

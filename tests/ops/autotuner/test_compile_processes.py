@@ -218,13 +218,28 @@ def test_the_most_that_any_kernel_of_a_program_spills_counts(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_is_no_chatter_is_passed_on(capfd):
-    compiled(Fault(says="I0000 00:00:00.000000 1 compiler.cc:1] starting\nW0000 a warning\n\nof note"))
-    assert capfd.readouterr() == ("", "W0000 a warning\nof note\n")
+REMARKS = """\
+I0000 00:00:00.000000 1 compiler.cc:1] starting
+W0000 00:00:00.000000 1 compiler.cc:2] slow
+ptxas info    : 0 bytes gmem
+ptxas warning : a warning
+ptxas /tmp/tempfile-vm-1, line 177; info    : Potential out of bound access while accessing symbol '__dynamic_shmem__0'
+    of type '.b8' with instruction type '.b32'.
+ptxas /tmp/tempfile-vm-1, line 12; warning : a warning
+
+""".replace("\n    of type", " of type")
+
+
+def test_remarks_of_compilers_are_logged_and_other_lines_are_printed(capfd, caplog):
+    with caplog.at_level("DEBUG", "ejkernel.ops.autotuner.compile.processes"):
+        compiled(Fault(says=f"{REMARKS}ptxas /tmp/tempfile-vm-1, line 3; error   : syntax\nE0000 an error\nof note"))
+    printed = "ptxas /tmp/tempfile-vm-1, line 3; error   : syntax\nE0000 an error\nof note\n"
+    assert capfd.readouterr() == ("", printed)
+    assert caplog.messages == [f"a compiler wrote: {line}" for line in REMARKS.splitlines() if line]
 
 
 def test_what_was_said_is_the_reason_of_an_end(capfd):
-    fatal = Fault("abort while tracing", says="LLVM ERROR: no such register\nStack dump:\n")
+    fatal = Fault("abort while tracing", says=f"{REMARKS}LLVM ERROR: no such register\nStack dump:\n")
     with pytest.raises(CandidateError, match=r"ended by SIGABRT while compiling: LLVM ERROR: no such register$"):
         compiled(fatal)
     assert "Stack dump:" in capfd.readouterr().err

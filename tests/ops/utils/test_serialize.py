@@ -214,7 +214,7 @@ def test_a_named_tuple_is_an_object_and_takes_its_defaults():
 def test_a_named_tuple_without_annotations_keeps_its_plain_items():
     point = collections.namedtuple("point", "x y", defaults=[0])
     assert point(1, [2]) == from_json(to_json(point(1, [2])), point)
-    assert "$: unknown or missing fields x, z; " in refused('{"z": 1}', point)
+    assert "$.x: missing; point needs it; $.z: point has no such field; it has x, y" in refused('{"z": 1}', point)
     assert refused("[1, 2]", point).startswith("$: expected an object")
 
 
@@ -587,9 +587,3 @@ def test_from_data_takes_json_data_only(data):
 def test_data_of_any_other_form_raises_the_documented_error(value):
     with pytest.raises(SerializationError, match=r"^\$"):
         from_data(value, Outer)  # never by chance: `inner` has to be an object with a `block`
-
-
-@pytest.mark.slow
-def test_the_module_does_not_import_cattrs_before_it_is_needed():
-    probe = "import sys, ejkernel.ops.utils.storage.serialize; sys.exit('cattrs' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", probe], check=False, env=_environment()).returncode == 0

@@ -19,6 +19,7 @@ from ejkernel import settings
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
+    check_inside,
     forget_warning,
     identity,
     is_url,
@@ -211,7 +212,9 @@ class PersistentCache:
         if self._path is None:
             return found
         try:
-            self._path.joinpath(*location(wanted)).unlink()
+            file = self._path.joinpath(*location(wanted))
+            check_inside(self._path, file)
+            file.unlink()
         except (FileNotFoundError, NotADirectoryError):
             return found
         except OSError as error:
@@ -290,7 +293,7 @@ class PersistentCache:
         for layer in (self._path, *self._layers):
             if isinstance(layer, Path):
                 file = os.path.join(layer, *parts)  # in text: to make a path takes as long as to open the file
-                yield file, functools.partial(read_at, file)
+                yield file, functools.partial(read_at, file, root=layer)
             elif layer is not None:
                 yield from ((f"{canonical} of {layer}", lambda entry=entry: entry) for entry in layer.find(key))
 
@@ -304,7 +307,7 @@ class PersistentCache:
             if self._path is None:
                 raise OSError("no home folder is known")
             file = self._path.joinpath(*location(key))
-            write_file(file, text)
+            write_file(file, text, root=self._path)
         except OSError as error:
             self._memory[canonical] = text
             self.warn_not_writable(error)

@@ -187,7 +187,8 @@ def compile_bundle(
         write_file(folder / _MANIFEST, sealed_json(manifest))
     except BaseException as error:
         for file in folder.iterdir():  # a part of a bundle is none, and in the way of the next attempt
-            file.unlink()
+            if _FILE.fullmatch(file.name) or file.name == _MANIFEST:  # what others have put there stays
+                file.unlink()
         if isinstance(error, OSError):
             raise ConfigError(f"the bundle's folder {folder} cannot be written: {error}") from error
         raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import queue
 import re
@@ -34,9 +35,15 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, TuningError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import default_device
+from ejkernel.ops.utils.printable import printable
+
+logger = logging.getLogger(__name__)
 
 _SPILLED = re.compile(r"(\d+) bytes spill stores")
-_CHATTER = re.compile(r"I\d{4} |ptxas (info|warning)\b|\s*\d+ bytes stack frame|\s*$")
+# Log lines of XLA that report no error, and ptxas's remarks. One of these is harmless although it reads badly:
+# "Potential out of bound access while accessing symbol '__dynamic_shmem__0'". Mosaic GPU declares dynamic shared memory
+# as a symbol of one byte and passes its size at the launch, so that ptxas remarks on every constant address in it.
+_CHATTER = re.compile(r"[IW]\d{4} |ptxas (\S+, line \d+; )?(info|warning)\b|\s*\d+ bytes stack frame")
 
 
 class CompileProcesses:
@@ -184,8 +191,13 @@ class _Process:
         return text
 
     def _pass_on(self, written: str) -> list[str]:
-        """Write to this process's standard error what is not mere chatter, and return its lines."""
-        lines = [line for line in written.splitlines() if not _CHATTER.match(line)]
+        """Log the compilers' remarks, write all other lines to this process's standard error, and return those."""
+        lines = []
+        for line in filter(str.strip, written.splitlines()):
+            if _CHATTER.match(line):
+                logger.debug("a compiler wrote: %s", printable(line))
+            else:
+                lines.append(line)
         sys.stderr.writelines(f"{line}\n" for line in lines)
         return lines
 

@@ -26,7 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
-from ejkernel.ops.autotuner.process.lifetime import begin_anew_in_forks, start_process
+from ejkernel.ops.autotuner.process.lifetime import (
+    begin_anew_in_forks,
+    module_path,
+    start_process,
+    use_module_path,
+)
 from ejkernel.ops.autotuner.process.messages import (
     Began,
     Compiling,
@@ -130,7 +135,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", SHARED)
         pipe, other = context.Pipe()
-        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid())
+        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid(), module_path())
         self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
         start_process(self._process.start)
         other.close()
@@ -343,8 +348,16 @@ class _OwnDeadline:
         return math.inf
 
 
-def _serve(pipe: Connection, pulse: MutableSequence[int], environ: dict[str, str], leads: bool, parent: int) -> None:
+def _serve(
+    pipe: Connection,
+    pulse: MutableSequence[int],
+    environ: dict[str, str],
+    leads: bool,
+    parent: int,
+    modules: tuple[list[str], list[str]],
+) -> None:
     """Be a worker."""
+    use_module_path(modules)
     begin_serving(pipe, pulse, environ, leads, parent)
     with worker_session():
         serve()

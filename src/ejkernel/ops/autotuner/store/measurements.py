@@ -23,6 +23,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
+    check_inside,
     listed,
     location,
     places,
@@ -105,9 +106,10 @@ class MeasurementStore:
                 raise OSError("no home folder is known")
             beside = folder.joinpath(*location(data.key)[:2])
             # Looked at before, so that the name sorts behind all that there are, whatever the clock says.
+            check_inside(folder, beside / LOG)
             known = _known(data.key, (place.name for place in listed(beside)))
             name = _name(data.key, now, text, known)
-            write_file(beside / name, text)
+            write_file(beside / name, text, root=folder)
         except OSError as error:
             known = _known(data.key, self._memory)
             name = _name(data.key, now, text, known)

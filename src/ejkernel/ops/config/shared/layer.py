@@ -56,7 +56,7 @@ class SharedLayer:
     ) -> None:
         self.url = url
         self._bounded = bounded
-        self.copy = None if cache_dir is None else LocalCopy(copy_folder(url, cache_dir))
+        self.copy = None if cache_dir is None else LocalCopy(copy_folder(url, cache_dir), cache_dir)
         self._connect = connect
         self._clock = clock
         self._next = self._until = -float("inf")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several spaces as one: a search chooses among implementations as it chooses among the values of an axis."""
+"""The union of several spaces, in which the implementation is one more axis of the search."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def alternatives(
     read: Callable[[Any], tuple[str, Any]],
     seeds: Mapping[str, Any] = MappingProxyType({}),
 ) -> Collection[Any]:
-    """Return what is in any of the spaces: a list if all are lists, else one `ConfigSpace`.
+    """Return the union of the spaces: a list if all of them are lists, otherwise one `ConfigSpace`.
 
-    That has an axis of names, and the axes of each space, which vary only where the first has its name; elsewhere they
-    stay at their first value, so that numbers remain numbers.
+    The `ConfigSpace` has an axis of names and the axes of every space. The axes of a space vary only where the first
+    axis has its name; elsewhere they stay at their first value, so numeric axes remain numeric.
 
     Args:
         spaces: Lists and `ConfigSpace`s, by name.
-        build: Makes a configuration of a name and a member of the space of that name.
-        read: The way back.
-        seeds: By name, a member that a search is to try early: of a small space it would find none by chance.
+        build: Returns the configuration for a name and a member of the space with that name.
+        read: The inverse of `build`.
+        seeds: By name, a member that the search tries early, since sampling may never draw from a small space.
     """
     if not any(isinstance(space, ConfigSpace) for space in spaces.values()):
         return [build(name, params) for name, members in spaces.items() for params in members]
@@ -51,7 +51,7 @@ def alternatives(
     def assignment(config: object) -> dict[str, Any]:
         name, params = read(config)
         if name not in parts:
-            raise ConfigError(f"the configuration {config!r} is of none of {', '.join(parts)}.")
+            raise ConfigError(f"the configuration {config!r} belongs to none of {', '.join(parts)}.")
         own = parts[name].read(params)
         resting = {_axis(other, axis): axis.values[0] for other, part in parts.items() for axis in part.axes}
         return resting | {_WHICH: name} | {_axis(name, axis): own[axis.name] for axis in parts[name].axes}
@@ -71,23 +71,23 @@ def _is_empty(space: Collection[object]) -> bool:
 
 
 def _as_space(space: Collection[object]) -> ConfigSpace[Any]:
-    """Return a space of its own, or the space of a list, of which the parameters need not have any field."""
+    """Return `space` as a `ConfigSpace`; the members of a list need not have common fields."""
     if isinstance(space, ConfigSpace):
         return space
     members = list(space)
     try:
         return ConfigSpace.listed(members)
-    except ConfigError:  # no fields, or others in each: what is left is their number
+    except ConfigError:  # no common fields: use their index as the only axis
         return ConfigSpace(
             {"number": range(len(members))},
             build=lambda assignment: members[assignment["number"]],
-            # What is no member has a number that is none of the axis.
+            # -1 is not on the axis, so a foreign configuration is outside the space
             read=lambda params: {"number": members.index(params) if params in members else -1},
         )
 
 
 def _conditions(name: str, part: ConfigSpace[Any]) -> list[Constraint]:
-    """Return the conditions of one of the spaces, which hold where it is not the one that is chosen."""
+    """Return the constraints of one space, each of which also holds wherever another space is chosen."""
     found = [
         Constraint(functools.partial(_rests, name, axis.values[0]), (_WHICH, _axis(name, axis)), by_name=False)
         for axis in part.axes
@@ -100,7 +100,7 @@ def _conditions(name: str, part: ConfigSpace[Any]) -> list[Constraint]:
 
 
 def _rests(name: str, resting: object, chosen: str, value: object) -> bool:
-    # By type too, for 1, 1.0 and True are equal.
+    # by type too, because 1, 1.0 and True are equal
     return chosen == name or value is resting or (type(value) is type(resting) and bool(value == resting))
 
 

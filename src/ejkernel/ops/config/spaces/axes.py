@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One axis of a configuration space, and the numbers that a search sees of its values."""
+"""One axis of a configuration space, and the numeric features of its values for the search model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ejkernel.ops.errors import ConfigError
 Floats = npt.NDArray[np.float64]
 
 _GEOMETRIC = 4.0  # positive values that span at least this factor are compared by ratio, not by difference
-ALIGNED_FROM = 3  # fewer values than this say too little about alignment to spend a column on it
-_LONG = 64  # values beyond which an axis' neighbours are a selection, and its categories share columns
-_NEAR = 16  # of a long axis: so many to each side are neighbours, and then those at powers of two
+ALIGNED_FROM = 3  # an axis with fewer values gets no column for alignment
+_LONG = 64  # an axis with more values has a selection of neighbours, and its categories share columns
+_NEAR = 16  # neighbours on each side of a value on a long axis; further ones are at powers of two
 _SHARED = 32  # columns of a long axis of categories
-_LOOKED_AT = 1 << 16  # values of a range that say how often two divides them
-_EXACT = 2.0**53  # below this, a float is the whole number that it was made of
+_LOOKED_AT = 1 << 16  # values of a range that are examined for their alignment
+_EXACT = 2.0**53  # smaller integers are exact in float64
 _SHOWN = 8
 
 _BOOLEAN, _TEXT, _NAN = object(), object(), object()
@@ -33,14 +33,13 @@ _BOOLEAN, _TEXT, _NAN = object(), object(), object()
 class Axis:
     """One parameter of a configuration.
 
-    Making one looks at each value once, and at a `range` not at all; nothing that is done with it later takes longer
-    the more values there are.
+    Creating an axis examines each value once, and the values of a `range` never. The cost of later operations does not
+    grow with the number of values.
 
     Attributes:
         name: The parameter.
-        values: What it may be, in order; neighbours in this order are neighbours in a search.
-        numeric: Whether the values are numbers, or all of them booleans; else they are categories, all equally far
-            apart.
+        values: Its values, in order; neighbours in this order are neighbours in a search.
+        numeric: Whether all values are numbers, or all are booleans; otherwise they are equally distant categories.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Axis:
         """Return the axis.
 
         Raises:
-            ConfigError: there are no values, or one is there twice, or they are too many to have positions.
+            ConfigError: There are no values, a value is repeated, or there are too many values to index.
         """
         if not _are_values(values) or not isinstance(name, str):
             raise ConfigError(f"axes must map a name to a sequence of values, got {name!r}: {values!r}.")
@@ -87,10 +86,9 @@ class Axis:
         return self.values.index(int(value)) if int(value) in self.values else None
 
     def nearest_first(self, level: int) -> list[tuple[int, int]]:
-        """Return `(distance, level)` of other values, adjacent ones first; categories are all adjacent.
+        """Return `(distance, level)` of other values, nearest first; all categories have distance 1.
 
-        They are all the other values, or of a long axis those nearby and some at growing distances. Of two values
-        each is among the other's, or neither is.
+        A long axis returns the nearby values and a few at growing distances. The relation is symmetric.
         """
         count = len(self.values)
         steps: Iterable[int] = range(1, count)
@@ -100,26 +98,26 @@ class Axis:
         return sorted((abs(other - level) if self.numeric else 1, other) for other in others)
 
     def shown(self) -> str:
-        """Return the values as text that is short, however many there are."""
+        """Return the values as short text, with `...` in place of most of a long list."""
         if isinstance(self.values, range) or len(self.values) <= 2 * _SHOWN:
             return repr(self.values)
         return f"({', '.join(map(repr, self.values[:_SHOWN]))}, ... {len(self.values)} values)"
 
     def encode(self, values: Sequence[object], *, aligned_from: int = ALIGNED_FROM) -> Floats:
-        """Return the columns that stand for `values`, one row a value; they need not be values of the axis.
+        """Return the features of `values`, one row for each; the values need not be on the axis.
 
-        Numbers take one column, 0 at the least and 1 at the greatest, on a log scale if they are positive and span a
-        factor of four; whole numbers that are not all powers of two take a second one, by how many times two divides
-        them: what fits a warp, a vector load or a memory line differs from its neighbours. Categories take a column
-        each; the distance between two of them is 1, and a value that is not on the axis is equally far from all.
-        Very many categories share columns, so that their distances are 1 on average.
+        Numbers have one column from 0 (smallest) to 1 (largest), on a log scale if they are positive and span a factor
+        of four. Integers that are not all powers of two have a second column, the number of times that two divides
+        them, because a size that fits a warp, a vector load or a memory line behaves unlike its neighbours. Categories
+        have one column each, at distance 1 from each other and equally far from values off the axis. Very many
+        categories share columns, so their distances are 1 on average.
 
         Args:
-            values: What to encode.
-            aligned_from: How many values an axis must have for the second column.
+            values: The values to encode.
+            aligned_from: The number of values from which an axis has the second column.
 
         Raises:
-            ConfigError: the axis is numeric and a value is not a number.
+            ConfigError: The axis is numeric and a value is not a number.
         """
         if len(self.values) == 1:
             return np.zeros((len(values), 0))
@@ -136,7 +134,7 @@ class Axis:
         return np.stack(columns, axis=1)
 
     def encode_levels(self, levels: npt.NDArray[np.intp], *, aligned_from: int = ALIGNED_FROM) -> Floats:
-        """Return what `encode` does, for positions of values."""
+        """Return the features of the values at these positions; see `encode`."""
         distinct, inverse = np.unique(levels, return_inverse=True)
         values = [self.values[level] for level in distinct.tolist()]
         return self.encode(values, aligned_from=aligned_from)[inverse.reshape(-1)]
@@ -151,7 +149,7 @@ class Axis:
 
     @functools.cached_property
     def _alignment(self) -> tuple[float, float] | None:
-        """The least and the greatest number of times that two divides a value; `None` if that tells nothing."""
+        """The smallest and largest number of times that two divides a value; `None` if they are equal."""
         own = np.asarray(self.values[:_LOOKED_AT] if isinstance(self.values, range) else self.values)
         if own.dtype.kind not in "iu" or own.min() <= 0 or (own & (own - 1) == 0).all():
             return None
@@ -168,7 +166,7 @@ class Axis:
         return encoded
 
     def _mixed(self, values: Sequence[object]) -> Floats:
-        """Return a row of signs for each value, which are as good as drawn at random; for none of the axis, zeros."""
+        """Return a row of pseudo-random signs for each value, and zeros for values off the axis."""
         levels = [self.level(value) for value in values]
         mixed = np.array([0 if level is None else level + 1 for level in levels], np.uint64)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
@@ -184,19 +182,20 @@ def _are_values(values: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Return whether this is a number that has a place on a scale."""
+    """Return whether `value` is a finite real number within the range of float64."""
     if type(value) is int:
         return -1e300 < value < 1e300
     try:
         return isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:  # a whole number or a fraction that no float comes near
+    except OverflowError:  # an integer or a fraction beyond the range of floats
         return False
 
 
 def value_key(value: object) -> Any:
-    """Tell `1` and `True` apart, also in tuples; compare what cannot be hashed by its text, and not-a-numbers as one.
+    """Return a hashable key that distinguishes `1` from `True`, also inside tuples.
 
-    What is equal otherwise is the same: `1` and `1.0`.
+    Unhashable values are compared by their text, and all NaNs are one value. Otherwise equal values share a key, such
+    as `1` and `1.0`.
     """
     if type(value) in (int, str):
         return value
@@ -218,14 +217,14 @@ def _scaled(given: Floats, low: float, high: float, *, geometric: bool) -> Float
         given, low, high = given / 4, low / 4, high / 4
     if geometric:
         given, low, high = np.log2(np.maximum(given, low / 2)), float(np.log2(low)), float(np.log2(high))
-    if low == high:  # whole numbers that differ, but not as floats
+    if low == high:  # different integers that round to the same float
         return np.zeros(len(given))
     span: Floats = (given - low) / (high - low)
     return span
 
 
 def _twos(given: Floats) -> Floats:
-    """Return how many times two divides each number; other than positive whole numbers count as odd."""
+    """Return how many times two divides each number; 0 for anything but a positive integer."""
     whole = np.where((given > 0) & (given == np.floor(given)) & (given < _EXACT), given, 1).astype(np.int64)
     twos: Floats = np.log2(whole & -whole)
     return twos

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conditions on a configuration: what they read, and what is said when one of them raises."""
+"""Constraints on configurations: which axes they read, and the error when one of them raises."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ejkernel.ops.errors import ConfigError
@@ -13,17 +13,30 @@ from ejkernel.ops.utils.error_text import error_text, where
 from ejkernel.ops.utils.validation import check_argument
 
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_SHOWN = 16  # axes that a message names
+_SHOWN = 16  # axes named in a message
+_CALL = 8  # `Effort` for calling a constraint
+
+
+@dataclasses.dataclass(slots=True)
+class Effort:
+    """A budget of values to examine: unlike a time limit, it gives the same result on every machine."""
+
+    left: int
+
+    def spend(self, amount: int = 1) -> bool:
+        """Subtract `amount` and return whether that much was left."""
+        self.left -= amount
+        return self.left >= 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
-    """A condition and the axes that it reads.
+    """A predicate and the axes that it reads.
 
     Attributes:
-        holds: The condition.
-        reads: The axes whose values it gets; `None` for the whole assignment.
-        by_name: Whether it gets them by name, rather than in order, or as a dictionary if it gets them all.
+        holds: The predicate.
+        reads: The axes whose values it receives; `None` for the whole assignment.
+        by_name: Whether the values are keyword arguments, rather than positional ones or one dictionary.
     """
 
     holds: Callable[..., Any]
@@ -32,10 +45,10 @@ class Constraint:
 
     @classmethod
     def of(cls, holds: Callable[..., Any], names: Mapping[str, int]) -> Constraint:
-        """Return the constraint; one that is made already stays what it is.
+        """Return `holds` as a constraint; a `Constraint` is returned unchanged.
 
         Raises:
-            ConfigError: it cannot be called, or reads what is no axis.
+            ConfigError: `holds` is not callable, or one of its parameters is not an axis.
         """
         if isinstance(holds, Constraint):
             return holds
@@ -47,7 +60,7 @@ class Constraint:
             return cls(holds, None, by_name=False)
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             return cls(holds, None, by_name=True)
-        # One with a default that is no axis is the function's own affair, as in `lambda rows, limit=limit: ...`.
+        # A parameter with a default need not be an axis, as in `lambda rows, limit=limit: ...`.
         read = {n: p for n, p in parameters.items() if n in names or p.default is inspect.Parameter.empty}
         unknown = [name for name in read if name not in names]
         if read and not unknown:
@@ -61,12 +74,12 @@ class Constraint:
         )
 
     def __call__(self, assignment: Mapping[str, object]) -> bool:
-        """Return whether it holds.
+        """Return whether the assignment satisfies the constraint.
 
         Raises:
-            ConfigError: it raised; the message names it and the assignment.
+            ConfigError: The predicate raised; the message names it and the assignment.
         """
-        # In any case a dictionary of its own: it may change what it gets.
+        # a copy, because the predicate may change its argument
         given = dict(assignment) if self.reads is None else {name: assignment[name] for name in self.reads}
         try:
             if self.by_name:
@@ -83,10 +96,10 @@ class Constraint:
 
 
 def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
-    """Return the conditions that `constraints` stands for.
+    """Return the `constraints=` argument of a space, one predicate or several, as a list.
 
     Raises:
-        ArgumentError: they are none.
+        ArgumentError: It is not a predicate and not an iterable of predicates.
     """
     given = [constraints] if callable(constraints) else constraints
     check_argument(
@@ -102,14 +115,19 @@ def given_constraints(constraints: Any) -> list[Callable[..., Any]]:
 
 
 def described(holds: Callable[..., Any]) -> str:
-    """Return what a user recognises a constraint by."""
+    """Return the name and source location of a constraint, for messages."""
     return f"the constraint {where(inspect.unwrap(holds))}"
 
 
-def by_last(constraints: Iterable[Constraint], order: Iterable[str]) -> tuple[tuple[Constraint, ...], ...]:
-    """Return, for each axis of `order`, the constraints that can be checked once it is chosen after those before it.
+def cost_of(constraint: Constraint, names: Sequence[str]) -> int:
+    """Return the approximate `Effort` of one call; `names` are the axes that it may read."""
+    return _CALL + len(constraint.reads or names)
 
-    They are in the order in which they were given, so that one may keep another from what it could not bear.
+
+def by_last(constraints: Iterable[Constraint], order: Iterable[str]) -> tuple[tuple[Constraint, ...], ...]:
+    """Return, for each axis of `order`, the constraints that can be checked as soon as that axis is chosen.
+
+    Constraints keep their given order, so that an earlier one can guard a later one, e.g. against a division by zero.
     """
     depths = {name: depth for depth, name in enumerate(order)}
     checks: list[list[Constraint]] = [[] for _ in depths]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel proposes for a call, in a digest: whether it is still what a search chose from."""
+"""A digest of the search space of a call, which tells whether an entry was chosen from the same space."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from ejkernel.ops.utils.storage.serialize import stable_json
 
 
 def space_digest(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> str | None:
-    """Return 16 hex digits of the configurations that a kernel proposes for a call, the same in every process.
+    """Return 16 hex digits for the search space of a call, the same in every process.
 
-    Of a list they are its members', in whatever order; of a `ConfigSpace` its axes' and the number of its
-    configurations, in place of what its conditions compute, which cannot be compared. `None` if they cannot be told,
-    such as of values that have no JSON form, or if the kernel's own code raises.
+    For a list, the digest covers the configurations in any order. For a `ConfigSpace`, it covers the axes and the
+    number of configurations, because constraints are code and cannot be compared.
+
+    Returns:
+        The digest; `None` if a value has no JSON form or the kernel's own code raises.
     """
     try:
         content = _content(candidates_of(kernel, inv.representative))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a configuration space: axes that constraints tie together. Parts are independent of each other.
+"""Independent parts of a configuration space: groups of axes that share constraints.
 
-Constraints are functions of which nothing is known but the axes that they name. A part is listed by itself if that can
-be done, so that a space of 8^40 with constraints on few axes each is counted exactly and drawn from evenly. One that
-cannot be listed, because its constraints read the whole assignment, has points that are found by drawing, by aiming at
-its corners, by choosing axis by axis with going back, and by repair; from these, walks go on (`chains.py`). Its size
-is an estimate, and nothing is called empty that was not gone through. All of that is limited by looks at values and not
-by the clock, so that a seed makes the same search on any machine.
+The framework knows only which axes a constraint reads, not what it computes. A part is enumerated when that is
+affordable, so a space of 8^40 configurations whose constraints read few axes each is counted exactly and sampled
+evenly. A part that is too large to enumerate is sampled: by drawing assignments and rejecting invalid ones, and, where
+almost all draws are rejected, by aiming at the corners of the part, by choosing one axis after the other, and by
+changing one or two axes of a valid point. Its size is then an estimate. Every search is bounded by the number of values
+examined, not by time, so a seed gives the same points on every machine.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from typing import Any
 import numpy as np
 
 from ejkernel.ops.config.spaces.axes import Axis
-from ejkernel.ops.config.spaces.chains import Chain, Effort, cost_of, descended, start_points
-from ejkernel.ops.config.spaces.constraints import Constraint, by_last
+from ejkernel.ops.config.spaces.constraints import Constraint, Effort, by_last, cost_of
 
-Point = tuple[int, ...]  # of each axis, the position of its value
+Point = tuple[int, ...]  # for each axis, the position of its value
 
-_LISTED = 200_000  # points up to which a part is listed
-_SHUFFLED = 64  # values of an axis that are tried in a search at random
-_MORE = 300_000  # of `Effort`: on points that no walk came by
-_BRANCHED = 500  # tries of an estimate
-_STEPS = 8  # of a walk at random, for each point that is wanted
-_CHAINS = 16
-_REJECTIONS = 50  # draws for each point, up to which points are drawn evenly
-_WARM_UP = 32  # steps that a walk takes before its points count
-_HITS = 6  # of points drawn evenly, that say how many there are
-_ROUND = 3000  # steps that say how the valid points are shared between two halves
-_LEAST_ROUND = 50
-_ESTIMATING = 8_000_000  # of `Effort`
-_VISIT = 4  # of `Effort`: what it takes to set an axis
+_LISTED = 200_000  # a part with more points is not enumerated
+_VISIT = 4  # `Effort` for setting one axis
+_SHUFFLED = 64  # values of an axis that a random search tries
+_KNOWN = 64  # valid points that `known` looks for
+_ENOUGH = 16  # valid points after which no further method is tried
+_REJECTIONS = 50  # draws per point up to which rejection sampling is used
+_HITS = 6  # valid draws needed to estimate the size from the acceptance rate
+_TRIES = 500  # random descents of Knuth's estimate
+_ONCE = 400  # `Effort` per axis before a descent starts again
+# `Effort` for each method; a million takes 0.1 to 0.2 s.
+_DRAWN = 1_000_000
+_AIMED = 1_000_000
+_DESCENDED = 2_000_000
+_CHANGED = 2_000_000
+_ESTIMATING = 4_000_000
 
 
 class Part:
-    """Axes, and the constraints between them.
+    """Axes and the constraints between them.
 
     Args:
         axes: The axes.
-        constraints: Those that read these axes and no others.
-        points: All the points, where these are known.
+        constraints: The constraints, which read only these axes.
+        points: All points, if they are already known.
     """
 
     def __init__(
@@ -58,22 +59,22 @@ class Part:
         self.product = math.prod(len(axis) for axis in self.axes)
         self.points: tuple[Point, ...] | None = None if points is None else tuple(points)
         self._members = None if points is None else frozenset(self.points or ())
-        self._seen: list[Point] = []  # some points, where not all could be listed
+        self._seen: list[Point] = []  # a few points of a part that is too large to enumerate
         self._checks = by_last(self.constraints, self.names)
-        self.cost = len(self.axes) + sum(cost_of(constraint, self.names) for constraint in self.constraints)
+        self._cost = len(self.axes) + sum(cost_of(constraint, self.names) for constraint in self.constraints)
 
     @property
     def free(self) -> bool:
-        """Whether every combination of values is a point."""
+        """Whether every combination of values is valid."""
         return not self.constraints and self._members is None
 
     @property
     def exact(self) -> bool:
-        """Whether it is known how many points there are."""
+        """Whether the number of points is known exactly."""
         return self.free or self.points is not None
 
     def find_all(self, effort: Effort) -> None:
-        """Find all points, if that takes no more than this effort; what it takes is subtracted."""
+        """Enumerate the part if `effort` allows it, and subtract the effort spent."""
         if self.exact:
             return
         order = self._order
@@ -81,15 +82,15 @@ class Part:
         first = next(depth for depth, some in enumerate(checks) if some)
         least = _VISIT + sum(cost_of(check, self.names) for check in checks[first])
         if math.prod(len(self.axes[i]) for i in order[: first + 1]) * least > effort.left:
-            return  # nothing can be left out before the first check
+            return  # the first check already comes too late
         points = tuple(itertools.islice(self._search(order, effort), _LISTED + 1))
         if effort.left < 0 or len(points) > _LISTED:
-            self._seen = list(points[:: max(1, len(points) // _CHAINS)])
+            self._seen = list(points[:: max(1, len(points) // _ENOUGH)])
         else:
             self.points = tuple(sorted(points))
 
     def has(self, levels: Point) -> bool:
-        """Return whether these positions are a point."""
+        """Return whether these positions are a point of the part."""
         if self._members is not None:
             return levels in self._members
         if not self.constraints:
@@ -97,12 +98,8 @@ class Part:
         assignment = {axis.name: axis.values[level] for axis, level in zip(self.axes, levels, strict=True)}
         return all(check(assignment) for checks in self._checks for check in checks)
 
-    def descend(self, effort: Effort, rng: random.Random) -> Iterator[Point]:
-        """Yield points in no order, with the values of an axis at random; not all of them if there are many values."""
-        return self._search(self._order, effort, rng)
-
     def children(self, levels: Point, effort: Effort) -> Iterator[int]:
-        """Yield the positions of the next axis that may follow those of the axes before it."""
+        """Yield the valid positions of the next axis, given those of the axes before it."""
         depth = len(levels)
         if self.points is not None:
             yield from self._following.get(levels, ())
@@ -117,14 +114,135 @@ class Part:
                 return
 
     @functools.cached_property
-    def reading(self) -> list[list[int]]:
-        """Of each axis, the positions of the constraints that read it."""
-        position = {name: i for i, name in enumerate(self.names)}
-        reading: list[list[int]] = [[] for _ in self.axes]
-        for number, constraint in enumerate(self.constraints):
-            for name in constraint.reads or self.names:
-                reading[position[name]].append(number)
-        return reading
+    def known(self) -> tuple[tuple[Point, ...], int, int]:
+        """Points of a part that was not enumerated; the same at every call.
+
+        Returns:
+            The points; the number of assignments drawn at random; how many of those draws were valid.
+        """
+        rng = random.Random(0)
+        found = dict.fromkeys(self._seen)
+        drawn, hits = 0, 0
+        effort = Effort(_DRAWN)
+        while hits < _KNOWN and effort.spend(self._cost):
+            point, drawn = tuple(rng.randrange(len(axis)) for axis in self.axes), drawn + 1
+            if self.has(point):
+                found.setdefault(point)
+                hits += 1
+        for method in (self._aimed, self._descended):
+            if len(found) < _ENOUGH:
+                found.update(dict.fromkeys(itertools.islice(method(rng), _KNOWN)))
+        return tuple(found), drawn, hits
+
+    @functools.cached_property
+    def count(self) -> int:
+        """The number of points, or an estimate of it if not `exact`; 0 if no point was found."""
+        if self.points is not None:
+            return len(self.points)
+        if self.free:
+            return self.product
+        points, drawn, hits = self.known
+        if not points:
+            return 0
+        estimate = self.product * hits // drawn if hits >= _HITS else self._branched()
+        return min(max(estimate, len(points)), self.product)
+
+    def draw(self, rng: np.random.Generator, count: int, near: Iterable[Point] = ()) -> list[Point]:
+        """Return up to `count` random points, possibly with repetitions; none if no point is known.
+
+        Points are drawn evenly, unless fewer than one assignment in fifty is valid in a part too large to enumerate.
+
+        Args:
+            rng: The random numbers.
+            count: The number of points.
+            near: Valid points known to the caller, which help where points are rare.
+        """
+        if self.points is not None:
+            return [self.points[i] for i in rng.integers(len(self.points), size=count).tolist()] if self.points else []
+        if self.free:
+            return self._drawn(rng, count)
+        points, drawn, hits = self.known
+        if hits * _REJECTIONS >= drawn:
+            draws = (point for _ in range(2 * _REJECTIONS) for point in self._drawn(rng, count))
+            return list(itertools.islice(filter(self.has, draws), count))
+        starts = list(dict.fromkeys([*points, *near]))
+        if not starts:
+            return []
+        found = dict.fromkeys(self._changed(starts, random.Random(int(rng.integers(2**62))), 4 * count))
+        found.update(dict.fromkeys(starts))
+        pool = list(found)
+        return [pool[i] for i in rng.permutation(len(pool))[:count].tolist()]
+
+    def _drawn(self, rng: np.random.Generator, count: int) -> list[Point]:
+        levels = [rng.integers(len(axis), size=count).tolist() for axis in self.axes]
+        return list(zip(*levels, strict=True))
+
+    def _aimed(self, rng: random.Random) -> Iterator[Point]:
+        """Yield valid points among assignments whose axes are all low, all high, or about equally high.
+
+        Constraints that bound a sum or a product are met there, if anywhere.
+        """
+        last = [len(axis) - 1 for axis in self.axes]
+        effort = Effort(_AIMED)
+        corners: Iterator[Point] = iter([(0,) * len(last), tuple(last)])
+        while effort.spend(self._cost):
+            point = next(corners, None)
+            if point is None:
+                height, spread = rng.random(), rng.random() ** 2
+                if rng.random() < 0.5:
+                    point = tuple(end if rng.random() < height else 0 for end in last)
+                else:
+                    at = (min(max(height + spread * (rng.random() - 0.5), 0.0), 1.0) for _ in last)
+                    point = tuple(round(end * share) for end, share in zip(last, at, strict=True))
+            if self.has(point):
+                yield point
+
+    def _descended(self, rng: random.Random) -> Iterator[Point]:
+        """Yield valid points found by choosing one axis after the other at random, with backtracking."""
+        effort = Effort(_DESCENDED)
+        while effort.left > 0:
+            once = Effort(min(_ONCE * len(self.axes), effort.left))
+            effort.left -= once.left
+            yield from itertools.islice(self._search(self._order, once, rng), 1)
+            effort.left += max(once.left, 0)
+
+    def _changed(self, starts: Sequence[Point], rng: random.Random, count: int) -> Iterator[Point]:
+        """Yield up to `count` valid points that differ on one or two axes from a start, or from another such point."""
+        pool = list(starts)
+        effort = Effort(_CHANGED)
+        while len(pool) < len(starts) + count and effort.spend(self._cost):
+            levels = list(rng.choice(pool))
+            for position in rng.choices(range(len(self.axes)), k=rng.randint(1, 2)):
+                levels[position] = rng.randrange(len(self.axes[position]))
+            if self.has(point := tuple(levels)):
+                pool.append(point)
+                yield point
+
+    def _branched(self) -> int:
+        """Estimate the number of points: choose the axes one by one at random and multiply the numbers of choices.
+
+        Source: Knuth, Estimating the efficiency of backtrack programs, 1975.
+        """
+        rng, effort = random.Random(0), Effort(_ESTIMATING)
+        checks = by_last(self.constraints, [self.axes[i].name for i in self._order])
+        costs = [_VISIT + sum(cost_of(check, self.names) for check in some) for some in checks]
+        total, tries = 0.0, 0
+        while effort.left > 0 and tries < _TRIES:
+            assignment, ways = dict[str, Any].fromkeys(self.names), 1.0
+            for i, some, cost in zip(self._order, checks, costs, strict=True):
+                axis, levels = self.axes[i], list(_levels(self.axes[i], rng))
+                valid = []
+                for level in levels:
+                    effort.spend(cost)
+                    assignment[axis.name] = axis.values[level]
+                    if all(check(assignment) for check in some):
+                        valid.append(level)
+                ways = min(ways * len(axis) * len(valid) / len(levels), 1e300)
+                if not valid:
+                    break
+                assignment[axis.name] = axis.values[rng.choice(valid)]
+            total, tries = total + ways, tries + 1
+        return round(total / max(tries, 1))
 
     @functools.cached_property
     def _order(self) -> list[int]:
@@ -138,128 +256,14 @@ class Part:
                 following.setdefault(point[:depth], {}).setdefault(level)
         return {levels: list(after) for levels, after in following.items()}
 
-    @functools.cached_property
-    def known(self) -> tuple[tuple[Point, ...], int, int]:
-        """Some points of a part that could not be listed, the same each time.
-
-        Returns:
-            The points; how many assignments were drawn evenly, and how many of them are points.
-        """
-        return start_points(self, self._seen)
-
-    @functools.cached_property
-    def count(self) -> int:
-        """How many points there are, or, if that is not `exact`, an estimate; 0 if none was found."""
-        if self.points is not None:
-            return len(self.points)
-        if self.free:
-            return self.product
-        points, drawn, hits = self.known
-        if not points:
-            return 0
-        # The latter two see too few rather than too many: what walks do not come by, and what few choices lead to.
-        drawing = hits >= _HITS
-        estimate = self.product * hits // drawn if drawing else max(self._halved(points), self._branched())
-        return min(max(estimate, len(points)), self.product)
-
-    def draw(self, rng: np.random.Generator, count: int, near: Iterable[Point] = ()) -> list[Point]:
-        """Return up to `count` points at random, which need not differ; none if none is known.
-
-        Args:
-            rng: Random numbers.
-            count: How many.
-            near: Some points, which help where few are known.
-        """
-        if self.points is not None:
-            return [self.points[i] for i in rng.integers(len(self.points), size=count).tolist()] if self.points else []
-        if self.free:
-            levels = [rng.integers(len(axis), size=count).tolist() for axis in self.axes]
-            return list(zip(*levels, strict=True))
-        points, drawn, hits = self.known
-        starts = [*points, *near]
-        if not starts or not count:
-            return []
-        if hits * _REJECTIONS >= drawn:
-            return self._rejecting(rng, count)
-        seed = int(rng.integers(2**62))
-        chains = min(_CHAINS, count)
-        steps = -(-_STEPS * count // chains)
-        visited: dict[Point, None] = {}
-        for number, start in enumerate(rng.integers(len(starts), size=chains).tolist()):
-            chain = Chain(self, starts[start], seed + number)
-            chain.run(_WARM_UP)
-            visited.update(dict.fromkeys(chain.run(steps)))
-        if len(visited) < count:
-            more = descended(self, random.Random(seed), _MORE)
-            visited.update(dict.fromkeys(itertools.islice(more, count - len(visited))))
-        found = list(visited)
-        chosen = rng.permutation(len(found))[:count].tolist() if len(found) >= count else range(len(found))
-        return [found[i] for i in chosen]
-
-    def _rejecting(self, rng: np.random.Generator, count: int) -> list[Point]:
-        found: list[Point] = []
-        for _ in range(2 * _REJECTIONS):
-            levels = [rng.integers(len(axis), size=count).tolist() for axis in self.axes]
-            found += filter(self.has, zip(*levels, strict=True))
-            if len(found) >= count:
-                break
-        return found[:count]
-
-    def _halved(self, points: Sequence[Point]) -> int:
-        """Estimate the number of points: halve an axis' range, walk to see the halves' shares, go on in the larger.
-
-        Source: Jerrum, Valiant and Vazirani, Random generation of combinatorial structures from a uniform
-        distribution, 1986.
-        """
-        chain = Chain(self, points[0], 0)
-        halvings = sum(math.ceil(math.log2(len(axis))) for axis in self.axes)
-        steps = max(_LEAST_ROUND, min(_ROUND, _ESTIMATING // (chain.cost * max(halvings, 1))))
-        done, total, effort = 0, 0.0, Effort(_ESTIMATING)
-        for position in range(len(self.axes)):
-            low, high = chain.bounds[position]
-            while high - low > 1:
-                if not effort.spend(steps * chain.cost):  # the rest is taken to be like what was seen
-                    return int(2.0 ** min(total / done * halvings, 1000.0)) if done else 1
-                middle = (low + high) // 2
-                visited = list(chain.run(steps))
-                below = [point for point in visited if point[position] < middle]
-                half = below if 2 * len(below) >= len(visited) else [p for p in visited if p[position] >= middle]
-                low, high = (low, middle) if half is below else (middle, high)
-                chain.restrict(position, low, high, half[-1])
-                total, done = total + math.log2(len(visited) / len(half)), done + 1
-        return int(math.exp2(min(total, 1000.0)))
-
-    def _branched(self) -> int:
-        """Estimate the number of points: choose the axes at random, one by one, and multiply how many ways there are.
-
-        Source: Knuth, Estimating the efficiency of backtrack programs, 1975.
-        """
-        rng, effort = random.Random(0), Effort(_ESTIMATING)
-        checks = by_last(self.constraints, [self.axes[i].name for i in self._order])
-        costs = [_VISIT + sum(cost_of(check, self.names) for check in some) for some in checks]
-        total, tries = 0.0, 0
-        while effort.left > 0 and tries < _BRANCHED:
-            assignment, ways = dict[str, Any].fromkeys(self.names), 1.0
-            for i, some, cost in zip(self._order, checks, costs, strict=True):
-                axis, levels = self.axes[i], list(_levels(self.axes[i], rng))
-                kept = []
-                for level in levels:
-                    effort.spend(cost)
-                    assignment[axis.name] = axis.values[level]
-                    if all(check(assignment) for check in some):
-                        kept.append(level)
-                ways = min(ways * len(axis) * len(kept) / len(levels), 1e300)
-                if not kept:
-                    break
-                assignment[axis.name] = axis.values[rng.choice(kept)]
-            total, tries = total + ways, tries + 1
-        return round(total / max(tries, 1))
-
     def _search(self, order: Sequence[int], effort: Effort, rng: random.Random | None = None) -> Iterator[Point]:
-        """Yield the points, choosing the axes in this order; end early when the effort is spent."""
+        """Yield the points, choosing the axes in this order; stop when the effort is spent.
+
+        With `rng` the values of each axis come in random order, and only some of very many.
+        """
         checks = by_last(self.constraints, [self.axes[i].name for i in order])
         costs = [_VISIT + sum(cost_of(check, self.names) for check in some) for some in checks]
-        assignment: dict[str, Any] = dict.fromkeys(self.names)  # in the order in which they were declared
+        assignment: dict[str, Any] = dict.fromkeys(self.names)  # in the order of declaration
         chosen = [0] * len(self.axes)
         stack = [_levels(self.axes[order[0]], rng)]
         while stack:
@@ -281,7 +285,7 @@ class Part:
 
 
 def parts_of(axes: Sequence[Axis], constraints: Sequence[Constraint]) -> list[list[int]]:
-    """Return the positions of the axes of each part: those that constraints tie together."""
+    """Return the positions of the axes of each part: axes that constraints connect, directly or through others."""
     position = {axis.name: i for i, axis in enumerate(axes)}
     leader = list(range(len(axes)))
 
@@ -301,7 +305,7 @@ def parts_of(axes: Sequence[Axis], constraints: Sequence[Constraint]) -> list[li
 
 
 def _levels(axis: Axis, rng: random.Random | None) -> Iterator[int]:
-    """Return the positions of an axis' values in their order; or with `rng` in another, and not all of very many."""
+    """Return the positions of an axis' values in order; with `rng` in random order, and only some of very many."""
     count = len(axis)
     if rng is None:
         return iter(range(count))

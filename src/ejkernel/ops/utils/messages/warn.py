@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -55,5 +57,5 @@ def _is_inside(file: str) -> bool:
 @functools.cache
 def _folders() -> tuple[str, ...]:
     packages = [f"{Path(os.path.realpath(str(module.__file__))).parent}{os.sep}" for module in (ejkernel, jax)]
-    through = [os.path.realpath(str(sys.modules[name].__file__)) for name in ("contextlib", "functools", "threading")]
+    through = [os.path.realpath(str(module.__file__)) for module in (contextlib, functools, threading)]
     return (*packages, *through)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain JSON data to typed values, with cattrs. Imported on first use only."""
+"""Strict decoding of plain JSON data into typed values.
+
+A file is untrusted, so decoding converts nothing (except an int to the float of the same value), ignores nothing, and
+creates only types that the annotations name. Every error carries the path of the value.
+"""
 
 from __future__ import annotations
 
@@ -7,107 +11,119 @@ import collections.abc as abc
 import dataclasses
 import enum
 import functools
-import itertools
-import pathlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
-from cattrs import Converter
-from cattrs.cols import namedtuple_dict_structure_factory
-from cattrs.errors import (
-    AttributeValidationNote,
-    BaseValidationError,
-    CattrsError,
-    ForbiddenExtraKeysError,
-    IterableValidationError,
-    IterableValidationNote,
-)
-from cattrs.gen import make_dict_structure_fn, override
 
 from ejkernel.ops.errors import EjkernelError, SerializationError
 from ejkernel.ops.utils.storage.encode import child, describe, parse_dtype, stable_json
 
-_Hook = Callable[[Any, Any], Any]
-_TOLD = 8  # reasons that a message has; a file may have any number of wrong fields
-_SCALARS = (bool, int, float, str)
-_LISTS = (list, abc.MutableSequence)
-_TUPLES = (tuple, abc.Sequence)  # an abstract sequence becomes the hashable one
-_SETS = (set, frozenset, abc.Set, abc.MutableSet)
-_DICTS = (dict, abc.Mapping, abc.MutableMapping)
-
-
-class _RefusedError(Exception):
-    """A value does not fit its type; the path is put before it where the error leaves this module."""
-
-
-# what reading a value may raise: what a class's own code raises comes inside a BaseValidationError; TypeError: a list
-# as an item of a set
-_FAILURES = (_RefusedError, CattrsError, SerializationError, TypeError)
+_SHOWN: Final = 8  # reasons in a message; a file may have any number of wrong fields
+_SCALARS: Final = frozenset({bool, int, float, str})
+_LISTS: Final = (list, abc.MutableSequence)
+_TUPLES: Final = (tuple, abc.Sequence)  # an abstract sequence becomes the hashable one
+_SETS: Final = (set, frozenset, abc.Set, abc.MutableSet)
+_DICTS: Final = (dict, abc.Mapping, abc.MutableMapping)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Leaf:
-    """One reason for a failure: where, what, and the exception of the user's own code if there was one."""
+class _Reason:
+    """One reason why data does not fit a type.
 
-    path: str
+    Attributes:
+        message: The reason.
+        path: The keys and indices that lead to the value.
+        cause: The exception of the class's own code, if that refused the values.
+        inside: Whether the data has the form of the type (an object for a dataclass), but something in it is wrong.
+    """
+
     message: str
-    cause: Exception | None
+    path: tuple[str | int, ...] = ()
+    cause: Exception | None = None
+    inside: bool = False
+
+    def below(self, *path: str | int) -> _Reason:
+        """Return the same reason as seen from the container of the value."""
+        return dataclasses.replace(self, path=(*path, *self.path), inside=True)
+
+    def __str__(self) -> str:
+        return f"{functools.reduce(child, self.path, '$')}: {self.message}"
 
 
-def decode(data: Any, cls: Any) -> Any:
-    """Return plain data (see `encode.plain`) as a `cls`, or raise `SerializationError` with the first reasons."""
+class _InvalidError(Exception):
+    """Data does not fit a type; it never leaves this module."""
+
+    def __init__(self, reasons: Sequence[_Reason]) -> None:
+        super().__init__(reasons)
+        self.reasons = tuple(reasons)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Record:
+    """The fields of a dataclass or named tuple: the type of each, and the names of those without a default."""
+
+    types: Mapping[str, Any]
+    required: frozenset[str]
+
+
+_records: WeakKeyDictionary[type, _Record] = WeakKeyDictionary()
+
+
+def decode(data: object, cls: Any) -> Any:
+    """Return plain JSON data (see `encode.plain`) as a `cls`.
+
+    Raises:
+        SerializationError: The data does not fit. The message has up to eight reasons, each with its path.
+    """
     try:
-        return _converter().structure(data, cls)
-    except _FAILURES as error:
-        leaves = list(itertools.islice(_leaves(error, "$", cls), _TOLD + 1))
-        cause = next((leaf.cause for leaf in leaves if leaf.cause is not None), None)
-        reasons = [f"{leaf.path}: {leaf.message}" for leaf in leaves[:_TOLD]]
-        raise SerializationError("; ".join([*reasons, *["and more"] * (len(leaves) > _TOLD)])) from cause
+        return _read(data, cls)
+    except _InvalidError as error:
+        reasons = [str(reason) for reason in error.reasons[:_SHOWN]]
+        more = ["and more"] * (len(error.reasons) > _SHOWN)
+        cause = next((reason.cause for reason in error.reasons if reason.cause is not None), None)
+        raise SerializationError("; ".join([*reasons, *more])) from cause
 
 
-@functools.cache
-def _converter() -> Converter:
-    converter = Converter(forbid_extra_keys=True, detailed_validation=True)
-    for scalar in (*_SCALARS, bytes, pathlib.Path):
-        converter.register_structure_hook(scalar, _scalar)
-    hooks: list[tuple[Callable[[Any], bool], _Hook]] = [
-        (lambda _: True, _unsupported),  # first, so below all others: the lenient defaults of cattrs are never reached
-        (lambda t: t is None or t is types.NoneType, _none),
-        (lambda t: t is Any or t is object, lambda value, _: value),
-        (lambda t: typing.get_origin(t) is typing.Literal, _literal),
-        (lambda t: isinstance(t, type) and issubclass(t, enum.Enum), _enum),
-        (lambda t: (typing.get_origin(t) or t) is np.dtype, _dtype),
-        (lambda t: typing.get_origin(t) in (typing.Union, types.UnionType), _union),
-        (lambda t: typing.get_origin(t) in (typing.Annotated, typing.Final), _first_argument),
-        (lambda t: _alias_target(t) is not None, lambda value, t: _structure(value, _alias_target(t))),
-        (lambda t: (typing.get_origin(t) or t) in (*_LISTS, *_TUPLES, *_SETS), _sequence),
-        (lambda t: (typing.get_origin(t) or t) in _DICTS, _mapping),
-    ]
-    for predicate, hook in hooks:
-        converter.register_structure_hook_func(predicate, hook)
-    converter.register_structure_hook_factory(_is_record, _record_hook)
-    return converter
+def _read(value: Any, cls: Any) -> Any:
+    if cls is Any or cls is object:
+        return value
+    if cls in _SCALARS and type(cls) is type:  # by type too: what NumPy and JAX have for a type may equal one
+        return _scalar(value, cls)
+    origin = typing.get_origin(cls) or cls
+    reader = _READERS.get(origin)
+    if reader is not None:
+        return reader(value, cls)
+    if isinstance(origin, type):
+        if issubclass(origin, enum.Enum):
+            return _one_of(value, origin, tuple(origin))
+        if dataclasses.is_dataclass(origin) or _is_named_tuple(origin):
+            return _record(value, cls)
+    if isinstance(cls, typing.TypeVar):
+        raise _invalid(f"the generic argument {cls.__name__} is open; name it, as in Box[int]")
+    target = _alias_target(cls)
+    if target is not None:
+        return _read(value, target)
+    raise _invalid(
+        f"{_name(cls)} is not a type that can be read from JSON; use dataclasses, named tuples and built-in types"
+    )
 
 
-def _structure(value: Any, cls: Any) -> Any:
-    return _converter().structure(value, cls)
+def _invalid(message: str, cause: Exception | None = None) -> _InvalidError:
+    return _InvalidError([_Reason(message, cause=cause)])
 
 
 # --- leaves of the data ---
 
 
 def _scalar(value: object, cls: Any) -> Any:
-    if issubclass(cls, enum.Enum):  # class Mode(str, Enum): found by its base
-        return _enum(value, cls)
-    if cls not in _SCALARS:
-        return _unsupported(value, cls)
     if cls is float and type(value) is int:
         return _exact_float(value)
-    if type(value) is not cls:  # so bool is no int, and 64.0 neither
-        raise _RefusedError(f"expected {cls.__name__}, got {describe(value)}")
+    if type(value) is not cls:  # exactly: True is no int, and 64.0 is none either
+        raise _invalid(f"expected {cls.__name__}, got {describe(value)}")
     return value
 
 
@@ -117,20 +133,16 @@ def _exact_float(value: int) -> float:
             return float(value)
     except OverflowError:
         pass
-    raise _RefusedError(f"expected float, got {describe(value)}, which no float holds exactly")
+    raise _invalid(f"expected float, got {describe(value)}, which no float holds exactly")
 
 
 def _none(value: object, _: object) -> None:
     if value is not None:
-        raise _RefusedError(f"expected None, got {describe(value)}")
+        raise _invalid(f"expected None, got {describe(value)}")
 
 
 def _literal(value: object, cls: object) -> Any:
     return _one_of(value, cls, typing.get_args(cls))
-
-
-def _enum(value: Any, cls: Any) -> Any:
-    return _one_of(value, cls, tuple(cls))
 
 
 def _one_of(value: object, cls: object, allowed: tuple[object, ...]) -> Any:
@@ -139,20 +151,14 @@ def _one_of(value: object, cls: object, allowed: tuple[object, ...]) -> Any:
         if stable_json(candidate) == text:
             return candidate
     names = ", ".join(stable_json(candidate) for candidate in allowed)
-    raise _RefusedError(f"expected one of {names} ({_name(cls)}), got {describe(value)}")
+    raise _invalid(f"expected one of {names} ({_name(cls)}), got {describe(value)}")
 
 
 def _dtype(value: object, _: object) -> np.dtype[Any]:
     dtype = parse_dtype(value) if isinstance(value, str) else None
     if dtype is None:
-        raise _RefusedError(f"expected the name of a dtype such as 'float32', got {describe(value)}")
+        raise _invalid(f"expected the name of a dtype such as 'float32', got {describe(value)}")
     return dtype
-
-
-def _unsupported(_: object, cls: object) -> Any:
-    raise _RefusedError(
-        f"{_name(cls)} is not a type that can be read from JSON; use dataclasses, named tuples and built-ins"
-    )
 
 
 # --- containers ---
@@ -161,62 +167,67 @@ def _unsupported(_: object, cls: object) -> Any:
 def _sequence(value: object, cls: object) -> Any:
     origin, arguments = typing.get_origin(cls) or cls, typing.get_args(cls)
     if not isinstance(value, list):
-        raise _RefusedError(f"expected a list ({_name(cls)}), got {describe(value)}")
+        raise _invalid(f"expected a list ({_name(cls)}), got {describe(value)}")
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(value) != len(arguments):
-            raise _RefusedError(f"expected {len(arguments)} items ({_name(cls)}), got {len(value)}")
-        return tuple(_items(zip(range(len(value)), value, arguments, strict=True), cls))
+            raise _invalid(f"expected {len(arguments)} items ({_name(cls)}), got {len(value)}")
+        return tuple(_each(zip(range(len(value)), value, arguments, strict=True)))
     item = arguments[0] if arguments else Any
-    items = _items(((index, value, item) for index, value in enumerate(value)), cls)
+    items = _each(((index, inner, item) for index, inner in enumerate(value)))
     if origin in _SETS:
-        unique = (set if origin in (set, abc.MutableSet) else frozenset)(items)
-        if len(unique) != len(items):
-            raise _RefusedError("expected a set, got the same item twice")
-        return unique
+        return _set(items, set if origin in (set, abc.MutableSet) else frozenset)
     return items if origin in _LISTS else tuple(items)
+
+
+def _set(items: list[Any], cls: type) -> Any:
+    try:
+        unique = cls(items)
+    except TypeError as error:  # such as a list as an item
+        raise _invalid(f"expected a set, got an item that cannot be in one: {error}", error) from None
+    if len(unique) != len(items):
+        raise _invalid("expected a set, got the same item twice")
+    return unique
 
 
 def _mapping(value: object, cls: object) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise _RefusedError(f"expected an object ({_name(cls)}), got {describe(value)}")
+        raise _invalid(f"expected an object ({_name(cls)}), got {describe(value)}")
     key_type, item_type = typing.get_args(cls) or (Any, Any)
-    keys = _items(((key, key, key_type) for key in value), cls)
-    return dict(zip(keys, _items(((key, item, item_type) for key, item in value.items()), cls), strict=True))
+    keys = _each((key, key, key_type) for key in value)
+    return dict(zip(keys, _each(((key, item, item_type) for key, item in value.items())), strict=True))
 
 
-def _items(triples: Iterable[tuple[int | str, object, object]], cls: Any) -> list[Any]:
+def _each(items: Iterable[tuple[int | str, Any, Any]]) -> list[Any]:
+    """Read `(key, value, type)` triples; stop at the first that does not fit."""
     out = []
-    for index, value, item_type in triples:
+    for key, value, item_type in items:
         try:
-            out.append(_structure(value, item_type))
-        except _FAILURES as error:  # cattrs' own form for "at this index", which _leaves turns into a path
-            error.add_note(IterableValidationNote(f"at {index!r}", index, item_type))
-            raise IterableValidationError("item", [error], cls) from None
+            out.append(_read(value, item_type))
+        except _InvalidError as error:
+            raise _InvalidError([reason.below(key) for reason in error.reasons]) from None
     return out
 
 
 def _union(value: object, cls: object) -> Any:
-    members = typing.get_args(cls)
     fits, failures = [], []
-    for member in members:
+    for member in typing.get_args(cls):
         try:
-            fits.append(_structure(value, member))
-        except _FAILURES as error:
+            fits.append(_read(value, member))
+        except _InvalidError as error:
             failures.append((member, error))
-    if len(fits) == 1:
-        return fits[0]
     if fits:
-        return _best(fits, value, cls)
-    # the reason that matters is that of the only member of the right form: Optional[Config] is about Config
-    inside = [error for member, error in failures if isinstance(error, BaseValidationError)]
+        return fits[0] if len(fits) == 1 else _best(fits, value, cls)
+    # If the data has the form of one member alone, that member's reasons help: those of Config for `Config | None`.
+    inside = [error for _, error in failures if any(reason.inside for reason in error.reasons)]
     if len(inside) == 1:
         raise inside[0]
-    reasons = [f"{_name(m)}: {leaf.message}" for m, e in failures for leaf in _leaves(e, "$", m)] if inside else []
-    raise _RefusedError(f"expected {_name(cls)}, got {describe(value)}" + "".join(f" [{reason}]" for reason in reasons))
+    reasons = [f"{_name(member)}: {reason.message}" for member, e in failures for reason in e.reasons] if inside else []
+    detail = "".join(f" [{reason}]" for reason in reasons)
+    raise _invalid(f"expected {_name(cls)}, got {describe(value)}{detail}")
 
 
 def _best(fits: Sequence[object], value: object, cls: object) -> Any:
-    """Return the one of several readings that says what the data says, or refuse to guess."""
+    """Return the reading that encodes to the same data again, or refuse to guess between several."""
     text = stable_json(value)
     exact = [fit for fit in fits if stable_json(fit) == text] or fits
     for fit in exact:
@@ -224,16 +235,16 @@ def _best(fits: Sequence[object], value: object, cls: object) -> Any:
             return fit
     if any(type(fit) is not type(exact[0]) or fit != exact[0] for fit in exact):
         kinds = " and ".join(_name(type(fit)) for fit in exact)
-        raise _RefusedError(f"fits {kinds} of {_name(cls)} alike; give them different fields")
+        raise _invalid(f"fits {kinds} of {_name(cls)} alike; give them different fields")
     return exact[0]
 
 
 def _first_argument(value: object, cls: object) -> Any:
-    return _structure(value, typing.get_args(cls)[0])
+    return _read(value, typing.get_args(cls)[0])
 
 
 def _alias_target(cls: object) -> Any:
-    """Return what a `NewType` or a `type X = ...` statement stands for."""
+    """Return the type behind a `NewType` or a `type X = ...` statement."""
     if isinstance(cls, typing.NewType):
         return cls.__supertype__
     return getattr(cls, "__value__", None) if type(cls).__name__ == "TypeAliasType" else None
@@ -242,130 +253,97 @@ def _alias_target(cls: object) -> Any:
 # --- dataclasses and named tuples ---
 
 
-def _is_record(cls: object) -> bool:
+def _record(value: Any, cls: Any) -> Any:
+    """Read a dataclass or a named tuple; collect the reasons of all its fields."""
     origin = typing.get_origin(cls) or cls
-    return isinstance(origin, type) and (dataclasses.is_dataclass(origin) or _is_namedtuple(origin))
+    record = _record_of(origin)
+    if not isinstance(value, dict):
+        raise _invalid(f"expected an object ({_name(cls)}), got {describe(value)}")
+    hints = _field_types(origin, record, value)
+    arguments = {} if origin is cls else dict(zip(origin.__parameters__, typing.get_args(cls), strict=True))
+    fields: dict[str, Any] = {}
+    reasons: list[_Reason] = []
+    for name, hint in hints.items():
+        if name in value:
+            try:
+                fields[name] = _read(value[name], _resolved(hint, arguments) if arguments else hint)
+            except _InvalidError as error:
+                reasons += [reason.below(name) for reason in error.reasons]
+        elif name in record.required:
+            reasons.append(_Reason(f"missing; {_name(cls)} needs it").below(name))
+    if len(value) > len(fields):
+        unknown = f"{_name(cls)} has no such field; it has {', '.join(hints) or 'no fields'}"
+        reasons += [_Reason(unknown).below(name) for name in sorted(value.keys() - hints.keys())]
+    if reasons:
+        raise _InvalidError(reasons)
+    try:
+        return origin(**fields)
+    except Exception as error:
+        message = f"{_name(cls)} refused the values: {type(error).__name__}: {error}"
+        raise _InvalidError([_Reason(message, cause=error, inside=True)]) from error
 
 
-def _is_namedtuple(cls: type) -> bool:
-    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+def _record_of(cls: Any) -> _Record:
+    found = _records.get(cls)
+    if found is None:
+        hints = _hints(cls)
+        if _is_named_tuple(cls):  # those of `collections` have no annotations
+            typed = {name: hints.get(name, Any) for name in cls._fields}
+            found = _Record(typed, frozenset(cls._fields) - cls._field_defaults.keys())
+        else:
+            own = [field for field in dataclasses.fields(cls) if field.init]
+            needed = (f.name for f in own if f.default is f.default_factory is dataclasses.MISSING)
+            found = _Record({field.name: hints[field.name] for field in own}, frozenset(needed))
+        _records[cls] = found
+    return found
 
 
-def _record_hook(cls: Any) -> _Hook:
-    origin = typing.get_origin(cls) or cls
-    hints = _hints(origin)
-    inner: Callable[[Any, Any], Any]
-    if hasattr(origin, "field_types"):
-        return _tagged_hook(origin)
-    if _is_namedtuple(origin):
-        if set(hints) != set(origin._fields):  # collections.namedtuple has no annotations
-            return functools.partial(_untyped_namedtuple, origin)
-        inner = namedtuple_dict_structure_factory(cls, _converter(), True, True)
-    else:
-        # cattrs leaves a name inside an annotation, such as list["Tile"], alone
-        nested = {f.name: hints[f.name] for f in dataclasses.fields(origin) if _has_forward_reference(f.type)}
-        overrides: dict[str, Any] = {name: override(struct_hook=_typed(hint)) for name, hint in nested.items()}
-        inner = make_dict_structure_fn(
-            cls, _converter(), _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **overrides
-        )
-
-    def hook(value: object, _: object) -> Any:
-        return inner(_object(value, cls), cls)
-
-    return hook
+def _field_types(cls: Any, record: _Record, value: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the type of each field; a tagged union, which has `field_types`, chooses some of them by the data."""
+    if not hasattr(cls, "field_types"):
+        return record.types
+    try:
+        return {**record.types, **cls.field_types(value)}
+    except EjkernelError as error:
+        raise _invalid(str(error), error) from error
 
 
-def _object(value: object, cls: object) -> dict[Any, Any]:
-    if not isinstance(value, dict):  # cattrs would take an empty list as "all defaults"
-        raise _RefusedError(f"expected an object ({_name(cls)}), got {describe(value)}")
-    return value
-
-
-def _tagged_hook(cls: Any) -> _Hook:
-    """Return the hook of a tagged union: of a class that says itself which types the fields of the data have."""
-
-    @functools.cache
-    def reader(types: tuple[tuple[str, object], ...]) -> Callable[[Any, Any], Any]:
-        overrides: dict[str, Any] = {name: override(struct_hook=_typed(hint)) for name, hint in types}
-        return make_dict_structure_fn(
-            cls, _converter(), _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **overrides
-        )
-
-    def hook(value: Any, _: object) -> Any:
-        try:
-            types = cls.field_types(_object(value, cls))
-        except EjkernelError as error:
-            raise _RefusedError(str(error)) from error
-        return reader(tuple(types.items()))(value, cls)
-
-    return hook
-
-
-def _typed(hint: object) -> _Hook:
-    return lambda value, _: _structure(value, hint)
+def _resolved(hint: Any, arguments: Mapping[Any, Any]) -> Any:
+    """Return an annotation with the type arguments of a generic class in place of its type variables."""
+    if isinstance(hint, typing.TypeVar):
+        return arguments.get(hint, hint)
+    parameters = getattr(hint, "__parameters__", ())
+    if not parameters or not arguments or isinstance(hint, type):
+        return hint
+    return hint[tuple(arguments.get(parameter, parameter) for parameter in parameters)]
 
 
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return typing.get_type_hints(cls)
     except (NameError, TypeError, SyntaxError, AttributeError) as error:
-        reason = f"the annotations of {_name(cls)} cannot be resolved ({error}); define what they name at module level"
-        raise _RefusedError(reason) from error
+        message = f"the annotations of {_name(cls)} cannot be resolved ({error}); define their types at module level"
+        raise _invalid(message) from error
 
 
-def _has_forward_reference(annotation: object) -> bool:
-    inner = typing.get_args(annotation)
-    return any(isinstance(item, (str, typing.ForwardRef)) or _has_forward_reference(item) for item in inner) and (
-        typing.get_origin(annotation) is not typing.Literal
-    )
-
-
-def _untyped_namedtuple(cls: Any, value: Any, _: object) -> Any:
-    if not isinstance(value, dict):
-        raise _RefusedError(f"expected an object ({_name(cls)}), got {describe(value)}")
-    required = [name for name in cls._fields if name not in cls._field_defaults]
-    if wrong := sorted((set(value) - set(cls._fields)) | (set(required) - set(value))):
-        raise _RefusedError(f"unknown or missing fields {', '.join(wrong)}; {_name(cls)} has {', '.join(cls._fields)}")
-    return cls(**value)
-
-
-# --- errors ---
-
-
-def _leaves(error: Exception, path: str, cls: object) -> Iterator[_Leaf]:
-    """Yield the reasons inside an error of cattrs, each with its path."""
-    if isinstance(error, BaseValidationError):
-        for inner in error.exceptions:
-            note = _note(inner)
-            if isinstance(inner, KeyError) and isinstance(note, AttributeValidationNote):
-                yield _Leaf(child(path, note.name), f"missing; {_name(error.cl)} needs it", None)
-            elif isinstance(note, AttributeValidationNote):
-                yield from _leaves(inner, child(path, note.name), note.type)
-            elif isinstance(note, IterableValidationNote):
-                yield from _leaves(inner, child(path, note.index), note.type)
-            else:
-                yield from _leaves(inner, path, error.cl)
-    elif isinstance(error, ForbiddenExtraKeysError):
-        for name in sorted(error.extra_fields):
-            yield _Leaf(child(path, name), f"{_name(cls)} has no such field; it has {_fields(cls)}", None)
-    elif isinstance(error, _RefusedError):
-        yield _Leaf(path, str(error), None)
-    else:
-        yield _Leaf(path, f"{_name(cls)} refused the values: {type(error).__name__}: {error}", error)
-
-
-def _note(error: Exception) -> AttributeValidationNote | IterableValidationNote | None:
-    for note in getattr(error, "__notes__", ()):
-        if isinstance(note, (AttributeValidationNote, IterableValidationNote)):
-            return note
-    return None
-
-
-def _fields(cls: Any) -> str:
-    origin = typing.get_origin(cls) or cls
-    names = origin._fields if _is_namedtuple(origin) else [f.name for f in dataclasses.fields(origin) if f.init]
-    return ", ".join(names) or "no fields"
+def _is_named_tuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
 def _name(cls: object) -> str:
     return cls.__qualname__ if isinstance(cls, type) and not typing.get_args(cls) else str(cls)
+
+
+_Reader = Callable[[Any, Any], Any]
+_READERS: Final[dict[Any, _Reader]] = {
+    None: _none,
+    types.NoneType: _none,
+    typing.Literal: _literal,
+    np.dtype: _dtype,
+    typing.Union: _union,
+    types.UnionType: _union,
+    typing.Annotated: _first_argument,
+    typing.Final: _first_argument,
+    **dict.fromkeys((*_LISTS, *_TUPLES, *_SETS), _sequence),
+    **dict.fromkeys(_DICTS, _mapping),
+}

@@ -10,12 +10,12 @@ from typing import Any, Final, TypeVar, overload
 
 from ejkernel.ops.errors import SerializationError
 from ejkernel.ops.utils.printable import printable_json
+from ejkernel.ops.utils.storage.decode import decode
 from ejkernel.ops.utils.storage.encode import MAX_DEPTH, dumps, plain
 from ejkernel.ops.utils.storage.encode import describe as describe
 from ejkernel.ops.utils.storage.encode import parse_dtype as parse_dtype
 from ejkernel.ops.utils.storage.encode import stable_json as stable_json
 from ejkernel.ops.utils.storage.encode import to_data as to_data
-from ejkernel.ops.utils.storage.quick import quick
 
 _T = TypeVar("_T")
 
@@ -83,13 +83,7 @@ def from_plain(data: object, cls: type[_T]) -> _T: ...
 def from_plain(data: object, cls: object) -> Any: ...
 def from_plain(data: object, cls: object) -> Any:
     """Return data that `parse_json` returned as a `cls`, as `from_data` does."""
-    try:
-        return quick(data, cls)
-    except LookupError:
-        pass
-    from ejkernel.ops.utils.storage import decode  # on first use: cattrs takes longer to import than `ejkernel.ops` may
-
-    return decode.decode(data, cls)
+    return decode(data, cls)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
