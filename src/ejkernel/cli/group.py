@@ -12,7 +12,7 @@ import click
 
 
 class Group(click.Group):
-    """A group that suggests a command for a misspelt one, which Click does from version 8.5 on."""
+    """A group that suggests a command for a misspelt name; Click does so from version 8.5 on."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -20,7 +20,7 @@ class Group(click.Group):
         """Return the command of the arguments.
 
         Raises:
-            click.UsageError: there is none of that name.
+            click.UsageError: the group has no such command.
         """
         name = args[0]
         if not ctx.resilient_parsing and not name.startswith("-") and self.get_command(ctx, name) is None:

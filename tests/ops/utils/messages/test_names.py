@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls whose arguments do not fit: the message names the argument and the one to use."""
+"""Messages about unknown arguments, values and commands name the right one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a kernel's gradient rules, whose signatures are checked first: a wrong one is a common mistake."""
+"""Calls a kernel's gradient rules, after a check of their signatures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ejkernel.ops.core.hooks import Kernel, hook
 from ejkernel.ops.errors import KernelError
 
-_LEADING = {  # what a rule takes by position, before the arguments of `run` where these follow
+_LEADING = {  # the leading positional parameters of a rule; the arguments of `run` may follow
     "custom_vjp": ("primals", "cfg", "kwargs", "cotangents"),
     "vjp": ("residuals", "out", "cotangents"),
     "fwd_with_residuals": (),
@@ -21,11 +21,11 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 def call_rule(
     kernel: Kernel[Any, Any], name: str, form: tuple[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what a gradient rule of a kernel returns.
+    """Call a gradient rule of a kernel.
 
     Args:
         kernel: The kernel.
-        name: Which of its rules, such as `custom_vjp`.
+        name: The rule, such as `custom_vjp`.
         form: The platform and the configuration, which choose the form of the rule.
         args, kwargs: Its arguments.
 
@@ -35,7 +35,7 @@ def call_rule(
     rule = hook(kernel, name, *form)
     try:
         signature = inspect.signature(rule)
-    except (TypeError, ValueError):  # Python knows none, such as that of a builtin function
+    except (TypeError, ValueError):  # a builtin function may have none
         return rule(*args, **kwargs)
     problem = _problem(signature, _LEADING[name], args, kwargs)
     if problem:
@@ -49,7 +49,7 @@ def call_rule(
 def _problem(
     signature: inspect.Signature, leading: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
-    """Return why a rule with this signature is not the one that is wanted; `""` if it is."""
+    """Return the fault of a rule's signature; `""` if it has none."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user reads: names that come close to a misspelt one, and warnings at the user's own line."""
+"""Messages for users: suggestions for misspelt names, and warnings at the user's line."""

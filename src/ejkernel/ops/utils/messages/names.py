@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unknown names: the closest known one, and calls whose arguments do not fit a signature."""
+"""Messages about unknown names: the closest known name, and the arguments that do not fit a signature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def nearest(name: object, names: Iterable[str]) -> str | None:
-    """Return the known name that a misspelt one is closest to; `None` if none is close."""
+    """Return the known name closest to a misspelt name; `None` if no name is close."""
     if not isinstance(name, str):
         return None
     by_lower = {known.lower(): known for known in names}
@@ -40,14 +40,14 @@ def misfit(
     kwargs: Mapping[str, object],
     aliases: Mapping[str, str] | None = None,
 ) -> CallError | None:
-    """Return the error of a call whose arguments do not fit a signature; `None` if they fit.
+    """Return an error if arguments do not fit a signature; `None` if they fit.
 
     Args:
-        called: What the message calls the function.
+        called: The name of the function, for the message.
         signature: Its signature.
         args, kwargs: The arguments.
-        aliases: Names that other libraries have for its arguments, such as `{"is_causal": "causal"}`; in place of a
-            name a sentence may say what to do.
+        aliases: Names of its arguments in other libraries, such as `{"is_causal": "causal"}`. A value may also be a
+            sentence of advice.
     """
     try:
         signature.bind(*args, **kwargs)
@@ -60,7 +60,7 @@ def misfit(
 def raise_if_misfit(
     called: str, function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise if a `TypeError` of a call is of its arguments, and not of the function's own; see `misfit`.
+    """Raise if a call failed because of its arguments, rather than inside the function; see `misfit`.
 
     Raises:
         CallError: they do not fit the function's signature.
@@ -75,9 +75,9 @@ def raise_if_misfit(
 
 
 def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function that says, of an argument that it does not have, which one to use; see `misfit`.
+    """Make a function name the right argument when a call uses an unknown name; see `misfit`.
 
-    Type checkers see the function itself, and a call that fits pays for one more Python call.
+    Type checkers see the function itself. A call pays for one more Python call.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -18,13 +18,13 @@ import ejkernel
 
 
 def warn(message: str | Warning, category: type[Warning] | None = None) -> None:
-    """Warn at the line of the user's program that led here: the first one outside of ejkernel and JAX.
+    """Warn at the user's line: the first frame outside ejkernel and JAX.
 
-    In a thread of ours it is the line that started the thread's function.
+    In a thread of ejkernel, without a user's frame, the warning points at the thread's outermost frame.
 
     Args:
-        message: The text, or a warning as it was raised elsewhere, such as in a worker process.
-        category: The warning's class; that of `message` where it is a warning.
+        message: The text, or a warning from another process.
+        category: The warning's class; `None` if `message` is a warning.
     """
     frame = _frame_of_user(sys._getframe(1))
     names = frame.f_globals
@@ -50,7 +50,7 @@ def _frame_of_user(frame: FrameType) -> FrameType:
 
 @functools.lru_cache(maxsize=4096)
 def _is_inside(file: str) -> bool:
-    """Return whether a file is of ejkernel, of JAX, or of what both are called through."""
+    """Return whether a file belongs to ejkernel or JAX, or to a standard module that calls them."""
     return file.startswith("<frozen") or os.path.realpath(file).startswith(_folders())
 
 
