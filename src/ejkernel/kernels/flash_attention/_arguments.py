@@ -14,11 +14,12 @@ import numpy as np
 from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.kernels._options import canonical_flag, canonical_precision
+from ejkernel.ops.core.types import Integer
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array, is_known
 
-SlidingWindow = int | tuple[int | None, int | None]
+SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _FAR = 1 << 30  # a window's side that no array reaches; positions and sides are added as 32-bit numbers

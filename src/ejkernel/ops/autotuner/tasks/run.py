@@ -48,7 +48,7 @@ from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.formatting import compact, counted
 from ejkernel.ops.utils.validation import named
 
 if TYPE_CHECKING:
@@ -457,7 +457,7 @@ class TuningRun:
     def _note_suspicion(self, winner: Candidate) -> None:
         times = [c.measurement.median for c in self._ranking if c.measurement is not None]
         if 0 in suspiciously_fast(times):
-            logger.info("%s: %r is suspiciously fast; looking again", self.task.inv.op_id_v, winner.config)
+            logger.info("%s: %s is suspiciously fast; looking again", self.task.inv.op_id_v, compact(winner.config))
 
 
 def _release_losers(tried: Sequence[Candidate]) -> None:
