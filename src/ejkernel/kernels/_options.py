@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.scalars import given_text
 
 
@@ -26,6 +27,7 @@ def canonical_precision(value: Any) -> str | None:
     name = value.name if isinstance(value, jax.lax.Precision) else value
     if not isinstance(name, str) or name.upper() not in jax.lax.Precision.__members__:
         raise ArgumentError(
-            f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}."
+            f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}"
+            f"{did_you_mean(value, ('default', 'high', 'highest'))}"
         )
     return name.lower()

@@ -14,11 +14,12 @@ import numpy as np
 from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.kernels._options import canonical_flag, canonical_precision
+from ejkernel.ops.core.types import Integer
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.scalars import given_text
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.values.signature import is_array, is_known
 
-SlidingWindow = int | tuple[int | None, int | None]
+SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _FAR = 1 << 30  # a window's side that no array reaches; positions and sides are added as 32-bit numbers
@@ -188,6 +189,16 @@ def positive(name: str, value: Any, default: float | None) -> float | None:
     if not is_number(value) or not 0 < value < math.inf:
         raise ArgumentError(f"{name} must be a positive number or None, got {given_text(value)}.")
     return float(value)
+
+
+def canonical_scale(scale: Any, head_dim: Any) -> float | None:
+    """Return the factor on the logits, by default `head_dim ** -0.5`."""
+    if scale is None and not is_known(head_dim):
+        raise ArgumentError(
+            f"softmax_scale must be given where head_dim is symbolic, got None and {head_dim}; it is a number that the "
+            "program holds, not one for each head_dim."
+        )
+    return positive("softmax_scale", scale, None if scale is not None else head_dim**-0.5)
 
 
 def canonical_more(

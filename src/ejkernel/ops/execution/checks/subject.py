@@ -89,12 +89,12 @@ class Subject:
         """Whether the kernel has a reference."""
         return overrides(self.kernel, "reference")
 
-    def with_arrays(self, arrays: Sequence[jax.Array]) -> Subject:
-        """Return the same call of other arrays."""
+    def with_arrays(self, arrays: Sequence[Any]) -> Subject:
+        """Return the same call of other arrays, which may be abstract."""
         args, kwargs = self.join(arrays)
         return Subject.of(self.kernel, args, kwargs, self.seed)
 
-    def join(self, arrays: Sequence[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `arrays` in their places."""
         leaves = list(self._leaves)
         for index, array in zip(self._at, arrays, strict=True):
