@@ -15,7 +15,7 @@ Tree = TypeVar("Tree")
 def unify_varying(tree: Tree) -> Tree:
     """Return `tree` with every array varying over the union of their mesh axes.
 
-    Under `shard_map` the type of an array includes the axes over which it varies, and a loop's carry must keep its type.
+    Under `shard_map` an array's type includes the axes over which it varies, and a loop's carry must keep its type.
     """
     leaves, structure = jax.tree.flatten(tree)
     varying = [compat.varying_axes(x) for x in leaves]
