@@ -90,7 +90,7 @@ class Preparation:
         inv, watch = self.oracle.inv, self.oracle.watch
         check_room(
             sum(num_bytes(like) for oracle in self.oracle.all for like in example_types(oracle.inv)),
-            f"the inputs of {inv.op_id}{', all calls together,' * (len(self.oracle.all) > 1)}",
+            f"the inputs{' of all calls together' * (len(self.oracle.all) > 1)}",
         )
         jobs = [in_callers_context(functools.partial(self._compile, candidate)) for candidate in candidates]
 
