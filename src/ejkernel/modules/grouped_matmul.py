@@ -19,8 +19,35 @@ from ejkernel.kernels.grouped_matmul.operation import GroupedMatmulWgrad as Grou
 from ejkernel.kernels.grouped_matmul.operation import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul as _grouped_matmul
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul_wgrad as _grouped_matmul_wgrad
+from ejkernel.ops.utils.messages.names import names_checked
+
+_NAMES_ELSEWHERE = {  # in jax.lax.ragged_dot, Megablox, Tokamax, grouped_gemm and PyTorch
+    "group_offset": "first_group",
+    "batch_sizes": "group_sizes",
+    "m_sizes": "group_sizes",
+    "group_lengths": "group_sizes",
+    "offs": "group_sizes= are the sizes of groups, not their ends; pass jnp.diff(offs, prepend=0).",
+    "group_offsets": "group_sizes= are the sizes of groups, not offsets; pass their differences.",
+    "trans_b": "transpose_rhs",
+    "transpose_b": "transpose_rhs",
+    "rhs_transposed": "transpose_rhs",
+    "dtype": "preferred_element_type",
+    "out_dtype": "preferred_element_type",
+    "output_dtype": "preferred_element_type",
+    "scale": "row_scale",
+    "num_groups": "groups",
+    "num_actual_groups": "groups",
+    "tiling": "cfg",
+    "config": "cfg",
+    "x": "lhs",
+    "a": "lhs",
+    "w": "rhs",
+    "b": "rhs",
+    "weight": "rhs",
+}
 
 
+@names_checked(_NAMES_ELSEWHERE)
 def grouped_matmul(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "groups k n"] | Float[Array, "groups n k"],
@@ -102,6 +129,7 @@ def grouped_matmul(
     return _grouped_matmul_activation(lhs, rhs, group_sizes, gate, row_scale, activation=activation, **options)
 
 
+@names_checked(_NAMES_ELSEWHERE)
 def grouped_matmul_wgrad(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "m n"],

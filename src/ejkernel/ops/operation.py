@@ -20,6 +20,7 @@ from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.implementation import CallT, Implementation, Implementations, OperationConfig
 from ejkernel.ops.utils.fingerprint import device_fingerprint, device_kind, platform_fingerprint, platform_kind
+from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.values.signature import is_array
 
 OpCfg = TypeVar("OpCfg", bound=OperationConfig)
@@ -101,9 +102,13 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         if implementation is None:
             return None
         names = (implementation,) if isinstance(implementation, str) else implementation
-        if not isinstance(names, Sequence) or not names or not all(name in self.implementations for name in names):
+        unknown = (
+            [name for name in names if name not in self.implementations] if isinstance(names, Sequence) else [None]
+        )
+        if unknown or not names:
             raise ArgumentError(
-                f"implementation must be one of {self.implementations.names}, or None; got {implementation!r}."
+                f"implementation must be one of {self.implementations.names}, or None; got {implementation!r}"
+                f"{did_you_mean(unknown[0] if unknown else None, self.implementations)}"
             )
         # One form for equal requests, and so one key.
         return cast(str, names[0]) if len(names) == 1 else tuple(dict.fromkeys(names))

@@ -20,6 +20,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
+from ejkernel.ops.utils.messages.names import did_you_mean
 
 from . import _arguments as arguments
 from . import reference
@@ -84,7 +85,10 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         if row_scale is not None:
             arguments.check_row_scale(row_scale, lhs)
         if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
-            raise ArgumentError(f"activation must be one of {', '.join(ACTIVATIONS)}, or None; got {activation!r}.")
+            raise ArgumentError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, or None; got {activation!r}"
+                f"{did_you_mean(activation, ACTIVATIONS)}"
+            )
         if activation is None and gate is None:
             raise ArgumentError("activation and gate are both None; that is a call of grouped_matmul.")
         said = arguments.said_options(

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import TuningError, TuningWarning
+from ejkernel.ops.utils.messages.warn import warn
 
 
 class AutotuneTier:
@@ -108,7 +108,7 @@ class AutotuneTier:
             return found
         except TuningError as error:
             text = f"{inv.op_id}: tuning found no configuration, the heuristic is used: {error}"
-            warnings.warn(text, TuningWarning, stacklevel=2)
+            warn(text, TuningWarning)
             return str(error)
         finally:
             if held:

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import logging
 import time
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
-from ejkernel.ops.utils.formatting import ratio
+from ejkernel.ops.utils.formatting import compact, ratio
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument, is_count
 
 if TYPE_CHECKING:
@@ -199,19 +199,19 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         verb, which = ("was", "it is") if len(others) == 1 else ("were", "the first,")
         text = (
             f"{data.inv.op_id}: {all_of_them} beside the heuristic {verb} rejected; {which} "
-            f"{rejected[0].config!r}, {rejected[0].status}: {rejected[0].reason}"
+            f"{compact(rejected[0].config)}, {rejected[0].status}: {rejected[0].reason}"
         )
         if all(NOT_FINITE in outcome.reason for outcome in rejected) and data.inv.kernel is not None:
             text += f"; {why_not_finite(data.inv.kernel, inputs)}"
-        warnings.warn(text, TuningWarning, stacklevel=3)
+        warn(text, TuningWarning)
     if data.rule_fault:
-        warnings.warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning, stacklevel=3)
+        warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning)
     speedup = data.speedup
     logger.info(
         "tuned %s in %.1f s: %d candidates, %s, %s",
         data.inv.op_id_v,
         data.seconds,
         len(data.outcomes),
-        data.config,
+        compact(data.config),
         data.progress.in_words if speedup is None else f"{ratio(speedup)} the heuristic's speed",
     )

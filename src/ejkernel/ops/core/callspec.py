@@ -16,8 +16,9 @@ import numpy as np
 
 from ejkernel.ops.core.hooks import Kernel, overrides, run_forms
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import KernelError
+from ejkernel.ops.errors import CallError, KernelError
 from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.messages.names import misfit, raise_if_misfit
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
 from ejkernel.ops.utils.values.scalars import Takes, parameters_taking, python_numbers
 from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
@@ -127,11 +128,16 @@ def prepared(
 
     Raises:
         KernelError: it is not `(args, kwargs)`.
+        CallError: the arguments do not fit its signature.
     """
     args, kwargs = with_python_numbers(kernel, tuple(args), kwargs)
     if not overrides(kernel, "prepare"):
         return args, dict(kwargs)
-    found: Any = kernel.prepare(*args, **kwargs)
+    try:
+        found: Any = kernel.prepare(*args, **kwargs)
+    except TypeError:
+        raise_if_misfit(kernel.op_id, kernel.prepare, args, kwargs)
+        raise
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
         raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
     given, named = _with_numbers(_places(kernel).run, tuple(found[0]), found[1])
@@ -226,7 +232,7 @@ def take_apart(
     """Return the call's `CallSpec` and its arrays, in order; a keyword for a positional parameter becomes positional.
 
     Raises:
-        TypeError: the arguments do not fit the signature of the kernel's `run`.
+        CallError: the arguments do not fit the signature of the kernel's `run`.
     """
     return _spec_of(kernel, _bind(kernel, args, kwargs), method)
 
@@ -277,7 +283,9 @@ def _bind(
     try:
         bound = signature.bind(kernel, *args, cfg=None, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{kernel.op_id}: {error}") from None
+        parameters = list(signature.parameters.values())[1:]  # without the kernel itself
+        wrong = misfit(kernel.op_id, signature.replace(parameters=parameters), args, {"cfg": None, **kwargs})
+        raise wrong or CallError(f"{kernel.op_id}: {error}") from None
     _fill_gaps(bound)
     given = dict(bound.kwargs)
     given.pop("cfg", None)

@@ -17,9 +17,9 @@ from typing import Any, Final
 from ejkernel.ops.core.hooks import Kernel, candidates_of, config_type_of, hook, run_forms
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, SerializationError
 from ejkernel.ops.utils.error_text import instance_text
-from ejkernel.ops.utils.storage.serialize import from_data
+from ejkernel.ops.utils.storage.serialize import from_data, to_data
 from ejkernel.ops.utils.values.nameable import Names, marked, qualified, quoted
 
 logger = logging.getLogger(__name__)
@@ -178,6 +178,15 @@ def decode_config(data: object, name: str) -> Any:
         SerializationError: the data do not fit the type.
     """
     return data if name == PLAIN else from_data(data, known_type(name))
+
+
+def why_not_decoded(config: object) -> str:
+    """Return why a configuration that is stored could not be decoded by its type's name; `""` if it could."""
+    try:
+        decode_config(to_data(config), type_name(config))
+    except (ConfigError, SerializationError) as error:
+        return str(error)
+    return ""
 
 
 def known_type(name: str) -> type:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The primitive `ejkernel_call`: a kernel's call that JAX carries through its transformations unopened.
 
-Its configuration is resolved in its lowering rule, where everything that decides is known at last: the axes of every
-enclosing `vmap`, the platform, the overlay in force - and only what really runs arrives there. `custom_vjp` around
-`custom_vmap` would have no forward mode, would resolve calls that never run, and would not know the platform.
+Its lowering rule resolves the configuration: only there are the axes of every enclosing `vmap`, the platform and the
+overlay in force known, and only calls that really run arrive there. See docs/design.md for the alternatives.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.errors import CandidateError, TuningError, TuningWarning
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import arguments
+from ejkernel.ops.utils.messages.warn import warn
 
 _SHARE: Final = 1 / 3  # of what is left, in which a reference has to be compiled
 _LEAST: Final = 1.0  # second, of that
@@ -184,7 +184,7 @@ class Oracle:
             self._compute_truth(what)
         if self._lacks_reference:
             text = "the reference takes too long to compile for so small a budget; candidates are compared with"
-            warnings.warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning, stacklevel=2)
+            warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning)
         self._doubt_truth()
 
     def _compute_truth(self, what: str) -> None:
@@ -207,7 +207,7 @@ class Oracle:
             text = (
                 f"{self.inv.op_id}: {name} is NaN or infinite everywhere, so that candidates cannot be told from wrong"
             )
-            warnings.warn(f"{text} ones; {why_not_finite(kernel, self.inputs)}.", TuningWarning, stacklevel=2)
+            warn(f"{text} ones; {why_not_finite(kernel, self.inputs)}.", TuningWarning)
 
     def _results(self) -> Iterator[tuple[int, Any]]:
         for truth in self._truths.values():

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Iterator
 
 from ejkernel import compat
 from ejkernel.ops.errors import TuningWarning
+from ejkernel.ops.utils.messages.warn import warn
 
 
 class KeptSettings:
@@ -55,7 +55,7 @@ class KeptSettings:
             change = f"changed jax.config.{name} from {before} to {after}; the change is undone"
             hint = "inside a kernel, use a context, such as `with jax.default_matmul_precision(...)`"
             text = f"{self._op_id}: {_any_of(suspects)} {change}; {hint}."
-            warnings.warn(text, TuningWarning, stacklevel=2)
+            warn(text, TuningWarning)
 
 
 def _any_of(suspects: list[str]) -> str:

@@ -14,7 +14,7 @@ from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Standing
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.formatting import compact, counted
 
 _FINALISTS = 7  # the best of a search that are measured again, beside the heuristic
 _HOPELESS = 1.25  # times the heuristic's time that a candidate takes for which it is not measured again
@@ -74,9 +74,8 @@ def why_it_stays(standing: Standing | None, *, unconfirmed: bool = False) -> str
     verdict = standing.verdict
     what = "did not beat it" if verdict.settled else "was not certainly faster, nor slower,"
     where = " in a race of the two alone" if standing.alone else ""
-    return (
-        f"{standing.rival!r} {what}{where} ({verdict.speedup:.2f}x, ahead in {verdict.ahead} of {verdict.pairs} rounds)"
-    )
+    rounds = f"{verdict.speedup:.2f}x, ahead in {verdict.ahead} of {verdict.pairs} rounds"
+    return f"{compact(standing.rival)} {what}{where} ({rounds})"
 
 
 def faster_than(decision: Decision, tried: Sequence[Candidate]) -> list[Candidate]:

@@ -47,6 +47,7 @@ from ejkernel.ops.core.examples import why_not_finite
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.validation import named
 
 if TYPE_CHECKING:
@@ -491,4 +492,4 @@ class TuningRun:
     def _note_suspicion(self, winner: Candidate) -> None:
         times = [c.measurement.median for c in self._ranking if c.measurement is not None]
         if 0 in suspiciously_fast(times):
-            logger.info("%s: %r is suspiciously fast; looking again", self.task.inv.op_id_v, winner.config)
+            logger.info("%s: %s is suspiciously fast; looking again", self.task.inv.op_id_v, compact(winner.config))

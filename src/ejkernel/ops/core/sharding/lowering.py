@@ -13,7 +13,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from ejkernel.ops.core.transformations.autodiff import innermost
 from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Node
 from ejkernel.ops.errors import ArgumentError, KernelError, ShardingWarning
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.values.signature import HasType
 
@@ -241,11 +241,10 @@ def _standing_back(ctx: Any, meshes: Sequence[compat.LogicalMesh]) -> str:
 
 @functools.cache
 def _say_once(op_id: str, reason: str) -> None:
-    warnings.warn(
+    warn(
         f"{op_id}: the call is not split over the devices of its program, each computes all of it: {reason}; inside "
         "jax.shard_map it is one device's.",
         ShardingWarning,
-        stacklevel=2,
     )
 
 

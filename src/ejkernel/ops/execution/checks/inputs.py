@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.autotuner.measure.correctness import deviations, tolerance
+from ejkernel.ops.autotuner.measure.correctness import tolerance
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, is_inexact
 from ejkernel.ops.execution.checks.numbers import Numbers, told
-from ejkernel.ops.execution.checks.programs import Results, alone, computed, cotangents_of, gradient_deviations, pulled
+from ejkernel.ops.execution.checks.programs import Results, all_deviations, alone, computed, cotangents_of, pulled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.error_text import error_text
@@ -326,19 +326,15 @@ def _compared(subject: Subject, name: str, config: Any, found: Results | Excepti
     if isinstance(found, Exception):
         return _size_row(name, config, f"the kernel refuses it: {told(found)}", CheckStatus.SKIPPED)
     types = f"{', '.join(f'{like.dtype}{list(like.shape)}' for like in subject.types)}: "
-    pairs = [
-        ("", deviations, found.outs, true.outs),
-        ("gradient: ", gradient_deviations, found.gradients or (), true.gradients or ()),
-    ]
-    worst: Any = None
-    for what, compare, got, want in pairs:
+    for got, want in ((found.outs, true.outs), (found.gradients or (), true.gradients or ())):
         if len(got) != len(want):
             return _size_row(name, config, f"{types}{len(got)} results instead of {len(want)}", CheckStatus.FAILED)
-        for one in compare(got, want, platform=subject.platform, precision=subject.inv.precision):
-            if one.reason:
-                reason = f"{types}{what}{one.reason}"
-                return _size_row(name, config, reason, CheckStatus.FAILED, error=one.error, allowed=one.allowed)
-            if worst is None or one.error * worst.allowed > worst.error * one.allowed:
-                worst = one
+    worst: Any = None
+    for what, one in all_deviations(found, true, platform=subject.platform, precision=subject.inv.precision):
+        if one.reason:
+            reason = f"{types}{what}{one.reason}"
+            return _size_row(name, config, reason, CheckStatus.FAILED, error=one.error, allowed=one.allowed)
+        if worst is None or one.error * worst.allowed > worst.error * one.allowed:
+            worst = one
     found_ = {} if worst is None else {"error": float(worst.error), "allowed": worst.allowed}
     return _size_row(name, config, "", CheckStatus.OK, **found_)

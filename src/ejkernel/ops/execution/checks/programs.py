@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -184,6 +184,16 @@ def _merged(arrays: Sequence[jax.Array], own: Sequence[jax.Array], wrt: Sequence
 
 
 jax.tree_util.register_dataclass(Results, ["outs", "gradients"], [])
+
+
+def all_deviations(
+    got: Results, want: Results, *, platform: str, precision: str | None
+) -> Iterator[tuple[str, Deviation]]:
+    """Yield the deviations of results and then of gradients, each with the prefix for its message."""
+    for one in deviations(got.outs, want.outs, platform=platform, precision=precision):
+        yield "", one
+    for one in gradient_deviations(got.gradients or (), want.gradients or (), platform=platform, precision=precision):
+        yield "gradient: ", one
 
 
 def gradient_deviations(
