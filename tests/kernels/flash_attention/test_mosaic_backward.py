@@ -17,7 +17,6 @@ from tests.kernels.attention_cases import Case
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Rules, describe, within_window
-from ejkernel.kernels.flash_attention.mosaic_gpu.backward_params import BackwardParams
 from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     heuristic,
     is_deterministic,
@@ -25,13 +24,14 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     space,
     unsupported_reason,
 )
-from ejkernel.kernels.flash_attention.mosaic_gpu.backward_visibility import (
+from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import (
     Blocks,
     Visibility,
+    packed,
     ranges_of_keys,
     ranges_of_queries,
 )
-from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import packed
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
@@ -52,9 +52,9 @@ def mosaic():
     """The module of the kernels, where they can be imported."""
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
-    from ejkernel.kernels.flash_attention.mosaic_gpu import backward
+    from ejkernel.kernels.flash_attention.mosaic_gpu import launch
 
-    return backward
+    return launch
 
 
 def operands_and_residuals(case, dtype="bfloat16"):

@@ -23,14 +23,14 @@ _one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
 def normalize(
     formula: Formula, params: RowNormParams, rows: Sequence[jax.Array], vectors: Sequence[jax.Array], **options: Any
 ) -> tuple[jax.Array, ...]:
-    """Run the forward; see `machine.normalize`.
+    """Run the forward; see `shared_memory.normalize`.
 
     Args:
         formula: What is computed.
         params: How.
         rows: Arrays of rows, `[..., dim]`.
         vectors: Weight and bias, if they are in the formula.
-        **options: Of `machine.normalize`.
+        **options: Of `shared_memory.normalize`.
     """
     count = len(rows)
 
@@ -55,7 +55,7 @@ def gradients(
     vectors: Sequence[jax.Array],
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Run the backward; see `machine.gradients`, and `normalize`."""
+    """Run the backward; see `shared_memory.gradients`, and `normalize`."""
     ends = len(rows), len(rows) + len(stats)
 
     def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -73,9 +73,9 @@ def gradients(
 
 def _kernels(plan: RowNormPlan) -> Any:
     """Return the module of the kernels, which import what is not there in every environment."""
-    from . import machine, registers
+    from . import registers, shared_memory
 
-    return registers if plan.is_short else machine
+    return registers if plan.is_short else shared_memory
 
 
 def plan_of(x: Any, formula: Formula, params: RowNormParams, *, backward: bool) -> RowNormPlan:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS
+from ejkernel.kernels._hopper import MULTIPROCESSORS, Registers
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 
 from .params import ProductParams, WgradParams
@@ -19,13 +19,13 @@ ROWS = 64  # of one tensor-core instruction
 ROW_BYTES = 128  # of a piece of the result: one swizzle
 TILE = (8, 64)  # rows and columns of operands that lie together in shared memory
 ALIGNED = 64  # what columns are padded to: tiles of shared memory are so wide
-REGISTERS = (40, 232)  # of a thread that copies, and of one that computes
+REGISTERS = Registers(producer=40, consumer=232)
 _ALIGNMENT = 1024  # that every buffer begins at a multiple of
 _OVERHEAD = 2 * _ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class GroupedPlan:
     """What both kernels have in common.
 
     Attributes:
@@ -94,7 +94,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProductPlan(Plan):
+class ProductPlan(GroupedPlan):
     """A launch of the product.
 
     Attributes:
@@ -113,7 +113,7 @@ class ProductPlan(Plan):
 
     @property
     def products(self) -> int:
-        """See `Plan`."""
+        """See `GroupedPlan`."""
         return 2 if self.gated else 1
 
     @property
@@ -143,7 +143,7 @@ class ProductPlan(Plan):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WgradPlan(Plan):
+class WgradPlan(GroupedPlan):
     """A launch of the weights' gradient.
 
     Attributes:

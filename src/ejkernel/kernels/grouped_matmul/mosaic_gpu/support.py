@@ -9,7 +9,7 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.utils.values.signature import is_known
 
 from .params import ProductParams, WgradParams
-from .plan import Plan, product_plan, wgrad_plan
+from .plan import GroupedPlan, product_plan, wgrad_plan
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
 _MOST_SUMS = 128  # of a thread, that there are registers for
@@ -50,7 +50,7 @@ def wgrad_fault(call: GroupedMatmulCall, params: WgradParams) -> str | None:
     return _fault(wgrad_plan(call, params))
 
 
-def _fault(plan: Plan) -> str | None:
+def _fault(plan: GroupedPlan) -> str | None:
     needed, sums = plan.shared_bytes(), plan.sums_per_thread()
     if needed > hopper.SHARED_MEMORY:
         return f"it takes {needed} bytes of shared memory, and a block of threads has at most {hopper.SHARED_MEMORY}."
