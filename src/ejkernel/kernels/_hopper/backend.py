@@ -119,7 +119,7 @@ class Interpreter:
 
 
 class _Cell:
-    """A value that is read and assigned like a reference."""
+    """A value with the read and assignment syntax of a reference."""
 
     def __init__(self, value: jax.Array) -> None:
         self.value = value

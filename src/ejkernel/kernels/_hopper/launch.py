@@ -34,8 +34,7 @@ def launch(
         name: The kernel's name in profiles.
         programs: How many blocks of threads are launched.
         consumers: Consumer warpgroups, beside one producer; 0: a block is a single warpgroup.
-        lane_semantics: Lower for lanes rather than warpgroups: the warpgroup semantics accept no row offsets that are
-            known only at run time.
+        lane_semantics: Lower for lanes rather than warpgroups: the warpgroup semantics refuse dynamic row offsets.
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
     threads = {"num_threads": consumers + 1, "thread_name": WARPGROUP} if consumers else {}
@@ -46,8 +45,8 @@ def launch(
         grid=(programs,),
         grid_names=(PROGRAM,),
         kernel_name=name,
-        # Pallas would put a barrier around every access to shared memory, for threads that load what others stored.
-        # Our kernels order those accesses by barriers of their own.
+        # Without this, Pallas puts a barrier around every access to shared memory. Our kernels place the barriers that
+        # they need.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, **semantics),
         interpret=interpret,
         **threads,

@@ -21,7 +21,7 @@ def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int = SWIZZLE) -> Any:
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return shared memory that is swizzled but not tiled.
+    """Return swizzled shared memory without tiles.
 
     If the last axis is one swizzle wide, every element has the same address as in `tiled`. TMA copies of this view may
     then start at any row in global memory; copies of tiles must start at multiples of eight.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines: rings of stages in shared memory that one producer warpgroup fills and consumer warpgroups read.
+"""Pipelines: rings of shared-memory stages between one producer warpgroup and the consumer warpgroups.
 
 The methods are those of CUTLASS's `PipelineTmaAsync`. Steps count from 0; step `i` uses stage `i % stages`.
 """
@@ -66,7 +66,7 @@ class Pipeline(NamedTuple):
 def producer_tail(steps: Any, *pipelines: Pipeline | None, unreleased: int = 0) -> None:
     """Wait until consumers have released the last stages of pipelines of one length.
 
-    The producer calls it last: no barrier may be left with an arrival that no thread has waited for.
+    The producer calls it last: no barrier may keep an arrival without a wait.
 
     Args:
         steps: The number of steps of each pipeline.

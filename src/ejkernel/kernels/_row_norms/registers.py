@@ -66,7 +66,7 @@ class ShortRowKernel:
 
     Attributes:
         plan: The launch.
-        others: References of inputs that are not rows: statistics and vectors.
+        others: References of statistics and vectors.
         written: References of the results.
         layout: The distribution of a slab over lanes: four rows per warp at a time, eight elements of a row per lane.
     """

@@ -50,7 +50,7 @@ def gradients(
 
     Args:
         plan: The launch.
-        arrays: The rows that were normalised; the cotangent of the output; that of the sum, if there is a residual;
+        arrays: The normalised rows; the cotangent of the output; that of the sum, if there is a residual;
             the weight, if there is one.
         stats: The forward's results for each row: the mean, if the formula subtracts it, and the scale.
         interpret: As for `normalize`.
@@ -93,8 +93,8 @@ class LongRowKernel:
 
     Attributes:
         plan: The launch.
-        others: References of inputs that are not rows: statistics and vectors.
-        extra: References of results that are not rows.
+        others: References of statistics and vectors.
+        extra: References of the results beside rows.
         parts: The pieces of a row.
     """
 

@@ -63,7 +63,7 @@ class KeyBlockMemory(NamedTuple):
 
     @property
     def weights_pipeline(self) -> Pipeline:
-        """The stages of probabilities that one consumer passes to the other."""
+        """The stages of probabilities, from one consumer to the other."""
         return Pipeline(self.weights_full, self.weights_empty)
 
     @property
@@ -172,7 +172,7 @@ class KeyBlockKernel:
     def consume(self, block: KeyBlock) -> None:
         """Run a consumer warpgroup.
 
-        Consumers read their number from `lax.axis_index` wherever they need it. Held in a register through the mainloop,
+        Consumers read their number from `lax.axis_index` wherever they need it. Held in a register through the mainloop
         it made a causal gradient at head_dim 128 spill 240 bytes.
         """
         raise NotImplementedError

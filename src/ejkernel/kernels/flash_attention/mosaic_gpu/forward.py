@@ -78,7 +78,7 @@ class ForwardKernel:
         rows, slots = (params.warpgroups, ROWS), params.warpgroups * params.query_buffers
         query = tiled((slots, ROWS, plan.head_dim), plan.dtype, plan.head_swizzle)
         out: Any = tiled((*rows, plan.value_dim), plan.dtype, plan.out_swizzle)
-        if params.share_buffer:  # of one warpgroup, so that none overwrites what another still reads
+        if params.share_buffer:  # per warpgroup: none overwrites queries that another still reads
             shared = (slots, ROWS * plan.head_dim // plan.value_dim, plan.value_dim)
             query, out = plgpu.RefUnion(query, tiled(shared, plan.dtype, plan.out_swizzle)), None
         block = (params.stages, params.kv_block)
@@ -233,7 +233,7 @@ class ForwardKernel:
 
         self._each_tile(compute, jnp.int32(0))
         if self.params.ping_pong:
-            # The last turn that was passed on: no barrier may be left with an arrival that no thread has waited for.
+            # The last turn: no barrier may keep an arrival without a wait.
             @pl.when(warpgroup == 0)
             def _last_turn() -> None:
                 plgpu.barrier_wait(turn.at[0])

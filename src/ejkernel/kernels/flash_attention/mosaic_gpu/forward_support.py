@@ -44,7 +44,7 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
 
 
 def heuristic(call: AttentionCall) -> ForwardParams:
-    """Return good parameters for `call`, which is supported."""
+    """Return good parameters for a supported `call`."""
     for params in _fallbacks(_preferred(call)):
         if params_fault(call, params) is None:
             return params
@@ -52,7 +52,7 @@ def heuristic(call: AttentionCall) -> ForwardParams:
 
 
 def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
-    """Return the search space of `call`, which is supported."""
+    """Return the search space of a supported `call`."""
 
     def memory(kv_block: int, stages: int, warpgroups: int, share_buffer: bool, query_buffers: int) -> bool:
         plan = forward_plan(
