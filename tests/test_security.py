@@ -15,9 +15,11 @@ import functools
 import importlib.util
 import inspect
 import json
+import os
 import pickle
 import random
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -75,7 +77,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.store import log
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials import result
-from ejkernel.ops.autotuner.trials.programs import Program
+from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config import entries
 from ejkernel.ops.config.agreement import agreement
@@ -85,8 +87,9 @@ from ejkernel.ops.config.shared.layer import SharedLayer
 from ejkernel.ops.config.shared.stores import Store
 from ejkernel.ops.core.declared_names import decode_config, names_of
 from ejkernel.ops.core.description import rebuild
-from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.errors import ArgumentError, CandidateError
 from ejkernel.ops.execution.program_text import calls_in_text
+from ejkernel.ops.utils.storage.sealed import digest_of
 from ejkernel.ops.utils.values.nameable import Names
 from ejkernel.ops.utils.values.payloads import key_of, text_of_bytecode
 from ejkernel.ops.utils.values.signature import JAX_MODULES, describe
@@ -353,6 +356,48 @@ def test_a_file_is_read_without_the_working_directory(tmp_path, monkeypatch):
         assert (sys.path != ["elsewhere"]) is looks
 
 
+# Modules that Python, `multiprocessing` and JAX import; each leaves a mark when it runs.
+TAKEN = ("multiprocessing", "threading", "functools", "json", "logging", "socket", "selectors", "numpy", "jax")
+COMMAND = """
+import sys
+from ejkernel.cli import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+TRAIN = """
+import jax, jax.numpy as jnp
+from ejkernel.ops import tune
+
+@tune(space={"rows": [1, 2]})
+def kernel(x, *, rows=1):
+    return x * 2
+
+def step():
+    return kernel, (jax.ShapeDtypeStruct((8,), jnp.float32),)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["program.mlir", "train:step"])
+def test_no_process_runs_what_only_has_the_name_of_a_module(tmp_path, target):
+    """Neither the command, nor its workers, nor their processes that compile, nor Python's own helper."""
+    folder, command = tmp_path / "here", tmp_path / "bin" / "command.py"
+    folder.mkdir()
+    for name in TAKEN:
+        (folder / f"{name}.py").write_text(f"open(r'{tmp_path}/mark-{name}', 'w').close()")
+    command.parent.mkdir()
+    command.write_text(COMMAND)
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "program.mlir").write_text("module @jit_f {\n}\n")
+    env = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SOURCE.parent)}
+    arguments = ["--compile-processes", "1"] if ":" in target else ["--dry-run"]
+    command_line = [sys.executable, str(command), "tune", target, "--cache", str(tmp_path / "cache"), *arguments]
+    done = subprocess.run(command_line, cwd=folder, env=env, check=False, capture_output=True, text=True)
+    assert [file.name for file in tmp_path.glob("mark-*")] == []
+    assert (done.returncode, "Traceback" in done.stderr) == (0 if ":" in target else 1, False), done.stderr
+    assert len(list((tmp_path / "cache").rglob("*.json"))) == (":" in target)
+
+
 def test_the_implementation_that_a_file_asks_for_is_one_of_those_there_are():
     from ejkernel.modules import FlashAttention
 
@@ -399,6 +444,26 @@ def test_an_entry_of_a_type_that_was_not_registered_is_a_warned_miss(tmp_path, m
     with pytest.warns(CacheWarning, match="files may name here"):
         assert cache.get(KEY) is None
     assert cache.get(KEY, Config) == Config(2)
+
+
+def test_a_link_in_a_cache_leads_nowhere(tmp_path):
+    """`tests/ops/config/test_locks.py` and `tests/cli/test_cache.py` have each kind of link."""
+    there, here = (PersistentCache(tmp_path / name, shipped=False) for name in ("there", "here"))
+    there.put(KEY, Config(1))
+    here.path.mkdir()
+    (here.path / "cpu").symlink_to(there.path / "cpu")
+    with pytest.warns(CacheWarning, match="this folder is a link"):
+        assert here.get(KEY, Config) is None
+    with pytest.warns(CacheWarning, match="this folder is a link"):
+        here.put(KEY, Config(2))
+    assert there.get(KEY, Config) == Config(1)
+
+
+@pytest.mark.parametrize("url", ["reference://team", "zip://team", "reference://::s3://team/refs.json"])
+def test_a_url_has_one_of_a_few_protocols(url, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)  # nothing of it is imported
+    with pytest.raises(ConfigError, match="allowed are file, "):
+        Store(url).sizes()
 
 
 class Bucket:
@@ -518,6 +583,13 @@ def test_reading_a_bundle_runs_none_of_it(tmp_path, monkeypatch):
     assert len(calls_in_bundle(folder).calls) == 1
 
 
+def test_a_program_that_is_a_link_is_not_read(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(b"code")
+    (tmp_path / "000-0000.bin").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CandidateError, match="a link, which is not followed"):
+        CodeFile(tmp_path / "000-0000.bin", digest_of(b"code")).read()
+
+
 def test_a_bundle_of_types_that_were_not_registered_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(bundles, "type_name", lambda config: f"{HERE}.Fires")
     with pytest.raises(ConfigError, match=r"needs the module of .*files may name here"):  # what was written is read
@@ -558,7 +630,7 @@ def test_only_these_places_turn_names_or_bytes_into_code():
     )
     found = {(file, call) for file, call in calls_by_name() if dangerous.search(call)}
     assert found == {
-        ("cli/app.py", "importlib.import_module"),  # a command of a fixed list
+        ("cli/group.py", "importlib.import_module"),  # a command of a fixed list
         ("cli/sources.py", "importlib.import_module"),  # our own modules
         ("cli/operations.py", "importlib.import_module"),  # our own modules
         ("cli/programs.py", "importlib.import_module"),  # what the user named

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_without_atheris_it_is_said_that_nothing_was_guided(budget, tally, monke
 # --- what is around them ---
 
 
-def not_atomic(file, text, *, durable=True):
+def not_atomic(file, text, *, durable=True, root=None):
     """Write a file in place, and in two pieces."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb", buffering=0) as stream:
@@ -162,6 +163,28 @@ def older(found):
     from benchmarks.torture.crashes import _OWN, _content
 
     return _content(found["writer"], found["number"] - _OWN, len(found["padding"]))
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        "folder.remove_judged = lambda root, file, judged: file.unlink(missing_ok=True) or True",
+        "exchange.FolderPlace._check = lambda place, members, rivals: None",
+    ],
+)
+def test_a_command_that_removes_or_replaces_what_it_has_not_judged_is_found(tmp_path, defect):
+    """In a process of its own, which forks before JAX has threads."""
+    program = (
+        "import json, sys, time\n"
+        "from benchmarks.torture.upkeep import Plan, torture\n"
+        "from ejkernel.cli import folder\n"
+        "from ejkernel.ops.config.shared import exchange\n"
+        f"{defect}\n"
+        "print(json.dumps(torture(Plan(folder=sys.argv[1], seed=0, seconds=30.0))))\n"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["problems"][0].startswith("lost: ")
 
 
 def test_a_command_that_shows_a_traceback_or_drives_a_terminal_is_found(budget, tally, monkeypatch):

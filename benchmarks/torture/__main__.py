@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import report
-from benchmarks.torture import bombs, candidates, commands, fuzzing, surroundings, threads
+from benchmarks.torture import bombs, candidates, commands, fuzzing, surroundings, threads, upkeep
 from benchmarks.torture.part import KINDS, Budget, Finding, Part, Tally
 
 PARTS: Final[dict[str, Part]] = {
     "crashes": surroundings.crashes,
+    "upkeep": upkeep.upkeep,
     "disks": surroundings.disks,
     "places": surroundings.places,
     "clocks": surroundings.clocks,
@@ -40,6 +41,7 @@ PARTS: Final[dict[str, Part]] = {
 NUMBERED: Final = {"places", "clocks", "damage", "bombs", "mutation", "commands"}  # whose inputs are alone repeated
 SHORT: Final = {  # what all of it takes a minute with
     "crashes": 100,
+    "upkeep": 30,
     "disks": 20,
     "places": 8,
     "clocks": 10,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel import settings
+from ejkernel.cli import folder as commands
 from ejkernel.cli import main
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
 from ejkernel.ops.config import staleness
@@ -290,3 +291,72 @@ def test_a_bad_variable_that_a_command_needs_is_an_error_that_names_it(capsys, m
     for command in ("path", "verify", "push"):
         status, _, err = run(capsys, command)
         assert (status, "URLs are for EJKERNEL_CACHE_LAYERS" in err) == (1, True)
+
+
+# --- what other processes do meanwhile, and what leads out of the folder ---
+
+
+def put_meanwhile(monkeypatch, folder, where, name):
+    """Put a newer entry under the key of the old one when a function returns true."""
+    usual = getattr(where, name)
+
+    def late(*args, **options):
+        found = usual(*args, **options)
+        if found:
+            PersistentCache(folder).put("gpu:some", "older@v0", "0123456789abcdef", {"rows": 4})
+        return found
+
+    monkeypatch.setattr(where, name, late)
+
+
+@pytest.mark.parametrize("words", [("prune", "--older-than", "30d"), ("clear", "--older-than", "30d", "--yes")])
+def test_an_entry_that_is_put_while_the_command_decides_stays(clean, capsys, monkeypatch, words):
+    put_meanwhile(monkeypatch, clean, commands.Wanted, "has")
+    status, out, err = run(capsys, *words, cache=clean)
+    assert (status, "0 entries, 0 searches, 0 notes removed" in out) == (0, True)
+    assert "1 file stayed: replaced by another process meanwhile" in err
+    assert PersistentCache(clean).get("gpu:some", "older@v0", "0123456789abcdef") == {"rows": 4}
+
+
+def test_an_entry_that_is_put_while_clear_asks_stays(clean, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", _Terminal())
+    monkeypatch.setattr("click.confirm", lambda *_, **__: True)
+    put_meanwhile(monkeypatch, clean, commands.click, "confirm")
+    assert "1 entry, 1 search, 1 note removed" in run(capsys, "clear", cache=clean)[1]
+    assert PersistentCache(clean).keys() == [("gpu:some", "older@v0", "0123456789abcdef")]
+
+
+def test_clear_removes_what_is_older_alone(clean, capsys):
+    assert (
+        "1 entry, 0 searches, 0 notes removed" in run(capsys, "clear", "--older-than", "30d", "--yes", cache=clean)[1]
+    )
+    assert len(written(clean)) == 3
+
+
+def test_clear_leaves_what_another_process_is_writing(clean, capsys):
+    mine = clean / "cpu" / "op" / f".x.json.{os.getpid()}-0123abcd.tmp"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("")
+    run(capsys, "clear", "--yes", cache=clean)
+    assert written(clean) == [mine.name]
+
+
+@pytest.mark.parametrize("words", [("clear", "--yes"), ("prune", "--older-than", "1m"), ("prune", "--unreadable")])
+def test_nothing_is_removed_through_a_link(folder, tmp_path, capsys, words):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in os.listdir(folder):
+        (other / name).symlink_to(folder / name)
+    (other / "device" / "op").mkdir(parents=True)
+    (other / "device" / "op" / "x-0123abcd.json").symlink_to(next(folder.glob("*/older-v0/*.json")))
+    (other / "device" / "linked").symlink_to(folder / "missed")
+    before = written(folder)
+    assert run(capsys, *words, cache=other)[0] == 0
+    assert written(folder) == before
+    assert (other / "missed").is_symlink()
+
+
+def test_verify_tells_of_links(folder, tmp_path, capsys):
+    (folder / "linked").symlink_to(tmp_path)
+    status, out, _ = run(capsys, "verify", cache=folder)
+    assert (status, "linked: it is a link, and links inside a cache are not followed" in out) == (1, True)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.ops.config.shared.stores import entry
+from tests.ops.config.shared.stores import entry, folder, rows, tuned_together
 
 from ejkernel.cli import main
 from ejkernel.ops import PersistentCache
+from ejkernel.ops.config.shared import exchange
 from ejkernel.ops.config.shared.exchange import FolderPlace
 
 
@@ -195,3 +196,47 @@ def test_a_folder_that_cannot_be_made_is_an_error(capsys, tmp_path, monkeypatch)
     status, _, err = run(capsys, "merge", str(tmp_path))
     assert status == 1
     assert "Not a directory" in err
+
+
+# --- what other processes do meanwhile ---
+
+
+@pytest.mark.parametrize("words", [("merge",), ("pull",)])
+def test_a_better_entry_that_is_put_meanwhile_is_not_replaced(capsys, url, mine, theirs, monkeypatch, words):
+    run(capsys, "push", url, cache=theirs)
+    judge, late = exchange.judge, []
+
+    def put_meanwhile(ours, other):
+        if other.key == entry(1).key and not late:
+            late.append(FolderPlace(mine).put([entry(1, 99, speedup=1.9)]))
+        return judge(ours, other)
+
+    monkeypatch.setattr(exchange, "judge", put_meanwhile)
+    source = str(theirs) if words == ("merge",) else url
+    status, out, _ = run(capsys, *words, source, cache=mine)
+    assert (status, "1 entry added, 1 replaced by better ones; 1 there are better" in out) == (0, True)
+    assert rows(FolderPlace(mine)) == [12, 13, 99]
+
+
+def test_a_call_that_another_process_saves_again_and_again_stays_as_it_is(capsys, mine, theirs, monkeypatch):
+    judge, speedups = exchange.judge, iter(range(100))
+
+    def put_meanwhile(ours, other):
+        if other.key == entry(1).key:
+            FolderPlace(mine).put([entry(1, 50 + next(speedups), speedup=1.0)])
+        return judge(ours, other)
+
+    monkeypatch.setattr(exchange, "judge", put_meanwhile)
+    out = run(capsys, "merge", str(theirs), cache=mine)[1]
+    assert "1 entry added, 1 replaced by better ones; 1 there are better" in out
+    assert rows(FolderPlace(mine))[-1] > 50
+
+
+def test_calls_that_were_tuned_together_come_together_or_not_at_all(tmp_path, monkeypatch):
+    target = folder(tmp_path / "mine", entry(1, 1, speedup=1.1))
+    source = folder(tmp_path / "theirs", *tuned_together(1, 2, rows=11, speedup=1.6))
+    found = exchange.plan([source], target)
+    assert len(found.entries) == 2
+    folder(tmp_path / "mine", entry(2, 99, speedup=1.9))
+    assert target.put(found.entries, found.rivals) == list(found.entries)
+    assert rows(target) == [1, 99]

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ejkernel.cli.commands import FOLDER, as_json, imports, read_cache
+from ejkernel.cli.group import Group
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -30,7 +31,12 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> datet
     return datetime.timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
-@click.group()
+older_than = click.option(
+    "--older-than", callback=_age, metavar="AGE", help="Only what is older than this: 90m, 12h, 30d, 8w."
+)
+
+
+@click.group(cls=Group)
 def cache() -> None:
     """See, check and tidy the folder of saved configurations."""
 
@@ -92,7 +98,7 @@ def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
 @cache.command()
 @click.argument("url", required=False, default="")
 @written_cache
-@click.option("--older-than", callback=_age, metavar="AGE", help="Only what is older than this: 90m, 12h, 30d, 8w.")
+@older_than
 @click.option(
     "--not-for-this-jax", "other_jax", is_flag=True, help="Only what was measured with another version of JAX."
 )
@@ -103,7 +109,7 @@ def prune(url: str, cache: Path | None, dry_run: bool, as_json: bool, **wanted: 
     """Remove some of the saved configurations, searches and notes.
 
     What is removed meets both --older-than and --not-for-this-jax, where both are given. Searches are what later ones
-    start from, and notes are what `tune --missed` tunes.
+    start from, and notes are what `tune --missed` tunes. A file that another process replaces meanwhile stays.
 
     With URL, entries of that shared cache are removed, and not of the folder: those, and in any case all that are worse
     than others there. What is whole of an object that cannot be read stays. Others may push meanwhile.
@@ -122,17 +128,18 @@ def prune(url: str, cache: Path | None, dry_run: bool, as_json: bool, **wanted: 
 
 @cache.command()
 @written_cache
+@older_than
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @dry_run
 @as_json
-def clear(cache: Path | None, yes: bool, dry_run: bool, as_json: bool) -> int:
+def clear(cache: Path | None, older_than: datetime.timedelta | None, yes: bool, dry_run: bool, as_json: bool) -> int:
     """Remove all saved configurations, searches and notes.
 
-    Nothing else that is in the folder is touched.
+    Nothing else in the folder is touched, nor what other processes save there while the command runs.
     """
     from ejkernel.cli.folder import run_clear
 
-    return run_clear(cache, yes=yes, dry_run=dry_run, as_json=as_json)
+    return run_clear(cache, yes=yes, dry_run=dry_run, as_json=as_json, older_than=older_than)
 
 
 dry_exchange = click.option("--dry-run", is_flag=True, help="Only say what would be done.")

@@ -23,6 +23,7 @@ from ejkernel.cli.programs import import_users, look_here, module_named
 from ejkernel.cli.show import opened
 from ejkernel.ops.autotuner.store.measurements import LOG, read_search
 from ejkernel.ops.config._files import ENTRY, UnusableError, files
+from ejkernel.ops.config._writing import Seen, is_being_written, remove_judged, restore_aside, seen
 from ejkernel.ops.config.entries import StoredEntry, read_entry
 from ejkernel.ops.config.missed import FOLDER as NOTES
 from ejkernel.ops.config.missed import MissedNotes
@@ -55,12 +56,14 @@ class Item:
 
     Attributes:
         path: Where it is.
-        kind: `entry`, `search`, `note`, `pack` of the copy of a shared cache, or `folder` that cannot be listed.
+        kind: `entry`, `search`, `note`, `pack` of the copy of a shared cache, or `folder` that cannot be listed or is a
+            link.
         problem: Why it cannot be used; `""` if it can.
         time: When it was written; `None` if that is not known.
         jax: The version of JAX that it was measured with; `""` if none is noted.
         stale: In what an entry differs from what is here.
         unknown: What an entry does not say of what it was measured with.
+        seen: What identifies the content that was judged.
     """
 
     path: Path
@@ -70,6 +73,7 @@ class Item:
     jax: str = ""
     stale: tuple[Difference, ...] = ()
     unknown: tuple[str, ...] = ()
+    seen: Seen | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -119,38 +123,57 @@ def items(cache: PersistentCache, space_of: SpaceOf | None = None) -> Iterator[I
     for kind, paths, read in found:
         for path in paths:
             try:
+                was = seen(cache.path, path)  # before it is read: what changes in between is not what was judged
                 content = read(path)
+            except FileNotFoundError:
+                continue
             except UnusableError as error:
-                yield Item(path=path, kind=kind, problem=str(error))
+                yield Item(path=path, kind=kind, problem=str(error), seen=was)
             else:
                 if content is not None:
                     provenance = {"time": content.last} if kind == "note" else content.provenance
-                    item = _item(path, kind, provenance)
+                    item = dataclasses.replace(_item(path, kind, provenance), seen=was)
                     yield _with_staleness(item, content, space_of) if kind == "entry" else item
     yield from _packs(cache.path)
     yield from _unlisted(cache.path)
 
 
-def _unlisted(root: Path) -> Iterator[Item]:
-    """Yield the folders whose files are not known, because they cannot be listed."""
-    failed: list[OSError] = []
-    for path, folders, _ in os.walk(root, onerror=failed.append):
+def _folders(root: Path, failed: Callable[[OSError], object] = lambda error: None) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the folders of a cache, the outer ones first, each with the names of the links in it that lead to folders.
+
+    Links are not followed; what lies deeper than a cache's own folders is left out.
+    """
+    for path, folders, _ in os.walk(root, onerror=failed):
+        yield Path(path), sorted(name for name in folders if os.path.islink(os.path.join(path, name)))
         parts = Path(path).relative_to(root).parts
         if len(parts) >= (3 if parts[:1] == (NOTES,) else 2):
-            folders.clear()  # what lies deeper is a stranger's
+            folders.clear()
+
+
+def _unlisted(root: Path) -> Iterator[Item]:
+    """Yield the folders whose files are not known: they cannot be listed, or are links."""
+    failed: list[OSError] = []
+    for path, links in _folders(root, failed.append):
+        if len(path.relative_to(root).parts) < 2:
+            problem = "it is a link, and links inside a cache are not followed"
+            yield from (Item(path=path / name, kind="folder", problem=problem) for name in links)
     for error in failed:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             yield Item(path=Path(error.filename), kind="folder", problem=f"it cannot be listed: {error}")
 
 
-def _packs(folder: Path) -> Iterator[Item]:
-    for path in sorted(folder.glob(f"{FOLDER}/*/*{SUFFIX}")):
-        try:
-            verify(path)
-        except (UnusableError, OSError) as error:
-            yield Item(path=path, kind="pack", problem=str(error))
-        else:
-            yield Item(path=path, kind="pack")
+def _packs(root: Path) -> Iterator[Item]:
+    for folder, _ in _folders(root):
+        if folder.parent == root / FOLDER:
+            for path in sorted(folder.glob(f"*{SUFFIX}")):
+                was = None
+                try:
+                    was = seen(root, path)
+                    verify(path)
+                except (UnusableError, OSError) as error:
+                    yield Item(path=path, kind="pack", problem=str(error), seen=was)
+                else:
+                    yield Item(path=path, kind="pack", seen=was)
 
 
 def item_of(entry: StoredEntry) -> Item:
@@ -232,13 +255,20 @@ def run_prune(cache: Path | None, wanted: Wanted, *, dry_run: bool, as_json: boo
     """Run `ejkernel cache prune`."""
     store = opened(cache, alone=True)
     now = store.clock()
+    if not dry_run:
+        _restore(store)
     _remove(store, [item for item in items(store) if wanted.has(item, now)], dry_run=dry_run, as_json=as_json)
 
 
-def run_clear(cache: Path | None, *, yes: bool, dry_run: bool, as_json: bool) -> int:
+def run_clear(
+    cache: Path | None, *, yes: bool, dry_run: bool, as_json: bool, older_than: datetime.timedelta | None = None
+) -> int:
     """Run `ejkernel cache clear`; return 1 if the user does not want to."""
     store = opened(cache, alone=True)
-    found = [item for item in items(store) if item.is_ours]
+    if not dry_run:
+        _restore(store)
+    wanted, now = Wanted(older_than=older_than, unreadable=older_than is None), store.clock()
+    found = [item for item in items(store) if item.is_ours and (older_than is None or wanted.has(item, now))]
     if found and not yes and not dry_run:
         # A prompt that nobody sees would wait for ever.
         if not sys.stdin.isatty():
@@ -254,15 +284,18 @@ def run_clear(cache: Path | None, *, yes: bool, dry_run: bool, as_json: bool) ->
 
 
 def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_json: bool) -> None:
-    removed, failures = [], []
+    removed, failures, changed = [], [], 0
+    assert store.path is not None  # else nothing was found
     for item in found:
         try:
-            if not dry_run:
-                item.path.unlink(missing_ok=True)  # another process may have been before
+            is_gone = dry_run or remove_judged(store.path, item.path, item.seen)
         except OSError as error:
             failures.append(f"{item.path} ({error})")
         else:
-            removed.append(item)
+            removed += [item] * is_gone
+            changed += not is_gone
+    if changed:
+        click.echo(f"{counted(changed, 'file')} stayed: replaced by another process meanwhile.", err=True)
     if as_json:
         report.echo_json(
             {
@@ -280,11 +313,16 @@ def _remove(store: PersistentCache, found: Sequence[Item], *, dry_run: bool, as_
 
 def _tidy(folder: Path) -> None:
     """Remove what a process that was ended left of a write, and folders that are empty now."""
-    for pattern in ("*/*/.*.tmp", "missed/*/*/.*.tmp"):
-        for file in folder.glob(pattern):
-            file.unlink(missing_ok=True)
-    for pattern in ("missed/*/*", "missed/*", f"{FOLDER}/*", FOLDER, "*/*", "*"):
-        for inner in folder.glob(pattern):
-            if inner.is_dir() and not inner.is_symlink():
-                with contextlib.suppress(OSError):  # it is not empty
-                    inner.rmdir()
+    for inner, _ in reversed(list(_folders(folder))):
+        for file in inner.glob(".*.tmp"):
+            if not is_being_written(file.name):
+                file.unlink(missing_ok=True)
+        if inner != folder:
+            with contextlib.suppress(OSError):  # it is not empty
+                inner.rmdir()
+
+
+def _restore(store: PersistentCache) -> None:
+    """Put back what a command that was killed had renamed aside."""
+    for folder, _ in [] if store.path is None else _folders(store.path):
+        restore_aside(store.path or folder, folder)

@@ -25,6 +25,7 @@ import jax
 
 import ejkernel
 from ejkernel import settings
+from ejkernel.ops.autotuner.process.lifetime import look_in
 from ejkernel.ops.config._files import expanded
 from ejkernel.ops.errors import ArgumentError, EjkernelError
 
@@ -48,14 +49,8 @@ class Program:
     file: Path | None = None
 
 
-def look_in(folder: Path) -> None:
-    """Let modules of a folder be found, before others of the same name."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-
 def look_here() -> None:
-    """Let modules of the working directory be found, as `python -m` does."""
+    """Let modules of the working directory be found."""
     # An empty entry, as of `python -c`, stands for it already.
     if "" not in sys.path:
         look_in(Path.cwd())

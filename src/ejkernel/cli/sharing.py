@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -17,7 +17,7 @@ from ejkernel.cli.folder import Wanted, item_of
 from ejkernel.cli.show import opened
 from ejkernel.ops.config._files import is_url
 from ejkernel.ops.config.shared import upkeep
-from ejkernel.ops.config.shared.exchange import Place, Plan, SharedPlace, Step, place_of, plan
+from ejkernel.ops.config.shared.exchange import Place, Plan, SharedPlace, Step, bring, place_of, plan
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.formatting import arguments, compact, counted
@@ -105,10 +105,8 @@ def run_diff(one: str, other: str, cache: Path | None, *, as_json: bool) -> int:
     return 1 if found or missing else 0
 
 
-def _bring(sources: Iterable[Place], target: Place, *, dry_run: bool, as_json: bool) -> None:
-    found = plan(sources, target)
-    if not dry_run:
-        _told(lambda: target.put(found.entries))
+def _bring(sources: Sequence[Place], target: Place, *, dry_run: bool, as_json: bool) -> None:
+    found = plan(sources, target) if dry_run else _told(lambda: bring(sources, target))
     counts = collections.Counter(step.action for step in found.steps)
     if as_json:
         names = ("added", "replaced", "kept", "same")

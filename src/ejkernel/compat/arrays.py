@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX's values are made of: dtypes, random keys, weak types and pytrees."""
+"""JAX values: dtypes, random keys, weak types and pytrees."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ finfo: Any = jnp.finfo
 
 
 def key_implementation(dtype: Any) -> str:
-    """Return the name of the generator that random keys of this dtype are for."""
+    """Return the name of the random generator of a key dtype."""
     return str(dtype._impl.name)
 
 
 def weakly_typed(value: Any) -> Any:
-    """Return `value` as an array whose type gives way to others', as that of a Python number does."""
-    # The public function makes no weak types.
+    """Return `value` as a weakly typed array, which is promoted like a Python number."""
+    # The public function cannot create weak types.
     from jax._src.lax.lax import _convert_element_type
 
     return _convert_element_type(value, jnp.dtype(value.dtype), weak_type=True)
 
 
 def pytree_node(cls: type, aux: Any, children: Sequence[Any]) -> Any:
-    """Return the object of a registered pytree type that has these children.
+    """Return an instance of a registered pytree type with these children.
 
-    jaxlib makes dataclasses without looking how many children there are, and reads beyond the last: that is checked
-    before. All others are made in Python, by what their type was registered with.
+    jaxlib does not check the number of children of a dataclass and would read past the last one, so this function
+    checks it first. Other types are built in Python by their registered function.
 
     Raises:
-        ValueError: it is no such type, or has another number of children.
+        ValueError: `cls` is not a pytree type, or the number of children differs.
     """
-    entry = getattr(tree_util, "_registry", {}).get(cls)  # dataclasses are not there, from JAX 0.11 on
+    entry = getattr(tree_util, "_registry", {}).get(cls)  # without dataclasses from JAX 0.11 on
     if entry is not None:
         return entry.from_iter(aux, tuple(children))
     if not dataclasses.is_dataclass(cls):
-        raise ValueError("it is no pytree type that can be made of its children")
+        raise ValueError("it is not a pytree type that can be built from its children")
     like = object.__new__(cls)
     for field in dataclasses.fields(cls):
         object.__setattr__(like, field.name, None)

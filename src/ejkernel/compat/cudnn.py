@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's fused attention, by the primitives that `jax.nn` binds."""
+"""cuDNN's fused attention, through the primitives that `jax.nn` binds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ejkernel.compat.programs import is_partitioned
 
 
 class CudnnLengths(NamedTuple):
-    """Which positions of each example count, for queries and for keys; all in int32.
+    """Lengths of queries and keys, as int32 arrays.
 
     Attributes:
-        queries: `[batch]`, how many; or, with offsets, `[batch, segments]`, and -1 behind the last segment.
-        keys: Likewise.
-        offsets: `[batch, segments + 1]`, where each segment begins, of queries and keys alike, and -1 behind the last.
+        queries: `[batch]`; with offsets `[batch, segments]`, padded with -1.
+        keys: The same for keys.
+        offsets: `[batch, segments + 1]`, the start of each segment in both queries and keys, padded with -1.
     """
 
     queries: Any
@@ -37,20 +37,20 @@ def cudnn_attention_forward(
     lengths: CudnnLengths | None = None,
     with_lse: bool = True,
 ) -> tuple[Any, ...]:
-    """Run cuDNN's fused attention, and return its output and the float32 log-sum-exp `[batch, heads, queries]`.
+    """Run cuDNN's fused attention and return its output and the float32 log-sum-exp `[batch, heads, queries]`.
 
-    `jax.nn.dot_product_attention` rounds the log-sum-exp to the output's dtype and has no way to hand it to a
-    backward of one's own, so the primitives beneath are bound here.
+    This binds the primitives below `jax.nn.dot_product_attention`, which rounds the log-sum-exp to the output's dtype
+    and cannot pass it to a custom backward.
 
     Args:
         query, key, value: `[batch, length, heads, head_dim]`.
         bias: `[batch or 1, heads or 1, queries, keys]`, of the query's dtype.
         scale: Factor on the product of query and key.
-        causal: Hide later keys; the first query is aligned with the first key.
-        window: How many keys a query sees, itself included; 0: all. Needs `causal`.
-        lengths: What is behind them is not computed, and its results are left as they are. With offsets the log-sum-exp
-            is of segments, `[batch * segments, heads, queries]`, one after the other, each from its own first query on.
-        with_lse: Whether the log-sum-exp is returned; without it cuDNN has a kernel that does not write it.
+        causal: Mask later keys; the first query is aligned with the first key.
+        window: The number of keys that a query sees, itself included; 0 means all. Requires `causal`.
+        lengths: Positions past the lengths are not computed, and their results are uninitialised. With offsets, the
+            log-sum-exp is `[batch * segments, heads, queries]`, each segment starting at its own first query.
+        with_lse: Whether to return the log-sum-exp; without it cuDNN uses a kernel that does not write it.
     """
     static = _cudnn_parameters(scale, causal, window, (bias is not None, False), lengths) | {"is_training": with_lse}
     return tuple(_call_cudnn_attention("fwd", _cudnn_operands(query, key, value, bias, lengths), static))
@@ -71,10 +71,10 @@ def cudnn_attention_backward(
 
     Args:
         operands: Query, key, value and bias, as `cudnn_attention_forward` takes them.
-        residuals: Output and log-sum-exp of the forward.
-        dout: Cotangent of the output.
+        residuals: The output and log-sum-exp of the forward.
+        dout: The cotangent of the output.
         scale, causal, window, lengths: As in the forward.
-        bias_gradient: Whether the gradient of the bias is wanted; it is summed where the bias was broadcast.
+        bias_gradient: Whether to return the gradient of the bias, summed over its broadcast axes.
     """
     static = _cudnn_parameters(scale, causal, window, (operands[3] is not None, bias_gradient), lengths)
     out, stats = residuals
@@ -90,7 +90,7 @@ def _cudnn_operands(
         None,
         None,
     ]
-    absent = jnp.zeros(0, query.dtype)  # stands for each of the seven optional operands that are not given
+    absent = jnp.zeros(0, query.dtype)  # in place of each omitted operand of the seven optional ones
     return (query, key, value, *(absent if x is None else x for x in optional))
 
 
@@ -116,7 +116,7 @@ def _call_cudnn_attention(direction: str, arrays: tuple[Any, ...], static: dict[
 
     function = getattr(module, f"_dot_product_attention_{direction}_impl")
     has_score_mod = "score_mod" in inspect.signature(function).parameters  # since JAX 0.12
-    if is_partitioned():  # the form that tells XLA how to spread it
+    if is_partitioned():  # this form tells XLA's partitioner how to shard it
         primitive = getattr(module, f"_dot_product_attention_{direction}_p_wrapper")
         return primitive.bind(*arrays, **static, **({"score_mod": None} if has_score_mod else {}))
     return function(*arrays, **static, **({"score_mod": None, "score_mod_args": ()} if has_score_mod else {}))

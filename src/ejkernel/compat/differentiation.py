@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tangents: the zero ones, and the mesh axes over which they vary."""
+"""Tangents: symbolic zeros, and the mesh axes over which tangents vary."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 
 def match_varying(primal: Any, gradient: Any) -> Any:
-    """Return `gradient` summed over, or spread to, the mesh axes that `primal` varies over.
+    """Return `gradient`, summed over or broadcast to the mesh axes over which `primal` varies.
 
-    A rule's gradient of a replicated argument differs between devices, and the argument's gradient is their sum.
+    The gradient of a replicated argument differs between devices, and the argument's gradient is their sum.
     """
     have, want = varying_axes(gradient), varying_axes(primal)
     if have - want:
@@ -35,17 +35,17 @@ def zeros_of_tangent(value: Any) -> Any:
     dtype = jax.typeof(value).to_tangent_aval().dtype
     if dtype == jax.dtypes.float0:
         return np.zeros(value.shape, dtype)
-    # Inside `shard_map` a tangent must vary over the mesh as its primal does, which fresh zeros do not.
+    # Inside `shard_map` a tangent must vary over the same mesh axes as its primal; fresh zeros do not.
     return match_varying(value, jnp.zeros(value.shape, dtype))
 
 
 def instantiated(aval: Any) -> Any:
-    """Return zeros of a type."""
+    """Return zeros with this abstract value."""
     return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def is_zero_tangent(tangent: Any) -> bool:
-    """Return whether a differentiation rule was handed "no tangent"."""
+    """Return whether the tangent of a differentiation rule is a symbolic zero."""
     return isinstance(tangent, ad.Zero) or jax.typeof(tangent).dtype == jax.dtypes.float0
 
 
@@ -60,15 +60,15 @@ def without_symbolic_zeros(tangent: Any) -> Any:
 
 
 def is_undefined_primal(argument: Any) -> bool:
-    """Return whether a transposition asks for the cotangent of this argument."""
+    """Return whether a transpose rule must return the cotangent of this argument."""
     return bool(ad.is_undefined_primal(argument))
 
 
 def register_jvp(primitive: Any, rule: Callable[..., tuple[Any, Any]]) -> None:
-    """Say what the tangents of a primitive are: `rule(primals, tangents, **params)`."""
+    """Register the JVP rule `rule(primals, tangents, **params)` of a primitive."""
     ad.primitive_jvps[primitive] = rule
 
 
 def register_transpose(primitive: Any, rule: Callable[..., Sequence[Any]]) -> None:
-    """Say what a primitive's transpose is: `rule(cotangents, *arguments, **params)`."""
+    """Register the transpose rule `rule(cotangents, *arguments, **params)` of a primitive."""
     ad.primitive_transposes[primitive] = rule

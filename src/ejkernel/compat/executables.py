@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs compiled, for this device or one that is only described, and carried between processes."""
+"""Compiled programs: for this device, for a device on another machine, and carried between processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ejkernel.compat.settings import chosen_device
 
 
 def abstract_gpu(device_kind: str, num_cores: int) -> Any:
-    """Return a context in which Pallas sees such a GPU as the device that it lowers for."""
+    """Return a context in which Pallas lowers for this kind of GPU."""
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
     device = AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform="gpu")
@@ -21,11 +21,11 @@ def abstract_gpu(device_kind: str, num_cores: int) -> Any:
 
 
 def gpu_topology_sharding(description: str) -> Any:
-    """Return the sharding of arrays on one GPU that is only described (`GpuTargetConfigProto`, as text)."""
+    """Return the sharding of arrays on one GPU given by its description (`GpuTargetConfigProto` as text)."""
     from jax._src import xla_bridge
     from jax.experimental import topologies
 
-    # A process that has used no device yet knows no platform's compiler.
+    # a process that has not used a device yet has no registered compilers
     xla_bridge._discover_and_register_pjrt_plugins()
     topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("target",))
@@ -33,15 +33,15 @@ def gpu_topology_sharding(description: str) -> Any:
 
 
 def compiled_for_one_run(lowered: Any, platform: str) -> Any:
-    """Return the program compiled soon rather than well: without XLA's own search for fast algorithms on the GPU."""
+    """Compile quickly rather than well: without XLA's autotuning on GPUs."""
     if platform == "gpu":
-        with contextlib.suppress(Exception):  # such as of a version that has no such option; what follows tells
+        with contextlib.suppress(Exception):  # e.g. a version without this option; the next line reports other errors
             return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
     return lowered.compile()
 
 
 def compiled_to_be_checked(lowered: Any, platform: str) -> Any:
-    """Return a program that is small and runs once: on a CPU, optimising it takes most of the time."""
+    """Compile a small program that runs once, without optimisation on CPUs, where that takes most of the time."""
     if platform == "cpu":
         with contextlib.suppress(Exception):  # as above
             return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
@@ -57,9 +57,9 @@ def serialized(compiled: Any) -> bytes:
 
 
 def loaded(payload: bytes, *, inputs: int, outputs: int) -> Any:
-    """Return the program of flat arrays that `serialized` made bytes of, on the default device.
+    """Return the program of flat arrays from the bytes of `serialized`, on the default device.
 
-    The bytes are machine code and run as such: only ever load one's own.
+    The bytes are machine code and run as they are: load only your own.
     """
     from jax.experimental.serialize_executable import deserialize_and_load
 
@@ -71,7 +71,7 @@ def loaded(payload: bytes, *, inputs: int, outputs: int) -> Any:
 
 
 def load_mosaic_gpu_runtime() -> None:
-    """Bring the runtime of Mosaic GPU kernels into this process, which a program compiled elsewhere expects there."""
+    """Load the Mosaic GPU runtime into this process, as programs compiled in another process require."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     def double(source: Any, target: Any) -> None:

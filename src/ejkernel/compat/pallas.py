@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pallas: what of it there is in this version of JAX."""
+"""The parts of Pallas that differ between JAX versions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOSAIC_GPU_SINCE = (0, 11, 2)
 
 
 def mosaic_gpu_reason() -> str | None:
-    """Return why kernels in Pallas Mosaic GPU cannot be built in this environment, and what to do; `None` if they can.
+    """Return why Mosaic GPU kernels cannot be built in this environment, and what to do; `None` if they can.
 
-    Nothing is imported.
+    Imports nothing.
     """
     if jax.__version_info__ < _MOSAIC_GPU_SINCE:
         return f"it needs JAX {'.'.join(map(str, _MOSAIC_GPU_SINCE))} or later, and this is {jax.__version__}"
@@ -28,17 +28,17 @@ def mosaic_gpu_reason() -> str | None:
 
 
 def simulated_races() -> bool:
-    """Return whether the last simulation of a Mosaic GPU kernel, if it looked for races, found one."""
+    """Return whether the race detector found a race in the last simulation of a Mosaic GPU kernel."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     return bool(interpret_pallas_call.get_races().races_found)
 
 
 def store_as_it_is(target: Any, values: Any) -> None:
-    """Write what a Mosaic GPU kernel has in registers, in pieces that memory may not take at its best.
+    """Store registers of a Mosaic GPU kernel with an access pattern that is not optimal.
 
-    That is to shared memory without a swizzle, where threads meet at a bank and wait, and to global memory in parts of
-    sectors: JAX 0.12 wants to be told that it is meant.
+    Examples are unswizzled shared memory with bank conflicts, and partial sectors of global memory. JAX 0.12 requires
+    `optimized=False` for such stores.
     """
     from jax.experimental.pallas import mosaic_gpu
 
@@ -50,21 +50,21 @@ def store_as_it_is(target: Any, values: Any) -> None:
 
 
 def ragged_dot_mgpu(lhs: Any, rhs: Any, group_sizes: Any, **layout: Any) -> Any:
-    """Return the product of JAX's own kernel for Hopper; rows past the last group are left as they were."""
+    """Return the grouped product of JAX's Hopper kernel; rows past the last group are uninitialised."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as module
 
     return module.ragged_dot(lhs, rhs, group_sizes=group_sizes, **layout)
 
 
 def megablox_product(lhs: Any, rhs: Any, sizes: Any, *, dtype: str, interpret: bool = False, **layout: Any) -> Any:
-    """Return the product of JAX's own kernel for TPUs; rows of no group are left as they were.
+    """Return the grouped product of JAX's TPU kernel; rows outside every group are uninitialised.
 
     Args:
         lhs, rhs: The operands, varying over the same axes under `shard_map`.
-        sizes: In int32, how many rows come before those of the first matrix, and how many each has.
-        dtype: Of the result.
-        interpret: Whether it is computed in plain JAX.
-        **layout: `tiling`, rows of which have to divide all, and `transpose_rhs`.
+        sizes: int32; the number of rows before the first matrix's group, then the rows of each group.
+        dtype: The dtype of the result.
+        interpret: Whether to run the kernel in the interpreter.
+        **layout: `tiling`, whose rows must divide the number of rows, and `transpose_rhs`.
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
@@ -75,7 +75,7 @@ def megablox_product(lhs: Any, rhs: Any, sizes: Any, *, dtype: str, interpret: b
 def megablox_weights_gradient(
     lhs: Any, rhs: Any, sizes: Any, *, count: int, dtype: str, interpret: bool = False, **layout: Any
 ) -> Any:
-    """Return the sums over each group's rows of JAX's own kernel for TPUs; see `megablox_product`."""
+    """Return the weight gradient of each group from JAX's TPU kernel; see `megablox_product`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     how = {"preferred_element_type": jnp.dtype(dtype), "interpret": interpret, "num_actual_groups": count, **layout}
@@ -83,9 +83,9 @@ def megablox_weights_gradient(
 
 
 def _unchecked(compute: Callable[[], Any], like: Any) -> Any:
-    """Return what kernels compute that do not say over which axes of a mesh their results vary: over those of `like`.
+    """Run a kernel that does not declare the mesh axes of its results; they vary over the axes of `like`.
 
-    They count in 32 bits, whether or not 64 are enabled.
+    64-bit mode is off during the call, because the kernels use 32-bit indices.
     """
     from jax._src import config
 

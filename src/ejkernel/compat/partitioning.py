@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes of programs that are being traced or lowered, and XLA's partitioner, which asks how to split an operation."""
+"""Meshes of programs under way, and the custom partitioning of an operation by XLA."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _core: Any = core
 _config: Any = config
 _compiler: Any = compiler
 _sharding_impls: Any = sharding_impls
-# A number of many different prime factors has more orders than can be tried.
-_MOST_ORDERS = 64
+_MOST_ORDERS = 64  # orders of prime factors to try; a number with many factors has more
 _NO_MESH = AbstractMesh((), ())
+# What JAX raises for an operation that does not say how its result is sharded over explicit axes.
+ShardingTypeError: Any = _core.ShardingTypeError
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:
-    """Return the mesh whose explicit axes are in the types of arrays; `None` if there is none."""
+    """Return the mesh with explicit axes in the types of these arrays; `None` if no type has one."""
     for aval in avals:
         mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
         if mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types:
@@ -42,23 +43,23 @@ def explicit_sizes(mesh: Any) -> dict[str, int]:
 
 
 def has_auto_axes(mesh: Any) -> bool:
-    """Return whether XLA divides work over some axes of a mesh."""
+    """Return whether a mesh has automatic axes, which XLA's partitioner handles."""
     return AxisType.Auto in mesh.axis_types
 
 
 def spec_of(aval: Any) -> PartitionSpec:
-    """Return how an array of this type is sharded over explicit axes."""
+    """Return the partition spec of an array over explicit axes."""
     spec: PartitionSpec = aval.sharding.spec
     return spec
 
 
 def with_spec(aval: Any, mesh: Any, spec: Iterable[Any]) -> Any:
-    """Return the type of an array that is sharded so."""
+    """Return the array's type with this sharding."""
     return aval.update(sharding=NamedSharding(mesh, _full(spec, aval)))
 
 
 def whole(aval: Any) -> Any:
-    """Return the type of the same array, not sharded over its mesh."""
+    """Return the type of the same array, replicated over its mesh."""
     return with_spec(aval, aval.sharding.mesh, ())
 
 
@@ -71,15 +72,15 @@ def over_explicit_axes(
     sums: Sequence[tuple[str, ...]],
     wanted: Sequence[Any],
 ) -> Callable[..., list[Any]]:
-    """Return `part` over the explicit axes of a mesh.
+    """Return a function that runs `part` on the shards of each device of an explicit mesh.
 
     Args:
-        part: What is to be computed of each device's arrays.
+        part: The computation on one device's shards.
         mesh: The mesh.
-        given: How each argument is sharded for it.
-        split: How each result of it is sharded.
+        given: The sharding of each argument of `part`.
+        split: The sharding of each result of `part`.
         sums: See `missing_sums`.
-        wanted: How each result is to be sharded at last.
+        wanted: The final sharding of each result.
     """
 
     def resharded(arrays: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
@@ -97,7 +98,7 @@ def over_explicit_axes(
                 in_specs=tuple(given),
                 out_specs=tuple(split),
                 axis_names=set(explicit_sizes(mesh)),
-                # Varying types do not reach into a part: sums over manual axes around it are made after it.
+                # the part has no varying types: `summed` adds sums over enclosing manual axes afterwards
                 check_vma=False,
             )
             return resharded(summed(parts(*arguments), sums), wanted)
@@ -112,42 +113,42 @@ def _full(spec: Iterable[Any], array: Any) -> PartitionSpec:
 
 @contextlib.contextmanager
 def on_one_device() -> Iterator[None]:
-    """Compute one device's part: with no mesh in force, whatever mesh its program has, and with errors that arrive.
+    """Trace the computation of one shard: without a mesh in force, and with errors that reach the user.
 
-    XLA, which asks for the part, makes a text of an error; whoever compiles the program gets the error itself.
+    XLA turns an exception of the partitioner's callback into text; the user's compilation raises the original.
     """
-    # Under `jax.set_mesh` JAX 0.11.2 and 0.12 put shardings into the part, which XLA refuses: "No registered
-    # implementation for untyped custom call to Sharding".
+    # With a mesh from `jax.set_mesh`, JAX 0.11.2 and 0.12 put shardings into the shard's program, and XLA fails: "No
+    # registered implementation for untyped custom call to Sharding".
     with jax.sharding.use_abstract_mesh(_NO_MESH), _keeping_errors():
         yield
 
 
 def is_exporting(ctx: Any) -> bool:
-    """Return whether a program is lowered to be kept as a text, which no callback can be in."""
+    """Return whether a program is lowered for export, which cannot contain callbacks."""
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
 
 
 def uses_shardy() -> bool:
-    """Return whether Shardy partitions programs, and not GSPMD before it."""
+    """Return whether Shardy partitions programs, rather than GSPMD."""
     return bool(_config.use_shardy_partitioner.value)
 
 
 def stores_split_programs() -> bool:
-    """Return whether JAX's persistent compilation cache takes programs that ask how to split their operations.
+    """Return whether JAX's persistent compilation cache can restore programs with custom partitioning.
 
-    By default each such program is compiled anew, for its text holds an address.
+    By default it cannot, because their text contains a memory address.
     """
     return bool(_config.remove_custom_partitioning_ptr_from_cache_key.value)
 
 
 class LogicalMesh(NamedTuple):
-    """A mesh of logical devices, with the prime factors of their numbers as axes: it can say every split.
+    """A mesh whose axes are the prime factors of the number of devices, so it can express every sharding.
 
-    Which devices are in it is of no matter: only their numbers are written into the program.
+    Only the numbers of the devices enter the program, so any devices will do.
 
     Attributes:
-        auto: The devices among which XLA divides the work.
-        everything: All devices of the program, where some axes are manual; their names are as they were.
+        auto: The mesh of the automatic axes.
+        everything: The mesh of all devices if some axes are manual; manual axes keep their names.
     """
 
     auto: Mesh
@@ -155,10 +156,10 @@ class LogicalMesh(NamedTuple):
 
 
 def logical_meshes(ctx: Any) -> list[LogicalMesh]:
-    """Return the meshes that the program which is being lowered may be for; none if this process is too small.
+    """Return the possible meshes of the program under way; none if this process has too few devices.
 
-    Where only the number of its devices is known there is one for each order of the prime factors: devices that are
-    divided by three and then by two are not those that are divided by two and then by three.
+    If only the number of devices is known, each order of its prime factors gives one mesh: a mesh of 3 x 2 devices
+    shards arrays differently from one of 2 x 3.
     """
     known, count = _axes_by_manual_name(ctx.module_context.axis_context)
     devices = _devices_of(ctx.module_context.platforms[0])
@@ -174,18 +175,15 @@ def logical_meshes(ctx: Any) -> list[LogicalMesh]:
 
 
 def _devices_of(platform: str) -> Sequence[jax.Device]:
-    """Return this process's devices of the platform that a program is for, the default ones if it has none of these."""
+    """Return this process's devices of a program's platform, or its default devices without that platform."""
     try:
         return jax.devices(platform)
-    except RuntimeError:  # lowered for a platform that this process does not have
+    except RuntimeError:  # this process does not have the platform
         return jax.devices()
 
 
 def _axes_by_manual_name(context: Any) -> tuple[list[tuple[str | None, int]] | None, int]:
-    """Return the sizes of the axes of a program's mesh, with the names of those that are manual, if they are known.
-
-    And the number of its devices.
-    """
+    """Return the sizes of a program's mesh axes (with names for manual ones), or `None`; and the number of devices."""
     mesh = getattr(context, "mesh", None) or getattr(context, "abstract_mesh", None)
     count = getattr(context, "num_devices", None)
     if mesh is None or count not in (None, mesh.size):
@@ -196,7 +194,7 @@ def _axes_by_manual_name(context: Any) -> tuple[list[tuple[str | None, int]] | N
 
 
 def _orders(factors: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield each order of some numbers once."""
+    """Yield the distinct permutations of some numbers."""
     if not factors:
         yield ()
     for first in sorted(set(factors)):
@@ -218,7 +216,7 @@ def _mesh(axes: Sequence[tuple[str, int]], devices: Sequence[jax.Device]) -> Mes
 
 
 def primes(number: int) -> list[int]:
-    """Return the prime factors of a number, the smallest first."""
+    """Return the prime factors of a number in ascending order."""
     found, prime = [], 2
     while number > 1:
         while number % prime == 0:
@@ -229,7 +227,7 @@ def primes(number: int) -> list[int]:
 
 
 class AskedToSplit(NamedTuple):
-    """What XLA's partitioner is told: how it is to split the arguments, and what each device computes of its parts."""
+    """The answer to XLA's partitioner: the shardings of arguments and results, and the computation of one shard."""
 
     operand_specs: Sequence[PartitionSpec]
     result_specs: Sequence[PartitionSpec]
@@ -241,14 +239,14 @@ _KEPT = "ejkernel_kept"
 
 
 class Kept(NamedTuple):
-    """What is kept of an operation that splits itself.
+    """The data stored with an operation that uses custom partitioning.
 
     Attributes:
-        splitting: From shardings to the split.
-        meshes: Those that these may be about.
-        types: Types of the whole arguments.
-        platforms: What the program is for.
-        span: The devices of the program, if several processes run it, or may.
+        splitting: Returns the answer for given shardings.
+        meshes: The possible meshes of the shardings.
+        types: The types of the unsharded arguments.
+        platforms: The target platforms of the program.
+        span: The devices of the program, if several processes run it or may run it.
     """
 
     splitting: Splitting
@@ -266,15 +264,15 @@ def lower_to_be_split(
     asked: Splitting,
     axes: tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]],
 ) -> Any:
-    """Lower a primitive to an operation that XLA's partitioner splits as `asked` tells it.
+    """Lower a primitive to an operation with custom partitioning.
 
     Args:
         ctx: The context of the primitive's lowering rule.
-        whole: The computation, for its types.
+        whole: The unsharded computation, used for its types.
         values: Its arguments.
-        meshes: Those that the program may be for.
-        asked: From the mesh's sizes, and the shardings of arguments and results, to the split.
-        axes: A name for each axis of each argument, and of each result: axes of one name are split alike.
+        meshes: The possible meshes of the program.
+        asked: Returns the answer for the mesh's sizes and the shardings of arguments and results.
+        axes: A name for each axis of each argument and each result; axes with the same name are sharded alike.
     """
     from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 
@@ -286,20 +284,20 @@ def lower_to_be_split(
             tuple(NamedSharding(mesh.auto, spec) for spec in specs)
             for specs in (found.result_specs, found.operand_specs)
         ]
-        # Inside a partly manual `shard_map` the part's collectives need the whole mesh, while shardings that name it
-        # would end the process: XLA shows the automatic axes alone.
+        # Inside a partly manual `shard_map`, collectives of the shard need the whole mesh, but shardings over it would
+        # abort the process, because XLA knows only the automatic axes.
         return mesh.everything or mesh.auto, found.part, *placed
 
-    # Without varying types, which do not reach into a part; what they would add up is added up after it.
+    # without varying types, which the part does not have; `summed` adds the missing sums afterwards
     plain = [_core.ShapedArray(aval.shape, aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
     arguments = plain[: len(ctx.avals_in)]
     span = span_of_number((meshes[0].everything or meshes[0].auto).size)
     setattr(partition, _KEPT, Kept(asked, meshes, arguments, tuple(ctx.module_context.platforms), span))
     rule = SdyShardingRule(*[tuple(ArrayMapping(*names) for names in arrays) for arrays in axes])
-    # Around the whole call and not around each implementation, which would have no batching and no derivative.
+    # around the whole call: an implementation alone would have no batching rule and no derivative
     split: Any = custom_partitioning(lambda *arrays: tuple(whole(*arrays)))
     split.def_partition(partition, infer_sharding_from_operands=None, decode_shardings=False, sharding_rule=rule)
-    # The rule of `custom_partitioning` takes devices and names from the context, and knows no manual axes.
+    # The rule of `custom_partitioning` takes devices and names from the context and does not support manual axes.
     mesh = meshes[0].auto
     inner = ctx.replace(
         module_context=ctx.module_context.replace(
@@ -311,7 +309,7 @@ def lower_to_be_split(
     return mlir.lower_fun(split, multiple_results=True)(inner, *values)
 
 
-_failed: list[Exception] = []  # what stopped the compilation of a program
+_failed: list[Exception] = []  # the last exception of a partitioner's callback
 
 
 @contextlib.contextmanager
@@ -324,7 +322,7 @@ def _keeping_errors() -> Iterator[None]:
 
 
 def _own_error(raised: Any) -> Exception | None:
-    # By its name in XLA's text, for what was kept may be of an earlier compilation that somebody has caught.
+    # match the name in XLA's text, because the stored exception may belong to an earlier compilation
     own = _failed.pop() if _failed else None
     return own if own is not None and type(own).__name__ in str(raised) else None
 
@@ -333,11 +331,11 @@ _compiler.register_xla_runtime_error_handler(_own_error)
 
 
 def asked_of(target: str, key: str) -> Kept | None:
-    """Return what was kept of an operation that splits itself; `None` if it is another.
+    """Return the data of an operation with our custom partitioning; `None` for any other operation.
 
     Args:
-        target: What the operation calls.
-        key: What it hands over.
+        target: The call target of the operation.
+        key: Its backend configuration.
     """
     from jax._src import custom_partitioning
 
@@ -349,12 +347,12 @@ def asked_of(target: str, key: str) -> Kept | None:
 
 
 def _read(shardings: Sequence[Any], meshes: Sequence[LogicalMesh]) -> tuple[LogicalMesh, list[PartitionSpec]]:
-    """Return the first mesh in whose axes all shardings can be said, and them in these."""
+    """Return the first mesh that can express all shardings, and the shardings as partition specs on it."""
     for mesh in meshes:
         try:
             return mesh, [_spec(sharding, mesh.auto) for sharding in shardings]
         except (ValueError, AssertionError, NotImplementedError) as error:
-            reason = error  # another order of its factors may say it
+            reason = error  # another order of the factors may work
     raise ValueError(f"no mesh of {meshes[0].auto.size} devices has axes for {shardings}") from reason
 
 
@@ -366,10 +364,10 @@ def _spec(sharding: Any, mesh: Mesh) -> PartitionSpec:
 
 
 def lower_sums_over_manual_axes(ctx: Any, *values: Any) -> Any:
-    """Add up what a part's computation could not know to be different: over manual axes around it.
+    """Sum the results of a shard over the enclosing manual axes.
 
-    A result that varies over fewer axes than the arguments do, such as the gradient of a weight, is a sum over the
-    others; among parts that XLA divides, types tell nothing of them.
+    A result that varies over fewer axes than the arguments, such as the gradient of a weight, is a sum over the other
+    axes. Types inside custom partitioning do not carry this information.
     """
     missing = missing_sums(ctx)
     if not any(missing):
@@ -380,13 +378,13 @@ def lower_sums_over_manual_axes(ctx: Any, *values: Any) -> Any:
 
 
 def missing_sums(ctx: Any) -> list[tuple[str, ...]]:
-    """Return the manual axes over which each result of a primitive is still to be added up."""
+    """Return the manual axes over which each result of a primitive must still be summed."""
     have: frozenset[str] = frozenset().union(*map(_varying, ctx.avals_in))
     return [tuple(sorted(have - _varying(aval))) for aval in ctx.avals_out]
 
 
 def summed(arrays: Sequence[Any], missing: Sequence[tuple[str, ...]]) -> list[Any]:
-    """Return each array added up over manual axes."""
+    """Return each array summed over its missing manual axes."""
     return [_sum(array, axes) if axes else array for array, axes in zip(arrays, missing, strict=True)]
 
 
@@ -395,9 +393,9 @@ def _sum(array: Any, axes: tuple[str, ...]) -> Any:
 
 
 def wide_sum(array: Any, axes: tuple[str, ...]) -> Any:
-    """Return an array added up over axes of a mesh, 16-bit numbers in float32.
+    """Return an array summed over mesh axes, with 16-bit floats summed in float32.
 
-    Beside automatic axes XLA ends the process that compiles a sum of 16-bit numbers for a CPU.
+    With automatic axes present, XLA's CPU compiler aborts the process on a 16-bit all-reduce.
     """
     is_narrow = jax.numpy.issubdtype(array.dtype, jax.numpy.floating) and array.dtype.itemsize < 4
     return jax.lax.psum(array.astype("float32") if is_narrow else array, axes).astype(array.dtype)

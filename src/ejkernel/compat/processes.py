@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one program: which of them run it, and the key-value store that they share."""
+"""Multi-process programs: the processes that run one, and the key-value store that they share."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 class Span:
     """The devices of a program that several processes run, or may run.
 
-    A lowering rule learns how many devices a program has, and not which: JAX takes what it lowered for some devices for
-    others of that number. (Its `prim_requires_devices_during_lowering` would change that, but refuses programs with two
-    meshes.) So programs on one device are local, those under a `shard_map` that was given its mesh are known, and all
-    others on several devices count as being of several processes, which does not hurt them.
+    A lowering rule knows the number of devices, but not which ones, because JAX reuses a lowering for other devices of
+    the same number. (JAX's `prim_requires_devices_during_lowering` would change that, but refuses programs with two
+    meshes.) A program on one device is therefore local; under a `shard_map` with an explicit mesh the devices are
+    known; and every other program on several devices counts as multi-process, which is harmless.
 
     Attributes:
-        devices: How many there are; 0 if that is not known.
-        processes: Indices of the processes that they belong to; empty if JAX does not say.
+        devices: The number of devices; 0 if unknown.
+        processes: The indices of their processes; empty if unknown.
         partitioned: Whether XLA's partitioner spreads the program over them.
     """
 
@@ -40,9 +40,9 @@ class Span:
 
 
 def span_of(devices: Iterable[Any]) -> Span | None:
-    """Return what a program on these devices spans; `None` if they belong to one process.
+    """Return the span of a program on these devices; `None` if they belong to one process.
 
-    So it is too where one process alone lowers a program for the devices of others.
+    Also `None` if a single process lowers a program for the devices of others.
     """
     listed = list(devices)
     processes = tuple(sorted({device.process_index for device in listed}))
@@ -50,12 +50,12 @@ def span_of(devices: Iterable[Any]) -> Span | None:
 
 
 def span_of_number(devices: int) -> Span | None:
-    """Return what a program spans of which so many devices are known to be, and not which."""
+    """Return the span of a program of which only the number of devices is known."""
     return Span(devices) if devices > 1 and jax.process_count() > 1 else None
 
 
 def any_span() -> Span | None:
-    """Return what a program spans of which no device is known; `None` if there is one process alone."""
+    """Return the span of a program with unknown devices; `None` in a single-process run."""
     return Span(0) if jax.process_count() > 1 else None
 
 
@@ -63,13 +63,13 @@ _span: contextvars.ContextVar[Span | None] = contextvars.ContextVar("span", defa
 
 
 def program_span() -> Span | None:
-    """Return what the program that is being lowered spans; `None` outside it, and for one of a single process."""
+    """Return the span of the program under way; `None` outside lowering and for a single-process program."""
     return _span.get()
 
 
 @contextlib.contextmanager
 def spanning(span: Span | None) -> Iterator[None]:
-    """Let what is lowered inside the `with` block be part of a program with this span."""
+    """Set the span of the program that is lowered inside the `with` block."""
     token = _span.set(span)
     try:
         yield
@@ -81,16 +81,15 @@ _placeholders: weakref.WeakSet[jax.sharding.Mesh] = weakref.WeakSet()
 
 
 def placeholder(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Return a mesh that stands for any of so many devices."""
+    """Mark a mesh as a placeholder for any mesh of the same size, and return it."""
     _placeholders.add(mesh)
     return mesh
 
 
 def span_of_context(context: Any, partitioned: bool) -> Span | None:
-    """Return what a program spans that is lowered in an axis context.
+    """Return the span of a program lowered in this axis context.
 
-    Of most programs JAX says how many devices they have, and not which: what it lowered for some it takes for others
-    of that number. So does what is lowered for the mesh in force (`jax.set_mesh`).
+    For most programs JAX knows only the number of devices; the same holds for the mesh set by `jax.set_mesh`.
     """
     mesh = getattr(context, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh) and mesh not in _placeholders and mesh is not _mesh.get_concrete_mesh():
@@ -102,9 +101,9 @@ def span_of_context(context: Any, partitioned: bool) -> Span | None:
 
 
 class CoordinationStore:
-    """The key-value store of JAX's coordination service; every operation is done, or fails, within `patience_s`.
+    """The key-value store of JAX's coordination service, with a timeout of `patience_s` for every operation.
 
-    All raise `ConnectionError` where the service fails or does not answer.
+    Every method raises `ConnectionError` if the service fails or does not answer in time.
     """
 
     patience_s: Final = 60.0
@@ -112,14 +111,13 @@ class CoordinationStore:
     def __init__(self, client: Any) -> None:
         self.client = client
         self._questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        # One thread for all questions: one that the service never answers keeps it, and who asks next is told after the
-        # same patience.
+        # One thread makes all requests. If the service never answers, the thread is stuck, and later requests time out.
         threading.Thread(target=self._work, name="ejkernel-coordination", daemon=True).start()
 
     def get(self, key: str) -> str | None:
         """Return the value of a key, or `None`."""
         try:
-            # Never the blocking call: nobody waits for another process.
+            # not the blocking call: no process waits for another
             return str(self._answer(lambda: self.client.key_value_try_get(key)))
         except _RefusedError as refusal:
             if not refusal.says("NOT_FOUND"):
@@ -127,7 +125,7 @@ class CoordinationStore:
             return None
 
     def put_if_absent(self, key: str, value: str) -> bool:
-        """Store the value of a key that has none; return whether it had none."""
+        """Store a value unless the key has one; return whether it was stored."""
         try:
             self._answer(lambda: self.client.key_value_set(key, value))
         except _RefusedError as refusal:
@@ -137,16 +135,16 @@ class CoordinationStore:
         return True
 
     def put(self, key: str, value: str) -> None:
-        """Store the value of a key, whatever it had."""
+        """Store or replace the value of a key."""
         self._answer(lambda: self.client.key_value_set(key, value, allow_overwrite=True))
 
     def below(self, folder: str) -> dict[str, str]:
-        """Return the values of all keys that begin with `folder/`, by what follows that."""
+        """Return the values of all keys below `folder/`, by the rest of the key."""
         found = self._answer(lambda: self.client.key_value_dir_get(f"{folder}/"))
         return {key.removeprefix(f"{folder}/"): value for key, value in found}
 
     def _answer(self, ask: Callable[[], T]) -> T:
-        """Return what the service answers; JAX itself gives up on it much later, by ending the process."""
+        """Return the service's answer; JAX's own timeout is much longer and ends the process."""
         reply: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
         self._questions.put((ask, reply))
         try:
@@ -158,31 +156,31 @@ class CoordinationStore:
         return cast(T, answer)
 
     def _work(self) -> None:
-        """Ask the service what this process asks of it, on a thread that need not come back."""
+        """Send the requests of this process, on a thread that may block forever."""
         while True:
             ask, reply = self._questions.get()
             try:
                 reply.put((ask(), None))
-            except Exception as error:  # noqa: BLE001 - raised by whoever asked
+            except Exception as error:  # noqa: BLE001 - raised in the requesting thread
                 reply.put((None, error))
 
 
 class _RefusedError(ConnectionError):
-    """The service answered with an error, whose text names its kind."""
+    """The service answered with an error; its text names the kind."""
 
     def says(self, kind: str) -> bool:
         """Return whether it is of that kind."""
         return kind in str(self)
 
 
-_stores: list[CoordinationStore] = []  # the latest alone: a process may leave one service and join another
+_stores: list[CoordinationStore] = []  # only the latest: a process may leave one service and join another
 
 
 def coordination_store() -> CoordinationStore:
-    """Return the store of the service that this process has joined (`jax.distributed.initialize`).
+    """Return the store of the coordination service that `jax.distributed.initialize` connected to.
 
     Raises:
-        LookupError: there is none; the message says why.
+        LookupError: This process has no such service; the message gives the reason.
     """
     try:
         from jax._src import distributed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a device is at work, as its own profilers say."""
+"""Device times from the device's own profilers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import jax
 
 
 def cupti_seconds(work: Callable[[], Any]) -> float | None:
-    """Run `work`, and return how long the GPU's kernels took, added up; `None` if that cannot be known.
+    """Run `work` and return the total time of its GPU kernels in seconds.
 
-    That is where there is no CUPTI (no NVIDIA GPU, or another profiler is attached), or where no kernel ran. CUPTI
-    stays attached, for attaching takes ten milliseconds; `detach_cupti` ends it.
+    Returns `None` without CUPTI (no NVIDIA GPU, or another profiler is attached) and if no kernel ran. CUPTI stays
+    attached, because attaching takes ten milliseconds; `detach_cupti` releases it.
     """
     extension = _cupti()
     try:
@@ -33,10 +33,10 @@ def cupti_seconds(work: Callable[[], Any]) -> float | None:
 
 
 def detach_cupti() -> None:
-    """Leave CUPTI to other profilers."""
+    """Release CUPTI for other profilers."""
     extension = _cupti()
     if extension is not None:
-        with contextlib.suppress(RuntimeError):  # somebody else's already
+        with contextlib.suppress(RuntimeError):  # another profiler is attached
             extension._cupti_init()
             extension._cupti_get_timings(True)
 
@@ -51,10 +51,10 @@ def _cupti() -> Any:
 
 
 def profiled_planes(work: Callable[[], Any]) -> list[Any]:
-    """Run `work` under the profiler, and return the planes of its trace: `name`, and `lines` of `events`.
+    """Run `work` under the profiler and return the planes of its trace, each with a `name` and `lines` of `events`.
 
     Raises:
-        RuntimeError: the profiler cannot be had, such as when another trace is being taken.
+        RuntimeError: The profiler is not available, e.g. because another trace is running.
     """
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0  # the device's own events are enough

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs while they are lowered: what they are for, what becomes of a primitive, and their text."""
+"""Lowering: the target of the program under way, the rules of a primitive, and the program's text."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _ir: Any = _mlir.ir
 
 
 def lowering_names(platform: str) -> tuple[str, ...]:
-    """Return what JAX calls a kind of device that it lowers programs for."""
+    """Return JAX's lowering names for a kind of device: `gpu` is `cuda`."""
     return ("cuda",) if platform == "gpu" else (platform,)
 
 
 def lacks_lowering(error: Exception) -> bool:
-    """Return whether a program was not lowered for want of what jaxlib has for that platform."""
+    """Return whether lowering failed because jaxlib lacks support for that platform."""
     return isinstance(error, ImportError) or "install jaxlib" in str(error)
 
 
 def lowering_platforms(ctx: Any) -> tuple[str, ...]:
-    """Return the platforms that a lowering rule's program is for."""
+    """Return the target platforms of the program in a lowering rule's context."""
     return tuple(ctx.module_context.platforms)
 
 
-# By context and not by argument: kernels ask, deep inside what is being lowered.
+# context variables and not arguments, because kernels ask from deep inside a lowering
 _axis_context: contextvars.ContextVar[Any] = contextvars.ContextVar("axis_context", default=None)
 _platforms: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("platforms", default=())
 
 
 @contextlib.contextmanager
 def lowering(ctx: Any) -> Iterator[None]:
-    """Let the functions below tell what the program that is being lowered is for."""
+    """Make the target of the program under way available to the functions below."""
     token, platforms = _axis_context.set(ctx.module_context.axis_context), _platforms.set(lowering_platforms(ctx))
     try:
         with spanning(span_of_context(ctx.module_context.axis_context, is_partitioned())):
@@ -54,7 +54,7 @@ def lowering(ctx: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_lowering() -> Iterator[None]:
-    """Let the functions below tell nothing, as where no program is being lowered."""
+    """Hide the target of the program under way from the functions below."""
     context, platforms = _axis_context.set(None), _platforms.set(())
     try:
         yield
@@ -64,7 +64,7 @@ def not_lowering() -> Iterator[None]:
 
 
 def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Say what a primitive becomes in a program: `rule(ctx, *values, **params)`."""
+    """Register the lowering rule `rule(ctx, *values, **params)` of a primitive."""
     mlir.register_lowering(primitive, rule)
 
 
@@ -74,15 +74,15 @@ def lower_function(ctx: Any, function: Callable[..., Sequence[Any]], *values: An
 
 
 def lower_each_platform(ctx: Any, rule: Callable[..., Any], *values: Any) -> Any:
-    """Lower by `rule` for each of the platforms that a program is for, with a context that is for this one alone.
+    """Lower `rule` once for each target platform, with a context for that platform alone.
 
-    JAX's own branches over platforms are each lowered for all of them, which fails where one needs a primitive that
-    only its platform has.
+    JAX lowers each of its own platform branches for all platforms, which fails if a branch needs a primitive of one
+    platform.
     """
     module = ctx.module_context
 
     def rule_for(platform: str) -> Callable[..., Any]:
-        # nothing that was lowered for another platform is repeated
+        # fresh caches, so that no lowering for another platform is reused
         own = module.replace(platforms=(platform,), lowering_cache={}, cached_primitive_lowerings={})
         return lambda inner, *values: rule(inner.replace(module_context=own, platforms=None), *values)
 
@@ -91,15 +91,15 @@ def lower_each_platform(ctx: Any, rule: Callable[..., Any], *values: Any) -> Any
 
 
 def lowered_platform() -> str | None:
-    """Return the platform of the program that is being lowered; `None` outside it, or for several."""
+    """Return the platform of the program under way; `None` outside lowering or for several platforms."""
     platforms = _platforms.get()
     return _answered(lowered_platform, platforms[0] if len(platforms) == 1 else None)
 
 
 def target_kind() -> str:
-    """Return `gpu`, `tpu` or `cpu`: what the program is being lowered for; outside it, the default backend.
+    """Return `gpu`, `tpu` or `cpu`: the target of the program under way, or the default backend outside lowering.
 
-    A kernel whose program must be made anew only where the two differ asks this, rather than `lowered_platform`.
+    Prefer it to `lowered_platform` in a kernel that must be traced again only if the two differ.
     """
     platforms = _platforms.get()
     name = platforms[0] if len(platforms) == 1 else jax.default_backend()
@@ -107,14 +107,14 @@ def target_kind() -> str:
 
 
 def lowers_for_amd() -> bool:
-    """Return whether the program that is being lowered is for an AMD GPU."""
+    """Return whether the program under way is for an AMD GPU."""
     return _answered(lowers_for_amd, _platforms.get() == ("rocm",))
 
 
 def is_partitioned() -> bool:
-    """Return whether XLA's partitioner spreads the program that is being lowered over several devices.
+    """Return whether XLA's partitioner spreads the program under way over several devices.
 
-    Under `shard_map` over a whole mesh it does not: each device's part is a call of its own there.
+    Under `shard_map` over a whole mesh it does not, because each shard is a separate call there.
     """
     context = _axis_context.get()
     mesh = getattr(context, "mesh", None)
@@ -124,7 +124,7 @@ def is_partitioned() -> bool:
 
 
 def knows_devices() -> bool:
-    """Return whether that program's devices are known while it is lowered, as custom partitioning needs it."""
+    """Return whether the devices of the program under way are known, as custom partitioning requires."""
     return _answered(knows_devices, getattr(_axis_context.get(), "device_assignment", None) is not None)
 
 
@@ -142,7 +142,7 @@ def _answered(question: Callable[[], T], answer: T) -> T:
 
 @contextlib.contextmanager
 def noting_answers(noted: Answers) -> Iterator[None]:
-    """Note what the functions above say: a trace that asked holds only where they say the same."""
+    """Record the answers of the functions above: a trace that used them is valid only where they are the same."""
     token = _answers.set(noted)
     try:
         yield
@@ -153,7 +153,7 @@ def noting_answers(noted: Answers) -> Iterator[None]:
 def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]:
     """Lower a closed jaxpr in place of a primitive, as part of the function around it, in a named scope."""
     inner = opened(jaxpr)
-    if getattr(inner, "is_high", False):  # it has operations that no program has, which JAX takes apart as it traces
+    if getattr(inner, "is_high", False):  # it has high-level operations, which JAX decomposes while tracing
         return list(lower_function(ctx, jax.named_scope(scope)(lambda *arrays: evaluate(jaxpr, arrays)), *values))
     consts = _mlir.ir_consts(jaxpr.consts, [var.aval for var in inner.constvars])
     out, tokens = _mlir.jaxpr_subcomp(
@@ -172,10 +172,10 @@ def lower_jaxpr(ctx: Any, jaxpr: Any, scope: str, *values: Any) -> Sequence[Any]
 
 
 def label_value(value: Any, inputs: Sequence[Any], name: str, payload: str) -> bool:
-    """Set a frontend attribute on the operation that made a value of a program's text.
+    """Set a frontend attribute on the operation that produces a value of the program.
 
     Returns:
-        Whether there is one: a value that *is* an input, or an argument of the function around, was made elsewhere.
+        Whether that was possible: an input, or an argument of the enclosing function, has no producing operation.
     """
     if any(value == given for given in inputs) or not isinstance(value.owner, _ir.Operation | _ir.OpView):
         return False
@@ -188,5 +188,5 @@ def label_value(value: Any, inputs: Sequence[Any], name: str, payload: str) -> b
 
 
 def lowered_text(lowered: Any) -> str:
-    """Return the text of a `jax.stages.Lowered`, or of anything that has `as_text()`; a string is its own text."""
+    """Return the text of a `jax.stages.Lowered` or any object with `as_text()`; a string is returned unchanged."""
     return lowered if isinstance(lowered, str) else lowered.as_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What XLA's partitioner will be told about the operations of a lowered program, found without compiling it."""
+"""The shards of a lowered program's calls, found by sharding propagation without compiling it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
 
 class SplitOperation(NamedTuple):
-    """An operation of `lower_to_be_split`, as the partitioner will find it.
+    """An operation of `lower_to_be_split` with the shardings that the partitioner will use.
 
     Attributes:
-        asked: What it will be told.
+        asked: The answer that the partitioner will get.
         types: The types of one device's arguments.
-        mesh: The mesh that both are about.
-        platform: What the program is for.
-        span: Its devices, if several processes run it, or may.
+        mesh: The mesh of the shardings.
+        platform: The target platform of the program.
+        span: The devices of the program, if several processes run it or may run it.
     """
 
     asked: AskedToSplit
@@ -40,22 +40,22 @@ class SplitOperation(NamedTuple):
     span: Span | None
 
     def calls(self, primitive: Any) -> list[tuple[dict[str, Any], list[Any]]]:
-        """Return the parameters of each call of a primitive in one device's part, and the types of its arguments."""
+        """Return the parameters and argument types of each use of a primitive in one device's shard."""
         return calls_of(primitive, self.asked.part, self.types, axis_env=list(self.mesh.shape.items()))
 
 
 def split_operations(lowered: Any) -> Iterator[SplitOperation]:
-    """Yield the operations of a lowered program that split themselves.
+    """Yield the operations of a lowered program that use our custom partitioning.
 
-    Shardy's own propagation finds their shardings, on a copy of the program.
+    Shardy's own propagation finds their shardings on a copy of the program.
     """
     module = lowered.compiler_ir()
     if module is None:
         return
     with module.context:
-        # Propagation writes into the program, which somebody may still compile or print.
+        # propagation changes the program, which the caller may still compile or print
         copied = module.operation.clone()
-        # Most programs have none, and to inline and to propagate takes tens of milliseconds.
+        # most programs have no such operation, and propagation takes tens of milliseconds
         if not any(True for _ in _operations(copied.operation)):
             return
         _inline(copied.operation)
@@ -66,9 +66,9 @@ def split_operations(lowered: Any) -> Iterator[SplitOperation]:
 
 
 def _inline(module: Any) -> None:
-    """Put functions in the place of their calls, as XLA does before it propagates: nothing is propagated through them.
+    """Inline all function calls, as XLA does before propagation, which stops at calls.
 
-    The pass for that is not among those that jaxlib has.
+    jaxlib does not include the inlining pass.
     """
     functions = {
         _ir.StringAttr(operation.attributes["sym_name"]).value: operation
@@ -104,7 +104,7 @@ def _put_in_place(call: Any, function: Any) -> None:
 
 
 def _operations(module: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each operation that splits itself, and what was kept of it when it was lowered."""
+    """Yield each operation with our custom partitioning and the data stored at its lowering."""
     for operation in _walked(module):
         if operation.name == "stablehlo.custom_call":
             key = str(operation.attributes["backend_config"]) if "backend_config" in operation.attributes else ""
@@ -135,7 +135,7 @@ def _split(operation: Any, kept: Any, meshes: dict[str, list[tuple[str, int]]]) 
     shardings = [*map(_sharding_of_value, operation.operands), *map(_sharding_of_value, operation.results)]
     mesh = _mesh_of(shardings, kept.meshes, meshes, manual)
     specs = [_spec(sharding, mesh, meshes, manual) for sharding in shardings]
-    # What XLA would ask while it compiles, asked now: the answers are the same.
+    # the same request that XLA makes while it compiles
     asked = kept.splitting(dict(mesh.shape), specs)
     types = [
         jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(aval.shape), aval.dtype)
@@ -147,7 +147,7 @@ def _split(operation: Any, kept: Any, meshes: dict[str, list[tuple[str, int]]]) 
 def _mesh_of(
     shardings: Sequence[Any], known: Sequence[LogicalMesh], meshes: dict[str, list[tuple[str, int]]], manual: set[str]
 ) -> Mesh:
-    """Return the logical mesh that is the program's."""
+    """Return the logical mesh that matches the program's mesh."""
     for sharding in shardings:
         if sharding is not None:
             sizes = [prime for _, prime in _parts(_axes_of(sharding.mesh_or_ref, meshes), manual)]
@@ -159,7 +159,7 @@ def _mesh_of(
 
 
 def _parts(axes: Sequence[tuple[str, int]], manual: set[str]) -> list[tuple[str, int]]:
-    """Return the prime factors of the axes that are not manual, with the names of these."""
+    """Return the prime factors of the automatic axes, each with the name of its axis."""
     return [(name, prime) for name, size in axes if name not in manual for prime in primes(size)]
 
 
@@ -174,9 +174,9 @@ def _manual_axes(operation: Any) -> set[str]:
 
 
 def _sharding_of_value(value: Any) -> Any:
-    """Return what propagation found for a value; `None` if it is whole on every device."""
+    """Return the propagated sharding of a value; `None` if it is replicated."""
     owner = value.owner
-    if hasattr(owner, "owner"):  # it is an argument of a block
+    if hasattr(owner, "owner"):  # the argument of a block
         parent, index = owner.owner.operation, value.arg_number
         if parent.name == "func.func":
             return _of_argument(parent, index)
@@ -203,7 +203,7 @@ def _one(operation: Any, name: str, index: int) -> Any:
 
 
 def _spec(sharding: Any, mesh: Mesh, meshes: dict[str, list[tuple[str, int]]], manual: set[str]) -> PartitionSpec:
-    """Return a sharding over the axes of the logical mesh, each a prime factor of one of the program's."""
+    """Return a sharding as a partition spec over the logical mesh, whose axes are prime factors of the program's."""
     if sharding is None:
         return PartitionSpec()
     parts = _parts(_axes_of(sharding.mesh_or_ref, meshes), manual)
@@ -228,9 +228,9 @@ def _axes(mesh: Any) -> list[tuple[str, int]]:
 
 
 def _logical_axes(axis: Any, by_axis: dict[str, list[tuple[str, int]]]) -> list[str]:
-    """Return the parts of an axis that a sharding names: all of it, or a factor of its size."""
+    """Return the logical axes of an axis reference, which names a whole axis or a factor of its size."""
     axis = _sdy.AxisRefAttr(axis)
-    parts = by_axis.get(axis.name, [])  # none for an axis that is manual there
+    parts = by_axis.get(axis.name, [])  # none for a manual axis
     if axis.sub_axis_info is None:
         return [name for name, _ in parts]
     part = _sdy.SubAxisInfoAttr(axis.sub_axis_info)

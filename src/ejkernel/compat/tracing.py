@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is traced: primitives, jaxprs, their effects and references."""
+"""Tracing: primitives, jaxprs, effects and references."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _effects: Any = effects
 _state_types: Any = state_types
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 make_user_context: Any = jax.make_user_context
-# `jax.extend.core` names this class, but it imports Pallas: a third of the time that `import ejkernel.ops` took.
+# `jax.extend.core` exports this class, but imports Pallas, which took a third of the time of `import ejkernel.ops`.
 Primitive: Any = type(jax.lax.add_p)
 
 
 def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """Return the closed jaxpr of a function of flat arrays; `jax.make_jaxpr` and `jit` take twice the time.
+    """Return the closed jaxpr of a function of flat arrays, in half the time of `jax.make_jaxpr` and `jit`.
 
-    Its constants are tracers where the function uses what another trace, which is still open, computes.
+    Its constants are tracers if the function uses values of an enclosing trace.
     """
     known = [
         _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
@@ -45,48 +45,48 @@ def traced(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _described(count: int) -> Any:
-    """Return what errors say of a function of flat arrays; to look at each function would take as long as to trace."""
+    """Return debug info for a function of flat arrays; inspecting each function would take as long as tracing it."""
     return _api_util.debug_info("ejkernel_call", lambda *arrays: arrays, (None,) * count, {})
 
 
 def _has_consts(jaxpr: Any) -> bool:
-    """Return whether there is one kind of jaxpr, as in newer versions, and not one for those that have constants."""
+    """Return whether this JAX has a single jaxpr class, rather than a separate one with constants."""
     return hasattr(jaxpr, "with_consts")
 
 
 def opened(jaxpr: Any) -> Any:
-    """Return what goes with a closed jaxpr's constants where JAX takes the two apart."""
+    """Return the jaxpr without its constants, for JAX functions that take the two separately."""
     return jaxpr if _has_consts(jaxpr) else jaxpr.jaxpr
 
 
 def trace_context() -> Any:
-    """Return a hashable value of all in force that a trace depends on."""
+    """Return a hashable value of all settings that a trace depends on."""
     context = _config.trace_context()
     # Before JAX 0.11 "no mesh" is sometimes `None` and sometimes an empty mesh.
     return (context[0], None, *context[2:]) if context[1] == _NO_MESH else context
 
 
 def outer_effects(jaxpr: Any) -> Any:
-    """Return the effects of a closed jaxpr that whoever calls it has too: not those on its own references."""
+    """Return the effects of a closed jaxpr that its caller inherits, without those on its own references."""
     return {
         effect for effect in _core.positional_effects(jaxpr) if not isinstance(effect, _core.InternalMutableArrayEffect)
     }
 
 
 def has_references(jaxpr: Any) -> bool:
-    """Return whether a closed jaxpr makes or takes references (`jax.new_ref`), which are gone in a lowered program."""
+    """Return whether a closed jaxpr creates or takes references (`jax.new_ref`), which lowering removes."""
     return any(
         isinstance(effect, _core.InternalMutableArrayEffect | _effects.JaxprInputEffect) for effect in jaxpr.effects
     )
 
 
 def observable(effects: Any) -> bool:
-    """Return whether effects are more than collectives: something that must happen once, such as printing."""
+    """Return whether some effect is not a collective and must happen exactly once, such as printing."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in effects)
 
 
 def cache_weakly(cls: type) -> None:
-    """Have JAX's caches refer weakly to the instances of `cls` that are parameters of primitives."""
+    """Make JAX's caches hold instances of `cls` weakly if they are parameters of primitives."""
     from jax._src import util
 
     kinds: Any = util.weakref_cache_key_types
@@ -94,58 +94,56 @@ def cache_weakly(cls: type) -> None:
 
 
 def is_reference(aval: Any) -> bool:
-    """Return whether a type is that of a reference, `jax.Ref`."""
+    """Return whether an abstract value is a reference, `jax.Ref`."""
     return isinstance(aval, _state_types.AbstractRef)
 
 
 def register_batching(primitive: Any, rule: Callable[..., tuple[Any, Any]]) -> None:
-    """Say what `vmap` makes of a primitive: `rule(axis, values, axes, **params)`, also where no argument is batched.
+    """Register the batching rule `rule(axis, values, axes, **params)`, called even if no argument is batched.
 
-    The rule is told of the axis: its name, its size and its `spmd_name`.
+    `axis` has the name, the size and the `spmd_name`.
     """
-    # Not the plain table, whose rules do not hear of a `vmap` that batches no argument: a collective over its name
-    # would find no axis.
+    # The plain table skips a `vmap` that batches no argument, and a collective over its name would find no axis.
     batching.fancy_primitive_batchers[primitive] = rule
 
 
 def register_discharge(primitive: Any, rule: Callable[..., tuple[list[Any], Sequence[Any]]]) -> None:
-    """Say how a primitive computes on the values of references: `rule(in_avals, *values, **params)`.
+    """Register the discharge rule `rule(in_avals, *values, **params)` of a primitive with reference arguments.
 
-    The rule returns the new value of each argument that is a reference, `None` for others, and the results.
+    The rule returns, for each argument, the new value of a reference or `None`; and the results.
     """
     from jax._src.state import discharge
 
     def discharged(first: Any, *rest: Any, **params: Any) -> tuple[list[Any], Sequence[Any]]:
-        in_avals = getattr(
-            first, "in_avals", None
-        )  # of a context; before JAX 0.11 both lists of types came by themselves
+        # a context from JAX 0.11 on; before, the two lists of types were separate arguments
+        in_avals = getattr(first, "in_avals", None)
         return rule(first, *rest[1:], **params) if in_avals is None else rule(in_avals, *rest, **params)
 
     discharge.register_discharge_rule(primitive)(discharged)
 
 
 def ordered_effects(function: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
-    """Return those effects of a function that must happen in the order of the program."""
+    """Return the effects of a function that must happen in program order."""
     return list(_effects.ordered_effects.filter_in(jax.make_jaxpr(function)(*avals).effects))
 
 
 def named_axes(effects: Any) -> set[Any]:
-    """Return the names of axes that collectives with these effects go over."""
+    """Return the axis names of the collectives among these effects."""
     return {effect.name for effect in effects if isinstance(effect, _core.NamedAxisEffect)}
 
 
 def is_named(axis_name: Any) -> bool:
-    """Return whether somebody gave a `vmap` its axis name; its default is an object of JAX's own."""
+    """Return whether the user named this `vmap` axis; the default name is a private object of JAX."""
     return axis_name is not _core.no_axis_name
 
 
 class Origin(NamedTuple):
-    """What a result of a jaxpr depends on.
+    """The dependencies of one result of a jaxpr.
 
     Attributes:
-        name: The same for results that are the same value.
-        argument: Which argument it is, if it is one.
-        needs: The arguments that it depends on.
+        name: Equal for results that are the same value.
+        argument: The index of the argument that the result is, if it is one.
+        needs: The indices of the arguments that it depends on.
     """
 
     name: Any
@@ -159,7 +157,7 @@ class Origin(NamedTuple):
 
 
 def origins(jaxpr: Any) -> list[Origin]:
-    """Return what each result of a closed jaxpr depends on; a nested one depends on all that it is given."""
+    """Return the dependencies of each result of a closed jaxpr; a nested jaxpr depends on all of its arguments."""
     inner = jaxpr.jaxpr
     arguments = {var: index for index, var in enumerate(inner.invars)}
     needs = {var: frozenset({index}) for var, index in arguments.items()}
@@ -183,13 +181,13 @@ def evaluate(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def evaluate_without_arguments(jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
-    """Return those results of a closed jaxpr that are wanted, which depend on no argument, and compute no others."""
+    """Compute and return only the wanted results of a closed jaxpr, which must depend on no argument."""
     inner = opened(jaxpr)
-    # one name an argument, which `traced` does not give
+    # `dce_jaxpr` needs a name for each argument, and `traced` gives none
     names = inner.debug_info._replace(arg_names=("",) * len(inner.invars))
-    # What is not wanted may depend on arguments that there are none of.
+    # the other results may depend on arguments, and no arguments are given
     pruned, used = _partial_eval.dce_jaxpr(inner.replace(debug_info=names), list(wanted))
-    assert not any(used)  # who asks has looked at `origins`
+    assert not any(used)  # the caller has checked `origins`
     closed = pruned if _has_consts(pruned) else _core.ClosedJaxpr(pruned, jaxpr.consts)
     return list(_core.jaxpr_as_fun(closed)())
 
@@ -197,7 +195,7 @@ def evaluate_without_arguments(jaxpr: Any, wanted: Sequence[bool]) -> list[Any]:
 def calls_of(
     primitive: Any, function: Callable[..., Any], types: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
 ) -> list[tuple[dict[str, Any], list[Any]]]:
-    """Return the parameters of each call of a primitive in a function, and the types of its arguments."""
+    """Return the parameters and argument types of each use of a primitive in a function."""
     plain = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in types]
     return list(_calls_in(primitive, jax.make_jaxpr(function, axis_env=list(axis_env))(*plain).jaxpr))
 

@@ -308,10 +308,14 @@ def to_pipe(one, _):
     os.mkfifo(one)
 
 
+def to_link(one, _):
+    one.symlink_to(one.rename(one.parent.parent / "the same program"))
+
+
 # --- measuring one ---
 
 
-@pytest.mark.parametrize("damage", [swap, flip, to_pipe, lambda one, _: one.unlink()])
+@pytest.mark.parametrize("damage", [swap, flip, to_pipe, to_link, lambda one, _: one.unlink()])
 def test_a_program_that_is_not_the_one_of_its_row_is_compiled_here(twice, tmp_path, damage):
     programs = dict(bundle(twice, tmp_path).programs)
     damage(programs[4].code.path, programs[1].code.path)

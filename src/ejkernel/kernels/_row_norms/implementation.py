@@ -69,7 +69,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         if call.backward:
             return 0 if call.examples == 1 and known else -1
         # On one H200, XLA's time over ours: 0.96 to 1.08 for rms_norm's forward; 1.03 to 1.49 for layer_norm's, but
-        # 0.93 and 0.97 for rows of 64 and 128; with a residual 1.14 to 1.49 for both, and 1.16 to 1.27 for rows below 512.
+        # 0.93 and 0.97 for rows of 64 and 128; with a residual 1.14 to 1.49 for both, 1.16 to 1.27 for rows below 512.
         centred = self.formula(call).centred and much and call.dim > _NARROW
         return 0 if known and (centred or call.residual) else -1
 

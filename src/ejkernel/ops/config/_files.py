@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import functools
 import hashlib
 import json
@@ -12,7 +13,6 @@ import os
 import platform
 import re
 import stat
-import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.resources.abc import Traversable
@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, EjkernelError
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import stable_json
 
 ENTRY: Final = ".json"  # how the name of an entry ends; whatever else lies beside it ends otherwise
@@ -30,7 +31,8 @@ _NO_SLUG: Final = "_"
 _NOT_IN_PATHS: Final = re.compile(r"[^a-z0-9._-]+")
 # Without waiting, and without making a terminal this process's: what lies in a file's place may be a device.
 _READ: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
-_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://.*", re.IGNORECASE | re.DOTALL)
+_NO_LINK: Final = getattr(os, "O_NOFOLLOW", 0)
+_URL: Final = re.compile(r"([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://.*", re.IGNORECASE | re.DOTALL)
 _NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
 
 _quoted: Final = json.encoder.encode_basestring_ascii
@@ -111,21 +113,44 @@ def _frozen(data: object) -> Any:
 # --- reading ---
 
 
+def check_inside(root: str | Path, file: str | Path) -> None:
+    """Raise if a folder between a cache's folder and one of its files is a link, which would lead out of the cache.
+
+    Only links that are there are seen, not those that another process makes a moment later. The cache's folder itself,
+    and those above it, may be links.
+
+    Raises:
+        OSError: one is a link.
+    """
+    folder = str(root)
+    for part in str(file)[len(folder) :].strip(os.sep).split(os.sep)[:-1]:
+        folder = os.path.join(folder, part)
+        if os.path.islink(folder):
+            raise OSError(errno.ELOOP, "this folder is a link, and links inside a cache are not followed", folder)
+
+
 def files(folder: Path, suffix: str) -> Iterator[Path]:
     """Yield the files of a cache's folder whose names end with `suffix`, sorted."""
     return (Path(str(place.where)) for place in places(folder, suffix))
 
 
 def places(folder: Traversable, suffix: str, is_wanted: Callable[[str], bool] | None = None) -> Iterator[Place]:
-    """Yield where such files are, sooner than `files`; `is_wanted` is asked about operations' folders, by name."""
+    """Yield where such files are, sooner than `files`; `is_wanted` is asked about operations' folders, by name.
+
+    Folders that are links are left out.
+    """
     for device in listed(folder):
-        for op in listed(device.where):
-            if is_wanted is None or is_wanted(op.name):
+        for op in () if _is_link(device) else listed(device.where):
+            if (is_wanted is None or is_wanted(op.name)) and not _is_link(op):
                 yield from (f for f in listed(op.where) if f.name.endswith(suffix) and not f.name.startswith("."))
 
 
+def _is_link(place: Place) -> bool:
+    return isinstance(place.where, (str, Path)) and os.path.islink(place.where)
+
+
 def listed(folder: Traversable | str) -> list[Place]:
-    """Return what is in a folder, sorted by name; nothing if there is none, or if it cannot be read, with a warning."""
+    """Return what is in a folder, sorted; nothing if there is none, or if it cannot be read, with a warning."""
     try:
         if isinstance(folder, (str, Path)):  # in text: of 100,000 paths the objects would take most of the time
             begin = f"{folder}{os.sep}"
@@ -139,14 +164,22 @@ def listed(folder: Traversable | str) -> list[Place]:
         return []
 
 
-def read_file(file: Traversable | str, largest: int) -> bytes | None:
+def read_file(file: Traversable | str, largest: int, *, follow_links: bool = False) -> bytes | None:
     """Return what a file holds, or `None` if there is no file; whatever else is there, this does not wait for it.
 
+    Args:
+        file: The file.
+        largest: How many bytes it may have.
+        follow_links: Whether it may be a link.
+
     Raises:
-        UnusableError: it cannot be read, is no regular file, or has more than `largest` bytes.
+        UnusableError: it cannot be read, is a link or no regular file, or has more than `largest` bytes.
     """
     try:
-        raw = _read_path(file, largest) if isinstance(file, (str, Path)) else _read_other(file, largest)
+        if isinstance(file, (str, Path)):
+            raw = _read_path(file, largest, follow_links=follow_links)
+        else:
+            raw = _read_other(file, largest)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -157,17 +190,28 @@ def read_file(file: Traversable | str, largest: int) -> bytes | None:
 
 
 @contextlib.contextmanager
-def opened(path: str | Path) -> Iterator[tuple[int, int]]:
+def opened(path: str | Path, *, follow_links: bool = False) -> Iterator[tuple[int, int]]:
     """Open a file to read it, for the `with` block; whatever else is there, this does not wait for it.
+
+    Args:
+        path: The file.
+        follow_links: Whether it may be a link.
 
     Yields:
         Its descriptor and its size.
 
     Raises:
         OSError: it cannot be opened.
-        UnusableError: it is no regular file.
+        UnusableError: it is a link, or no regular file.
     """
-    descriptor = os.open(path, _READ)  # a pipe would be waited for otherwise
+    try:
+        descriptor = os.open(path, _READ if follow_links else _READ | _NO_LINK)  # a pipe would be waited for otherwise
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise UnusableError(
+                "it cannot be read: it is no regular file, but a link, which is not followed"
+            ) from error
+        raise
     try:
         # Of what was opened; a name could stand for something else a moment later.
         status = os.fstat(descriptor)
@@ -178,8 +222,8 @@ def opened(path: str | Path) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-def _read_path(path: str | Path, largest: int) -> bytes:
-    with opened(path) as (descriptor, size):
+def _read_path(path: str | Path, largest: int, *, follow_links: bool) -> bytes:
+    with opened(path, follow_links=follow_links) as (descriptor, size):
         if size > largest:
             raise UnusableError(f"it has more than {largest} bytes")
         raw = os.read(descriptor, size + 1)
@@ -198,14 +242,14 @@ def _read_other(file: Traversable, largest: int) -> bytes:
 
 def warn_of(place: str, reason: Exception) -> None:
     """Warn, once a place, that what is there is ignored."""
-    warn_once(place, f"ignoring cache entry {place}: {reason}", stacklevel=6)
+    warn_once(place, f"ignoring cache entry {place}: {reason}")
 
 
-def warn_once(place: str, text: str, *, stacklevel: int) -> None:
+def warn_once(place: str, text: str) -> None:
     """Warn of a place, unless this process has done so."""
     if place not in _warned:
         _warned.add(place)
-        warnings.warn(text, CacheWarning, stacklevel=stacklevel)
+        warn(text, CacheWarning)
 
 
 def forget_warning(file: Path) -> None:

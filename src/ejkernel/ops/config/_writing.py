@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are written whole: beside their place first, kept when the machine stops, and tidied up after a crash.
 
+A command such as `ejkernel cache prune` reads an entry, decides, and removes it; a put may replace the file in between,
+and no system call removes a file only if it is unchanged. So a put renames its file into place under a shared lock, and
+a command compares the file with the one that it judged, and removes or replaces it, under the exclusive lock. Readers
+take no lock. Where the lock does not reach other machines, a removal renames the file aside, compares it once more, and
+puts it back if it is another one.
+
 A durable write takes milliseconds, which after a search nobody sees. What a killed process left beside a file's place
 is removed when it is older than an hour, by the file system's own clock; a process that stood still for so long finds
 its file gone, and writes it again.
@@ -8,29 +14,42 @@ its file gone, and writes it again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
+import hashlib
 import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+from ejkernel.ops.config._files import UnusableError, check_inside, read_file
 from ejkernel.ops.utils.printable import printable
+from ejkernel.ops.utils.storage.folder_lock import exclusive, shared
 
 logger = logging.getLogger(__name__)
 
 LEFT_OVER: Final = 3600.0  # seconds after which a file beside its place is nobody's: to write one takes milliseconds
 
-_BESIDE: Final = re.compile(r"\..*\.\d+-[0-9a-f]{8}\.tmp")
+_BESIDE: Final = re.compile(r"\..*\.(\d+)-[0-9a-f]{8}\.tmp")
 _NO_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # what a file system says that has no such thing
 _NO_FOLDER_SYNC: Final = (*_NO_SYNC, errno.EACCES, errno.EPERM, errno.EISDIR)  # one may write where one may not read
+
+_COMPARED: Final = 64 << 20  # bytes of a file whose content is compared; of a larger one, inode, size and time
+_ASIDE: Final = re.compile(r"\.(.+)\.\d+-[0-9a-f]{8}\.aside")
+_ATTEMPTS: Final = 8  # of a write, while `ejkernel cache clear` removes empty folders
+
+Seen = tuple[object, ...]  # see `seen`
 
 _tidied: set[str] = set()  # folders that this process has looked through for what others left
 
 
-def write_file(file: Path, text: str, *, durable: bool = True) -> None:
+def write_file(file: Path, text: str, *, durable: bool = True, root: Path | None = None) -> None:
     """Write a file beside its place and rename it into it, so that readers see the old text or the new one, whole.
 
     The first time that this process writes into a folder, it removes what processes that ended half-way left there.
@@ -39,34 +58,70 @@ def write_file(file: Path, text: str, *, durable: bool = True) -> None:
         file: The file; folders are made.
         text: What it is to hold.
         durable: Whether to return only when it would survive the end of the machine, where the file system can do that.
+        root: The cache folder, if the file is one of a cache: no folder between the two may be a link, and no command
+            removes the file unseen.
 
     Raises:
         OSError: it cannot be written; what was there before is there still.
     """
     raw = text.encode()
-    write_chunks(file, lambda: (raw,), durable=durable)
+    write_chunks(file, lambda: (raw,), durable=durable, root=root)
 
 
-def write_chunks(file: Path, chunks: Callable[[], Iterable[bytes]], *, durable: bool = True) -> None:
+def write_chunks(
+    file: Path, chunks: Callable[[], Iterable[bytes]], *, durable: bool = True, root: Path | None = None
+) -> None:
     """Write a file as `write_file` does, of chunks: what is large need not be in memory whole.
 
     Args:
         file: The file; folders are made.
         chunks: Yields what it is to hold; called again where the first attempt has lost its place.
         durable: See `write_file`.
+        root: See `write_file`.
 
     Raises:
         OSError: it cannot be written; what was there before is there still.
     """
-    try:
-        modified = _written(file, chunks(), durable)
-    except FileNotFoundError:
-        # the folder was removed; or this process stood still for so long that another one took its file for left over
-        modified = _written(file, chunks(), durable)
+    placing = contextlib.nullcontext if root is None else functools.partial(shared, root)
+    modified = _retried(lambda: _written({file: chunks}, root, placing, durable=durable))
     # By who writes there, since who reads may not be allowed to remove; once, for it lists the folder.
     if (folder := str(file.parent)) not in _tidied:
         _tidied.add(folder)
         remove_left_over(file.parent, modified)
+
+
+def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], object]) -> None:
+    """Write files of a cache, all of them or none, if what is there still is what was judged.
+
+    Args:
+        texts: What each file is to hold.
+        root: The cache folder.
+        check: Called under the exclusive lock, before the files are renamed into place; raises if something changed.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+
+    @contextlib.contextmanager
+    def placing() -> Iterator[None]:
+        with exclusive(root):
+            check()
+            yield
+
+    raw = {file: (text.encode(),) for file, text in texts.items()}
+    chunks = {file: (lambda parts=parts: parts) for file, parts in raw.items()}
+    _retried(lambda: _written(chunks, root, placing, durable=True))
+
+
+def _retried(write: Callable[[], float]) -> float:
+    """Write again where the folder was removed, or the file beside its place.
+
+    Another process takes the file for left over if this one stood still for long.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(FileNotFoundError):
+            return write()
+    return write()
 
 
 def remove_left_over(folder: Path, now: float) -> int:
@@ -84,6 +139,20 @@ def remove_left_over(folder: Path, now: float) -> int:
     return sum(_removed(file, now) for file in left)
 
 
+def is_being_written(name: str) -> bool:
+    """Return whether a file's name is that of a write by a process that runs on this machine."""
+    match = _BESIDE.fullmatch(name)
+    if match is None or os.name != "posix":
+        return match is not None
+    try:
+        os.kill(int(match[1]), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 def _removed(file: Path, now: float) -> bool:
     try:
         if now - file.lstat().st_mtime <= LEFT_OVER:
@@ -97,8 +166,39 @@ def _removed(file: Path, now: float) -> bool:
     return True
 
 
-def _written(file: Path, chunks: Iterable[bytes], durable: bool) -> float:
-    """Write a file, and return when it was written, by the clock of the file system."""
+class _Ready(NamedTuple):
+    """A file that was written beside its place."""
+
+    beside: Path
+    file: Path
+    modified: float  # by the clock of the file system
+    folders: list[Path]  # those in which a new name appeared, or will
+
+
+def _written(
+    files: Mapping[Path, Callable[[], Iterable[bytes]]],
+    root: Path | None,
+    placing: Callable[[], AbstractContextManager[object]],
+    *,
+    durable: bool,
+) -> float:
+    """Write files, rename them into place in the block of `placing`, and return when the last one was written."""
+    with contextlib.ExitStack() as stack:
+        ready = [stack.enter_context(_beside(file, chunks(), root, durable)) for file, chunks in files.items()]
+        with placing():
+            for each in ready:
+                os.replace(each.beside, each.file)  # atomic on one file system
+    # The renaming is kept when the folder is; a new folder's own name is in the folder above.
+    for folder in dict.fromkeys(folder for each in ready for folder in each.folders) if durable else ():
+        _sync_folder(folder)
+    return ready[-1].modified
+
+
+@contextlib.contextmanager
+def _beside(file: Path, chunks: Iterable[bytes], root: Path | None, durable: bool) -> Iterator[_Ready]:
+    """Write a file beside its place, for the `with` block, which renames it."""
+    if root is not None:
+        check_inside(root, file)
     new = _made(file.parent)
     # not tempfile: its files are for their owner alone, and a folder may be shared by a group
     beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -109,14 +209,10 @@ def _written(file: Path, chunks: Iterable[bytes], durable: bool) -> float:
             if durable:
                 _sync(stream.fileno(), _NO_SYNC)
             modified = os.fstat(stream.fileno()).st_mtime
-        os.replace(beside, file)  # atomic on one file system
+        yield _Ready(beside, file, modified, [file.parent, *new])
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    # The renaming is kept when the folder is; a new folder's own name is in the folder above.
-    for folder in (file.parent, *new) if durable else ():
-        _sync_folder(folder)
-    return modified
 
 
 def _made(folder: Path) -> list[Path]:
@@ -148,3 +244,80 @@ def _sync(descriptor: int, cannot: tuple[int, ...]) -> None:
     except OSError as error:
         if error.errno not in cannot:
             raise
+
+
+# --- removing ---
+
+
+def seen(root: Path, file: Path) -> Seen | None:
+    """Return what identifies a file's content, to be compared later; `None` if there is no file.
+
+    Args:
+        root: The cache folder.
+        file: A file in it.
+
+    Raises:
+        OSError: a folder between the two is a link, or the file's status cannot be read.
+    """
+    check_inside(root, file)
+    try:
+        raw = read_file(file, _COMPARED)
+    except UnusableError:  # no regular file, a large one, or one that this user cannot read
+        status = os.lstat(file)
+        return ("status", stat.S_IFMT(status.st_mode), status.st_ino, status.st_size, status.st_mtime_ns)
+    return None if raw is None else ("content", hashlib.sha256(raw).digest())
+
+
+def remove_judged(root: Path, file: Path, judged: Seen | None) -> bool:
+    """Remove a file if it is still the one that was judged; return whether it is gone.
+
+    Args:
+        root: The cache folder.
+        file: A file in it.
+        judged: What `seen` returned before the file was judged.
+
+    Raises:
+        OSError: it cannot be removed, or the lock cannot be had.
+    """
+    with exclusive(root):
+        now = seen(root, file)
+        if now is None or now != judged:
+            return now is None
+        aside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.aside")
+        try:
+            os.rename(file, aside)
+        except FileNotFoundError:
+            return True
+        if seen(root, aside) == judged:
+            aside.unlink()
+            return True
+        _put_back(aside, file)
+        return False
+
+
+def restore_aside(root: Path, folder: Path) -> None:
+    """Put back the files of a folder that a killed command had renamed aside.
+
+    Args:
+        root: The cache folder.
+        folder: A folder in it.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = [(name, match[1]) for name in sorted(os.listdir(folder)) if (match := _ASIDE.fullmatch(name))]
+        for name, original in found:
+            with exclusive(root):
+                _put_back(folder / name, folder / original)
+
+
+def _put_back(aside: Path, file: Path) -> None:
+    """Give a file its name again, unless a newer one has it."""
+    try:
+        os.link(aside, file, follow_symlinks=False)
+    except FileExistsError:  # it was put later than what was renamed aside
+        pass
+    except OSError as error:  # a folder, or a file system without hard links
+        logger.info("%s is renamed back, not linked: %s", printable(file), printable(error))
+        if not os.path.lexists(file):
+            os.rename(aside, file)
+            return
+    aside.unlink(missing_ok=True)

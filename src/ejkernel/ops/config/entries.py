@@ -10,7 +10,16 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import UnusableError, file_name, identity, location, provenance, read_file, restored_key
+from ejkernel.ops.config._files import (
+    UnusableError,
+    check_inside,
+    file_name,
+    identity,
+    location,
+    provenance,
+    read_file,
+    restored_key,
+)
 from ejkernel.ops.core.declared_names import decode_config, type_name
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, SerializationError
@@ -143,13 +152,20 @@ def read_entry(file: Path) -> StoredEntry | None:
     return None if found is None else found[1]
 
 
-def entry_in(folder: Traversable, key: ConfigKey) -> StoredEntry | None:
+def entry_in(folder: Traversable, key: ConfigKey, *, follow_links: bool = False) -> StoredEntry | None:
     """Return the entry of a key in a folder that is laid out as a cache's, or `None` if it has none.
+
+    Args:
+        folder: The folder.
+        key: The key.
+        follow_links: Whether links in the folder are followed, as in an installed package.
 
     Raises:
         UnusableError: it cannot be used.
     """
-    entry = read_at(folder.joinpath(*location(key)))
+    file = folder.joinpath(*location(key))
+    root = folder if isinstance(folder, Path) and not follow_links else None
+    entry = read_at(file, root=root, follow_links=follow_links)
     if entry is not None:
         check_key(entry, identity(key))
     return entry
@@ -181,13 +197,25 @@ def found_entry(name: str, place: Traversable | str) -> tuple[str, StoredEntry] 
     return canonical, entry
 
 
-def read_at(file: Traversable | str) -> StoredEntry | None:
+def read_at(
+    file: Traversable | str, *, root: str | Path | None = None, follow_links: bool = False
+) -> StoredEntry | None:
     """Return the entry of a file, or `None` if there is no file.
+
+    Args:
+        file: The file.
+        root: The cache folder, if it is not known that no folder between the two is a link.
+        follow_links: Whether the file may be a link.
 
     Raises:
         UnusableError: it cannot be used.
     """
-    raw = read_file(file, LARGEST)
+    try:
+        if root is not None and isinstance(file, (str, Path)):
+            check_inside(root, file)
+    except OSError as error:
+        raise UnusableError(f"it cannot be read: {error}") from error
+    raw = read_file(file, LARGEST, follow_links=follow_links)
     if raw is None:
         return None
     return parsed(raw, Path(file) if isinstance(file, (str, Path)) else None)

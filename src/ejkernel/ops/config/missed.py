@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ejkernel.ops.config._files import ENTRY, UnusableError, files, location, read_file
+from ejkernel.ops.config._files import ENTRY, UnusableError, check_inside, files, location, read_file
 from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, SerializationError
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain
 
@@ -103,11 +103,11 @@ class MissedNotes:
         )
         try:
             # a note that the end of the machine takes is made again by the next run
-            write_file(file, sealed_json(note), durable=False)
+            write_file(file, sealed_json(note), durable=False, root=self.cache_dir)
         except (OSError, SerializationError) as error:
             self._write_failed = True
             text = f"missed calls cannot be noted in {self.folder} ({error}); set EJKERNEL_CACHE_DIR."
-            warnings.warn(text, CacheWarning, stacklevel=4)
+            warn(text, CacheWarning)
 
     def entries(self) -> Iterator[Note]:
         """Yield every note that can be read, sorted by device, operation and call."""
@@ -118,7 +118,7 @@ class MissedNotes:
 
     def files(self) -> list[Path]:
         """Return the files of all notes, sorted by device, operation and call."""
-        return list(files(self.folder, ENTRY))
+        return [] if self.folder.is_symlink() else list(files(self.folder, ENTRY))
 
     def read(self, file: Path) -> Note | None:
         """Return the note of a file, or `None` if it is gone.
@@ -126,6 +126,10 @@ class MissedNotes:
         Raises:
             UnusableError: it cannot be used.
         """
+        try:
+            check_inside(self.cache_dir, file)
+        except OSError as error:
+            raise UnusableError(f"it cannot be read: {error}") from error
         raw = read_file(file, _LARGEST)
         if raw is None:
             return None
@@ -144,9 +148,10 @@ class MissedNotes:
         """Remove the note of a call, if there is one."""
         self._written.discard(key)
         try:
+            check_inside(self.cache_dir, self._file(key))
             self._file(key).unlink(missing_ok=True)
         except OSError as error:
-            warnings.warn(f"the note of {key.op} cannot be removed: {error}", CacheWarning, stacklevel=3)
+            warn(f"the note of {key.op} cannot be removed: {error}", CacheWarning)
 
     def withdraw(self, key: ConfigKey) -> None:
         """Remove the note of a call if it was put here, and has been tuned since."""
@@ -161,7 +166,7 @@ class MissedNotes:
         try:
             return self.read(file)
         except UnusableError as error:
-            warnings.warn(f"ignoring the note {file}: {error}", CacheWarning, stacklevel=3)
+            warn(f"ignoring the note {file}: {error}", CacheWarning)
             return None
 
 

@@ -59,7 +59,7 @@ class ShippedConfigs:
         if slug(key.device) not in self._devices:
             return None
         try:
-            entry = entry_in(self.folder, key)
+            entry = entry_in(self.folder, key, follow_links=True)  # some installers link files
             return None if entry is None else Shipped(decoded(entry, cfg_type), entry)
         except UnusableError as error:
             warn_of(f"{key.call} of {self.folder}", error)

@@ -250,4 +250,4 @@ def test_a_store_that_cannot_be_reached_is_one_kind_of_error(tmp_path, url, monk
     with pytest.raises(OSError, match="cannot be listed: TimeoutError: no network"):
         SharedPlace(url, tmp_path)
     with pytest.raises(OSError, match="cannot be listed"):
-        SharedPlace("noSuchKind://bucket", tmp_path)
+        SharedPlace("s3a://bucket", tmp_path)

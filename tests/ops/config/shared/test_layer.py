@@ -14,9 +14,10 @@ from tests.ops.config.shared.stores import FakeStore, entry, pack
 
 from ejkernel.ops import ConfigSelectorChain, Invocation, PersistentCache, tune
 from ejkernel.ops.config.shared import layer as layers
+from ejkernel.ops.config.shared import stores
 from ejkernel.ops.config.shared.layer import AGAIN, SharedLayer
 from ejkernel.ops.config.shared.packs import token_of
-from ejkernel.ops.errors import CacheWarning
+from ejkernel.ops.errors import CacheWarning, ConfigError
 
 
 @tune(space={"rows": [1, 2]})
@@ -270,3 +271,34 @@ def test_a_kind_of_store_that_is_not_there_is_a_warning_that_says_what_to_instal
         warnings.simplefilter("error")
         cache.look_again()
         assert cache.get(entry(1).key) is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "reference://team",
+        "reference://::s3://team/refs.json",
+        "zip://x::s3://team/a.zip",
+        "simplecache::s3://team",
+        "git://team",
+        "github://team",
+        "ssh://team/x",
+        "REFERENCE://team",
+        "s3://team?x::reference://",
+    ],
+)
+def test_protocols_that_do_more_than_list_read_and_write_are_refused_by_name(url, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)  # nothing of it is imported
+    with pytest.raises(ConfigError, match=r"shared cache .* protocol '\w+'; allowed are file, .*CACHE_PROTOCOLS"):
+        stores.Store(url).sizes()
+    cache = PersistentCache(tmp_path, layers=[url], shipped=False)
+    with pytest.warns(CacheWarning, match="allowed are file"):
+        cache.look_again()
+
+
+@pytest.mark.parametrize("url", ["hdfs://team", "simplecache::s3://team"])
+def test_the_user_may_allow_another_protocol(url, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_PROTOCOLS", "hdfs, simplecache")
+    stores.check_protocols(url)
+    for usual in ("s3://team", "gs://team", "az://team", "https://team", "file:///team", "memory://team"):
+        stores.check_protocols(usual)

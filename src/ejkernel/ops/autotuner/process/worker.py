@@ -21,13 +21,17 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
-from ejkernel.ops.autotuner.process.lifetime import begin_anew_in_forks, start_process
+from ejkernel.ops.autotuner.process.lifetime import (
+    begin_anew_in_forks,
+    module_path,
+    start_process,
+    use_module_path,
+)
 from ejkernel.ops.autotuner.process.messages import (
     Began,
     Compiling,
@@ -54,6 +58,7 @@ from ejkernel.ops.autotuner.process.serve import pickled as pickled
 from ejkernel.ops.autotuner.process.serve import reports as reports
 from ejkernel.ops.autotuner.process.signals import interrupts_held_back
 from ejkernel.ops.errors import DeviceLostError, TuningError
+from ejkernel.ops.utils.messages.warn import warn
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -130,7 +135,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pulse = context.RawArray("q", SHARED)
         pipe, other = context.Pipe()
-        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid())
+        arguments = (other, self._pulse, dict(environ or {}), reports() is None, os.getpid(), module_path())
         self._process = context.Process(target=_serve, args=arguments, name="ejkernel-worker")
         start_process(self._process.start)
         other.close()
@@ -274,7 +279,7 @@ class Worker:
             case Compiling():
                 self.doing.compiling = message.configs
             case Warned():
-                warnings.warn(message.warning, stacklevel=2)
+                warn(message.warning)
             case Happened() if on_event is not None:
                 on_event(message.event)
 
@@ -343,8 +348,16 @@ class _OwnDeadline:
         return math.inf
 
 
-def _serve(pipe: Connection, pulse: MutableSequence[int], environ: dict[str, str], leads: bool, parent: int) -> None:
+def _serve(
+    pipe: Connection,
+    pulse: MutableSequence[int],
+    environ: dict[str, str],
+    leads: bool,
+    parent: int,
+    modules: tuple[list[str], list[str]],
+) -> None:
     """Be a worker."""
+    use_module_path(modules)
     begin_serving(pipe, pulse, environ, leads, parent)
     with worker_session():
         serve()

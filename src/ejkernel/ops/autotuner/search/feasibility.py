@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search learns from failures: which configurations are likely to fail too."""
+"""A model of failures: which other configurations are likely to fail."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ import numpy as np
 from ejkernel.ops.autotuner.search.gaussian_process import Hyper, Pool, Process, Scale, normal_cdf
 from ejkernel.ops.config.spaces.axes import Floats
 
-# Replayed on recorded spaces (`benchmarks/search.py --failing`) of which the most tempting pair of values was made to
-# fail, 8 % of the configurations: 4 % of the first hundred measurements fail, and the score is 0.69, where by the share
-# of failures nearby it was 35 % and 0.52 (nine such spaces, four seeds each). On the three spaces that have failures of
-# their own, 3 to 8 %, 78 % of searches find the best within 5 % after 100 measurements, where 73 % did; but the score,
-# which counts the way there, is 0.59 for 0.63 (twenty seeds each). In the former nine the failures are made up, the
-# times are not. Spaces without failures are searched as before, and no option of the search was chosen anew.
-_ADDITIVE = 0.5  # share of a sum over axes: most failures are one value's, or that of two together
-_NOISE = 0.01  # of an outcome; the same configuration fails again
-_HELD = 256  # outcomes
+# Evidence from replaying recorded spaces (`benchmarks/search.py --failing`). In nine spaces the most promising pair of
+# values was made to fail (8 % of the configurations; four seeds each): with this model 4 % of the first hundred
+# measurements fail and the score is 0.69; with the share of failures nearby it was 35 % and 0.52. In three spaces with
+# real failures (3 to 8 %; twenty seeds each), 78 % of the searches come within 5 % of the best after 100 measurements,
+# before 73 %; the score, which also counts the way there, falls from 0.63 to 0.59.
+_ADDITIVE = 0.5  # share of a sum over axes: most failures depend on one value or on a pair
+_NOISE = 0.01  # variance of an outcome: a configuration that failed fails again
+_HELD = 256  # outcomes in the model
 _LEAST_DEVIATION = 0.1
-_LEAST_CHANCE = 1e-6  # nothing is impossible: what remains is asked for in the end
+_LEAST_CHANCE = 1e-6  # never zero, so that every configuration is proposed in the end
 
 
 class Failing:
-    """A Gaussian process over the outcomes, 1 for a failure and 0 for a success.
+    """A Gaussian process over outcomes: 1 for a failure, 0 for a success.
 
-    It finds the axes and values that failures depend on by the same fit that finds those that times depend on. A
-    configuration is as likely to work as the process is to be below one half: the evidence of a few failures in one
-    place is enough to leave it, which that of their share there would not be where the model promises much. It costs
-    nothing where nothing fails.
+    The same fit that finds the axes and values important for times finds those important for failures. The chance that
+    a configuration works is the probability that the process is below one half. A few failures in one region therefore
+    suffice to leave it, even if the time model promises much there. Without failures the model costs nothing.
 
     Args:
         pool: The configurations.
-        rows: Those that were tried.
-        failed: Whether they failed.
-        start: Where the fit starts; that of the last time, if there was one.
+        rows: The rows of the tried configurations.
+        failed: Whether each of them failed.
+        start: The hyperparameters from which the fit starts, such as those of the previous fit.
     """
 
     def __init__(self, pool: Pool, rows: Sequence[int], failed: Sequence[bool], start: Hyper | None) -> None:
@@ -55,13 +53,13 @@ class Failing:
         self._process = Process(pool, self.hyper, rows)
 
     def add(self, row: int, *, failed: bool) -> None:
-        """Take note of an outcome."""
+        """Add one outcome."""
         if self._process is not None:
             self._process.add(row)
             self._outcomes.append(float(failed))
 
     def chance(self) -> Floats:
-        """Return for each configuration the chance that it works, as far as failures tell."""
+        """Return the estimated probability that each configuration works."""
         if self._process is None:
             return np.ones(self._pool.size)
         values = np.array(self._outcomes)
@@ -73,7 +71,7 @@ class Failing:
 
 
 def kept_outcomes(failed: Sequence[bool], most: int) -> list[int]:
-    """Return the positions of the outcomes that are held: all, or those of the rarer kind and the latest others."""
+    """Return the positions of the outcomes to keep: all, or those of the rarer kind and the latest others."""
     if len(failed) <= most:
         return list(range(len(failed)))
     kinds = ([i for i, outcome in enumerate(failed) if outcome is kind] for kind in (True, False))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Gaussian process over the logarithm of a kernel's time, on a fixed pool of configurations.
 
-The covariance of two configurations is a Matérn-5/2 function of all axes together, and in a smaller part of each axis
-alone: after a few measurements the main effects are known. Records of other devices, or of other shapes, come in as
-the prior's mean, as a linear part (which finds out how much each of them is worth) and as a Matérn function of their
-times. All scales are found by coordinate search for the greatest marginal likelihood.
+The covariance is a Matérn-5/2 function of all axes together, plus a smaller sum of functions of single axes, which
+learns main effects from few measurements. Records of other devices or shapes enter as the prior mean, as a linear term
+(which learns the weight of each record) and as a Matérn function of their times. Coordinate search maximises the
+marginal likelihood over all scales.
 
 Source: Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, algorithm 2.1 and equation 5.8.
 """
@@ -28,21 +28,21 @@ _JITTER = 1e-8
 _LEAST_SCALE, _MOST_SCALE = math.log(0.08), math.log(8.0)
 _SCALE_PRIOR, _SCALE_SPREAD = math.log(0.7), 0.8  # of a unit-wide axis; log-normal
 _PART_PRIOR, _PART_SPREAD = np.array([0.3, 0.3, 0.5]), 1.5  # of `Hyper.parts`; log-normal
-_MEAN_PRECISION = 0.1  # of the constant mean, against one measurement's
-_FITTED = 96  # points that hyperparameters are fitted to
-_ROUNDS = 2  # of the coordinate search; the next fit goes on from where it ends
+_MEAN_PRECISION = 0.1  # prior precision of the constant mean, relative to one measurement
+_FITTED = 96  # points used to fit hyperparameters
+_ROUNDS = 2  # rounds of the coordinate search; the next fit continues from its end
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """What a fit chooses.
+    """Hyperparameters.
 
     Attributes:
-        scales: Of each column of the encoding, the logarithm of its length scale.
-        noise: Variance of a measurement, as a share of the process's.
-        parts: Weights of the linear function of the records, of the smooth one, and of the function of the axes.
-        record_scale: Logarithm of the length scale of the smooth function of the records.
-        additive: Share of the axes' function that is a sum of functions of one axis; not fitted.
+        scales: The log length scale of each feature column.
+        noise: Variance of a measurement, relative to the variance of the process.
+        parts: Weights of the linear function of the records, of their Matérn function, and of the function of the axes.
+        record_scale: The log length scale of the Matérn function of the records.
+        additive: Share of the function of the axes that is a sum over single axes; not fitted.
     """
 
     scales: tuple[float, ...]
@@ -53,13 +53,13 @@ class Hyper:
 
     @classmethod
     def start(cls, columns: int, *, records: bool, additive: float) -> Hyper:
-        """Return where the first fit starts."""
+        """Return the initial hyperparameters of the first fit."""
         scales = (math.log(0.6),) * columns
         return cls(scales, parts=(0.3, 0.3, 0.5) if records else (0.0, 0.0, 1.0), additive=additive)
 
     @property
     def informed(self) -> bool:
-        """Whether the process makes use of records."""
+        """Whether the process uses records."""
         return self.parts[0] > 0.0
 
     def nearby(self) -> Iterator[Hyper]:
@@ -91,11 +91,11 @@ class Hyper:
 
 
 class Pool:
-    """Configurations as a process sees them.
+    """The features of a fixed set of configurations.
 
     Args:
-        axes: For each axis its columns, a row for each configuration.
-        records: Log times of each record, centred, a row for each record; without gaps.
+        axes: For each axis, its feature columns with one row for each configuration.
+        records: Centred log times, one row for each record, without gaps.
     """
 
     def __init__(self, axes: Sequence[Floats], records: Floats) -> None:
@@ -110,14 +110,14 @@ class Pool:
         self._slices = [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
     def without_records(self) -> Pool:
-        """Return the same configurations as a process sees them that knows no records."""
-        # All that is costly, the columns and their distinct values, is shared.
+        """Return the same pool without records."""
+        # a shallow copy: the columns and their distinct values are large
         plain = copy.copy(self)
         plain.mean, plain.spread = np.zeros(self.size), 0.0
         return plain
 
     def covariance(self, hyper: Hyper, rows: Ints) -> Floats:
-        """Return the covariance of some configurations with all."""
+        """Return the covariance of the configurations `rows` with all."""
         inverse_scales = np.exp(-np.array(hyper.scales))
         scaled = self.columns * inverse_scales
         own = matern(_squares(scaled[rows], scaled))
@@ -147,9 +147,9 @@ class Pool:
         return total
 
     def fit(self, hyper: Hyper, rows: Ints, values: Floats, scale: Scale) -> Hyper:
-        """Return better hyperparameters for these values of these configurations."""
+        """Return improved hyperparameters, given `values` of the configurations `rows`."""
         if len(rows) > _FITTED:
-            # The fastest, for that is where it must be right, and the latest, which the last fit did not know.
+            # the fastest, where accuracy matters, and the latest, which the previous fit did not see
             keep = np.union1d(np.argsort(values)[: _FITTED // 2], np.arange(len(rows) - _FITTED // 2, len(rows)))
             rows, values = rows[keep], values[keep]
         columns = self.columns[rows].T
@@ -177,23 +177,23 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scale:
-    """The variance that is expected of a process, and how many measurements that expectation is worth."""
+    """The prior variance of a process, and its weight in measurements."""
 
     variance: float
     weight: float
 
     def posterior(self, squares: float, count: int) -> float:
-        """Return the variance after `count` measurements with this sum of squares, in units of their covariance."""
+        """Return the posterior variance after `count` measurements with this whitened sum of squares."""
         return (squares + self.weight * self.variance) / (count + self.weight)
 
 
 class Process:
-    """The posterior over a pool, and its measurements one by one.
+    """The posterior over a pool, updated one measurement at a time.
 
     Args:
         pool: The configurations.
         hyper: The hyperparameters.
-        rows: Those that are measured.
+        rows: The measured configurations.
     """
 
     def __init__(self, pool: Pool, hyper: Hyper, rows: Sequence[int]) -> None:
@@ -201,15 +201,15 @@ class Process:
         count = len(rows)
         known = pool.covariance(hyper, np.array(rows, dtype=np.intp))
         covariance = known[:, self.rows] + (hyper.noise + _JITTER) * np.eye(count)
-        # A measurement adds a row to the factor's inverse; to factor anew each time would cost a power more.
+        # A measurement appends a row to this inverse; factorising again would cost one power more.
         self._inverse: Floats = np.linalg.inv(np.linalg.cholesky(covariance))  # of the Cholesky factor
-        self._projected = np.zeros((max(16, 2 * count), pool.size))  # that times the covariance with the pool
+        self._projected = np.zeros((max(16, 2 * count), pool.size))  # the inverse times the covariance with the pool
         self._projected[:count] = self._inverse @ known
         self._prior = pool.variance(hyper)
         self._variance: Floats = self._prior - (self._projected[:count] ** 2).sum(axis=0)
 
     def add(self, row: int) -> None:
-        """Add a measured configuration; takes time in proportion to measurements times configurations."""
+        """Add a measured configuration, in time proportional to measurements times configurations."""
         count = len(self.rows)
         covariance = self.pool.covariance(self.hyper, np.array([row], dtype=np.intp))[0]
         factor = self._inverse @ covariance[self.rows]
@@ -219,7 +219,7 @@ class Process:
         inverse[count, :count] = -(factor @ self._inverse) / last
         inverse[count, count] = 1.0 / last
         if count == len(self._projected):
-            # Twice as many rows, so that what is added costs no copy of all before it.
+            # double the capacity, so that copies are rare
             self._projected = np.concatenate([self._projected, np.zeros_like(self._projected)])
         projected = (covariance - factor @ self._projected[:count]) / last
         self._projected[count] = projected
@@ -234,7 +234,7 @@ class Process:
         del self.rows[count:]
 
     def predict(self, values: Floats, scale: Scale) -> tuple[Floats, Floats]:
-        """Return mean and standard deviation of all configurations, given the measured ones' values."""
+        """Return the mean and standard deviation of all configurations, given the values of the measured ones."""
         count = len(self.rows)
         rest = values - self.pool.mean[self.rows]
         middle = float(rest.mean())
@@ -248,7 +248,7 @@ class Process:
 def matern(squares: Floats) -> Floats:
     """Return the Matérn-5/2 covariance for squared distances."""
     distances: Floats = np.sqrt(5.0 * squares)
-    covariance: Floats = distances / 3.0  # in place from here on: these arrays are what a search spends its time on
+    covariance: Floats = distances / 3.0  # in place from here on: a search spends most of its time on these arrays
     covariance += 1.0
     covariance *= distances
     covariance += 1.0
@@ -259,7 +259,7 @@ def matern(squares: Floats) -> Floats:
 
 
 def expected_improvement(best: float, mean: Floats, deviation: Floats) -> Floats:
-    """Return by how much each is expected to fall below `best`."""
+    """Return the expected improvement of each configuration on `best`."""
     z = (best - mean) / deviation
     improvement: Floats = deviation * (z * normal_cdf(z) + np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi))
     return np.maximum(improvement, 0.0)
@@ -275,7 +275,7 @@ def normal_cdf(z: Floats) -> Floats:
 
 
 def _squares(left: Floats, right: Floats) -> Floats:
-    """Return the squared distances of rows."""
+    """Return the squared distances between the rows of `left` and `right`."""
     squares: Floats = left @ right.T
     squares *= -2.0
     squares += (left**2).sum(axis=1)[:, None]
@@ -284,7 +284,7 @@ def _squares(left: Floats, right: Floats) -> Floats:
 
 
 def _constant(ones: Floats, rest: Floats) -> tuple[float, float]:
-    """Return the constant mean, and the sum of squares that is left, of whitened ones and values."""
+    """Return the constant mean and the remaining sum of squares, given whitened ones and values."""
     constant = float(ones @ rest) / (float(ones @ ones) + _MEAN_PRECISION)
     left = rest - constant * ones
     return constant, float(left @ left) + _MEAN_PRECISION * constant**2
@@ -311,7 +311,7 @@ def _descend(hyper: Hyper, loss: Callable[[Hyper], float]) -> Hyper:
             if step is None:
                 break
             value = loss(step)
-            # A step is taken at once: the next is tried from there.
+            # take an improving step at once and continue from there
             if value < least - 1e-9:
                 hyper, least = step, value
         if least == before:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model-based search knows: its candidates, the records of other devices, the measurements and the failures."""
+"""The state of a model-based search: candidates, records of other devices, measurements and failures."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ejkernel.ops.config.spaces.axes import ALIGNED_FROM, Floats
 from ejkernel.ops.config.spaces.space import ConfigSpace, Point
 from ejkernel.ops.errors import ConfigError
 
-LEAST = 3  # measurements below which a model without records says nothing, and a record nothing to a model
+LEAST = 3  # measurements that a model without records needs, and that a record needs to be used
 
-_SCATTERED = 512  # configurations among which the first ones are spread out
-_HELD = 256  # measurements that a model holds
-_RECORDED = 256  # measurements of a record that fill its gaps
-_RESTLESS = 50.0  # measurements without a better time after which a model takes twice its own uncertainty
+_SCATTERED = 512  # configurations from which the first, scattered ones are chosen
+_HELD = 256  # measurements in a model
+_RECORDED = 256  # measurements of a record used for interpolation
+_RESTLESS = 50.0  # measurements without a better time after which the model's uncertainty is doubled
 _MOST_RESTLESS = 3.0
-_TRUST = 25.0  # measurements without a better time after which records count for half
-_PENDING = 16  # configurations under measurement that a model reckons with
-_REACH = 0.3  # how far a failure is felt, in unit-wide axes
-_DOUBT = 0.1  # weight of the share of failures so far, against that of a failure nearby
-_RECORD_WEIGHT = 3.0  # measurements that the records' spread is worth
+_TRUST = 25.0  # measurements without a better time after which records have half their weight
+_PENDING = 16  # configurations under measurement that a recommendation takes into account
+_REACH = 0.3  # length scale of a failure's influence, for axes of width 1
+_DOUBT = 0.1  # weight of the overall failure rate relative to a failure nearby
+_RECORD_WEIGHT = 3.0  # weight of the records' spread, in measurements
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What was measured for the same kernel elsewhere: on another device, or for another shape.
+    """Measurements of the same kernel on another device or for another shape.
 
     Attributes:
-        label: Where.
-        times: Pairs of a configuration and its seconds; `None` for a failure.
+        label: The device or shape.
+        times: Pairs of a configuration and its time in seconds; `None` for a failure.
     """
 
     label: str
@@ -56,10 +56,10 @@ class SearchOptions:
     """Parameters of `ModelSearch`, chosen on recorded spaces.
 
     Attributes:
-        scattered: Configurations, seeds included, that are spread over the space before the model is asked.
-        recorded: How many of the fastest configurations of each record are tried first.
-        additive: Share of the model that is a sum of functions of one axis.
-        aligned_from: Values that a numeric axis needs for the model to see how often two divides them.
+        scattered: Number of configurations, seeds included, measured before the model is used.
+        recorded: Number of the fastest configurations of each record to try first.
+        additive: Share of the covariance that is a sum over single axes.
+        aligned_from: Number of values from which a numeric axis has an alignment feature.
     """
 
     scattered: int = 4
@@ -69,15 +69,15 @@ class SearchOptions:
 
 
 def is_time(seconds: float | None) -> TypeGuard[float]:
-    """Return whether this is a time, not a failure."""
+    """Return whether this is a valid time and not a failure."""
     return seconds is not None and math.isfinite(seconds) and seconds > 0.0
 
 
 class Prior:
-    """A record, as times for any configuration of a space.
+    """A record interpolated to every configuration of a space.
 
     Args:
-        space: The configurations; others in the record count for nothing.
+        space: The search space; configurations outside it are ignored.
         record: The record.
         options: Parameters of the search.
     """
@@ -103,16 +103,16 @@ class Prior:
         return len(self.times)
 
     def fill(self, points: Sequence[Point]) -> Floats:
-        """Return the log times of all these points: as recorded, the worst for a failure, and a guess for the rest."""
+        """Return log times of `points`: recorded, the worst recorded for a failure, interpolated for the rest."""
         worst = max(self.times.values())
         values = np.array([self.times.get(p, worst if p in self.failed else math.nan) for p in points])
         gaps = np.flatnonzero(np.isnan(values)).tolist()
         if gaps:
-            values[gaps] = self._guess([points[i] for i in gaps])
+            values[gaps] = self._interpolated([points[i] for i in gaps])
         return values
 
-    def _guess(self, points: Sequence[Point]) -> Floats:
-        """Interpolate: half of what is held is the fastest, for these matter, and half is any."""
+    def _interpolated(self, points: Sequence[Point]) -> Floats:
+        """Return interpolated log times; half of the supporting points are the fastest ones, which matter most."""
         ranked = sorted(self.times, key=self.times.__getitem__)
         rest = ranked[_RECORDED // 2 :]
         held = ranked[: _RECORDED // 2] + rest[:: max(1, 2 * len(rest) // _RECORDED)]
@@ -127,17 +127,17 @@ class Prior:
                 scale,
             )
         mean, _ = Process(pool, self._hyper, rows.tolist()).predict(values, scale)
-        guess: Floats = mean[len(held) :]
-        return guess
+        interpolated: Floats = mean[len(held) :]
+        return interpolated
 
 
 class Candidates:
-    """Points that are ranked, and how likely each is to work.
+    """The points to rank, and the probability that each works.
 
     Args:
-        space: The space.
+        space: The search space.
         points: The points.
-        priors: Records.
+        priors: The records.
         options: Parameters of the search.
     """
 
@@ -155,7 +155,7 @@ class Candidates:
         self._failures = self._known = 0
 
     def note(self, row: int, *, failed: bool) -> None:
-        """Take note of a success or a failure."""
+        """Record a success or a failure."""
         distances = np.sqrt(((self.pool.columns - self.pool.columns[row]) ** 2).sum(axis=1))
         nearness = np.exp(-distances / _REACH)
         self._near_any += nearness
@@ -165,20 +165,20 @@ class Candidates:
             self._failures += 1
 
     def chance(self) -> Floats:
-        """Return for each point the chance that it works."""
+        """Return the estimated probability that each point works."""
         usual = (self._known - self._failures + 1) / (self._known + 1) * (1.0 - 0.9 * self._failed_elsewhere)
         chance: Floats = (self._near_any - self._near_failures + _DOUBT * usual) / (self._near_any + _DOUBT)
         return chance
 
 
 class Model:
-    """A Gaussian process over candidates, with the measurements so far.
+    """Gaussian processes over the candidates, given the measurements so far.
 
     Args:
-        candidates: What is ranked.
-        hypers: Where the fits start.
-        times: The measurements, and the failures.
-        failing: Where the fit to the failures starts, if there were any before.
+        candidates: The candidates to rank.
+        hypers: The hyperparameters from which the fits start, one for each process.
+        times: The measured times; `None` for a failure.
+        failing: The hyperparameters from which the fit to failures starts, if there is an earlier fit.
     """
 
     def __init__(
@@ -212,13 +212,13 @@ class Model:
         self._values.append(math.log(seconds))
 
     def best(self, n: int, seconds: float, proposed: Iterable[Point], pending: Sequence[Point]) -> list[Point]:
-        """Return the `n` points that promise most.
+        """Return the `n` points with the largest expected improvement times probability of success.
 
         Args:
-            n: How many points.
+            n: The number of points.
             seconds: The time to beat.
-            proposed: Points that are not to be returned.
-            pending: Those of them that are being measured; they are taken to be what the model expects.
+            proposed: Points to exclude.
+            pending: Points under measurement; the model takes its own prediction as their time.
         """
         rows = self.candidates.rows
         taken = np.zeros(len(rows), dtype=bool)
@@ -226,11 +226,11 @@ class Model:
         values, count = list(self._values), len(self._values)
         chance = self.candidates.chance() * self.failing.chance()
         chosen: list[int] = []
-        guessed = [rows[point] for point in pending[-_PENDING:] if point in rows]
+        predicted = [rows[point] for point in pending[-_PENDING:] if point in rows]
         while len(chosen) < n and not taken.all():
             mean, promise = self._promise(np.array(values), seconds)
-            if guessed:
-                row = guessed.pop()
+            if predicted:
+                row = predicted.pop()
             else:
                 row = int(np.argmax(np.where(taken, -1.0, promise * chance)))
                 taken[row] = True
@@ -244,7 +244,7 @@ class Model:
         return [self.candidates.points[row] for row in chosen]
 
     def _promise(self, values: Floats, seconds: float) -> tuple[Floats, Floats]:
-        """Return the expected log times, and how good it seems to measure each."""
+        """Return the predicted log times and the expected improvements."""
         if not len(values):
             mean = self.candidates.pool.mean
             return mean, np.exp(mean.min() - mean)
@@ -256,18 +256,18 @@ class Model:
             one, deviation = process.predict(values, self._scale(process.hyper, values))
             mean += weight * one
             improvement += weight * expected_improvement(best, one, deviation * doubt)
-        return mean, improvement + 1e-9 * np.exp(mean.min() - mean)  # where nothing will improve, the fastest is next
+        return mean, improvement + 1e-9 * np.exp(mean.min() - mean)  # a tie of zeros goes to the fastest
 
     def weights(self, waited: int) -> list[float]:
-        """Return how much each process counts, after so many measurements without a better time.
+        """Return the weight of each process after `waited` measurements without a better time.
 
-        Each of them is evidence against the records: what they can tell has been found, or they mislead. So at first
-        the processes that know them decide alone, and later more and more those that know the measurements only.
+        Every such measurement is evidence against the records: they are exhausted or misleading. At first only the
+        processes with records decide; their weight then shifts to those without.
         """
         informed = [hyper.informed for hyper in self.hypers]
         if all(informed) or not any(informed):
             return [1 / len(informed)] * len(informed)
-        # A record that is believed to the end keeps the search where another device's optimum is.
+        # Without this decay, a record would hold the search at another device's optimum.
         trust = _TRUST / (_TRUST + waited)
         return [trust / sum(informed) if i else (1 - trust) / (len(informed) - sum(informed)) for i in informed]
 
@@ -281,13 +281,13 @@ class Model:
 
 
 class Scatter:
-    """Points that are far from each other.
+    """A choice of points far from each other.
 
     Args:
-        space: The space.
-        rng: Draws the points that are chosen from.
+        space: The search space.
+        rng: The random numbers for the sample to choose from.
         options: Parameters of the search.
-        near: Points that are known.
+        near: Known valid points.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class Scatter:
         )
 
     def farthest(self, proposed: Iterable[Point]) -> Point | None:
-        """Return the point that is farthest from those that were proposed; `None` if there is no other."""
+        """Return the point farthest from the proposed ones; `None` if all were proposed."""
         before = list(proposed)
         if not before:
             return self._points[0]
@@ -326,7 +326,7 @@ def _columns(axes: Sequence[Floats], count: int) -> Floats:
 
 
 def _held(rows: list[int], values: list[float]) -> list[int]:
-    """Return the rows that a model holds: all, or the fastest and the latest."""
+    """Return the rows to keep in a model: all, or the fastest and the latest."""
     if len(rows) <= _HELD:
         return rows
     fastest = set(np.argsort(values, kind="stable")[: _HELD // 2].tolist())

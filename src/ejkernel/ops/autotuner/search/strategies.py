@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search strategies: which configuration to measure next. They ask, are told, and never measure anything themselves."""
+"""Search strategies: which configuration to measure next. A strategy proposes and learns; it never measures."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from ejkernel.ops.autotuner.search.model import SearchOptions as SearchOptions
 from ejkernel.ops.config.spaces.space import ConfigSpace, Point
 from ejkernel.ops.errors import ConfigError
 
-_EXHAUSTIVE = 24  # configurations up to which all are measured anyway, so that their order does not matter
-_SAMPLED = 4096  # configurations of a large space that are ranked, beside the neighbours of the best
-_REFINED = 8  # of the best: their neighbours are ranked too
-_NEIGHBOURS = 512  # of each of them, the nearest
-_MODELLED = 256  # axes up to which a model says more than it costs
+_EXHAUSTIVE = 24  # a smaller space is measured completely, in its own order
+_SAMPLED = 4096  # configurations sampled from a large space for ranking, beside the neighbours of the best
+_REFINED = 8  # number of best configurations whose neighbours are ranked too
+_NEIGHBOURS = 512  # nearest neighbours ranked for each of them
+_MODELLED = 256  # with more axes, random search replaces the model
 
 
 class Strategy(Protocol):
     """A search through configurations."""
 
     def ask(self, n: int = 1) -> list[Any]:
-        """Return up to `n` configurations to measure, none of which was returned before; none at the end."""
+        """Return up to `n` new configurations to measure; an empty list at the end of the search."""
 
     def tell(self, config: Any, seconds: float | None) -> None:
-        """Take note of a configuration's time; `None` if it failed."""
+        """Record the time of a configuration; `None` if it failed."""
 
 
 def seeds_of(records: Iterable[Record], seeds: Iterable[object] = (), *, count: int = 1) -> list[Any]:
-    """Return the fastest `count` configurations of each record, in turns, and then `seeds`."""
+    """Return the fastest `count` configurations of each record, interleaved, followed by `seeds`."""
     columns = [record.best(count) for record in records]
     turns = [column[i] for i in range(count) for column in columns if i < len(column)]
     return [*turns, *seeds]
 
 
-class _Told:
-    """What every strategy keeps: the seeds that are left, what was proposed, what was told."""
+class _Recorder:
+    """Base of all strategies: remaining seeds, proposed configurations and recorded times."""
 
     def __init__(self, space: ConfigSpace[Any], seeds: Iterable[object]) -> None:
         self.space = space
@@ -52,7 +52,7 @@ class _Told:
         self._proposed: dict[Point, None] = {}  # in this order
 
     def ask(self, n: int = 1) -> list[Any]:
-        """Return up to `n` configurations to measure: the seeds in their order, and then what the strategy says."""
+        """Return up to `n` configurations to measure: first the seeds in order, then the strategy's choices."""
         chosen: list[Point] = []
         while len(chosen) < n and self._seeds:
             point = self.space.point(self._seeds.pop(0))
@@ -68,9 +68,9 @@ class _Told:
         return [self.space.config(point) for point in chosen]
 
     def tell(self, config: object, seconds: float | None) -> None:
-        """Take note of a configuration's time; `None`, or what is not a positive finite number, is a failure.
+        """Record the time of a configuration; `None`, or anything but a positive finite number, is a failure.
 
-        A configuration that is not in the space counts for nothing but the time to beat.
+        The time of a configuration outside the space only counts as the time to beat.
         """
         time = seconds if is_time(seconds) else None
         try:
@@ -87,23 +87,23 @@ class _Told:
             self._learn(point, time)
 
     def _choose(self, n: int) -> list[Point]:
-        """Return up to `n` points that were not proposed, and at least one if there is any."""
+        """Return up to `n` points not proposed before, and at least one if any is left."""
         raise NotImplementedError
 
     def _learn(self, point: Point, seconds: float | None) -> None:
-        """Take note of a configuration's first time."""
+        """Update the strategy with the first result of a configuration."""
 
     def _unseen(self, points: Iterable[Point], n: int) -> list[Point]:
-        """Return the first `n` points that were not proposed; of an iterator, the rest stays for the next time."""
+        """Return the first `n` points not proposed before, and leave the rest of an iterator for the next call."""
         return list(itertools.islice((point for point in points if point not in self._proposed), n))
 
 
-class Exhaustive(_Told):
-    """Every configuration, in the space's order.
+class Exhaustive(_Recorder):
+    """Propose every configuration, in the order of the space.
 
     Args:
-        space: The configurations.
-        seeds: What comes first.
+        space: The search space.
+        seeds: Configurations to propose first.
     """
 
     def __init__(self, space: ConfigSpace[Any], *, seeds: Iterable[object] = ()) -> None:
@@ -114,13 +114,13 @@ class Exhaustive(_Told):
         return self._unseen(self._walk, n)
 
 
-class Random(_Told):
-    """Configurations at random, none twice.
+class Random(_Recorder):
+    """Propose random configurations without repetition.
 
     Args:
-        space: The configurations.
-        seeds: What comes first.
-        seed: Of the random numbers.
+        space: The search space.
+        seeds: Configurations to propose first.
+        seed: Seed of the random numbers.
     """
 
     def __init__(self, space: ConfigSpace[Any], *, seeds: Iterable[object] = (), seed: int = 0) -> None:
@@ -135,20 +135,20 @@ class Random(_Told):
         return self._unseen(self._order, n)
 
 
-class ModelSearch(_Told):
-    """Bayesian optimisation: what is expected to improve most on the best so far, given all that is known.
+class ModelSearch(_Recorder):
+    """Bayesian optimisation: propose the configuration with the largest expected improvement.
 
-    First come the fastest of each record, in the order of the records; then the seeds; then, where there are no
-    records, configurations far from each other; then those that a Gaussian process over the logarithm of the time
-    recommends. A record is believed as far as it agrees with what is measured here, and less the longer nothing better
-    is found. A failure lowers the chance of
-    what is near it. Of a space that is too large to be ranked, a sample is ranked, and what is near the best.
+    The search proposes, in this order: the fastest configurations of each record; the seeds; without records, a few
+    configurations far from each other; and then the recommendations of a Gaussian process over the log of the time.
+    The weight of a record depends on its agreement with the local measurements and falls while no better time is
+    found. A failure lowers the chance of its neighbours. A space too large to rank is sampled, and the sample and the
+    neighbours of the best are ranked.
 
     Args:
-        space: The configurations.
-        seeds: Configurations to try early, such as the heuristic's. Those that are not in the space are left out.
-        records: What is known from other devices or shapes, the nearest first.
-        seed: Of the random numbers; with the same times, the same seed makes the same search.
+        space: The search space.
+        seeds: Configurations to try early, such as the heuristic; those outside the space are ignored.
+        records: Measurements from other devices or shapes, the most similar first.
+        seed: Seed of the random numbers; the same times and seed give the same search.
         options: Parameters of the search.
     """
 
@@ -179,7 +179,7 @@ class ModelSearch(_Told):
         self._measured += seconds is not None
         self._failures += seconds is None
         if seconds == self._best and self.space.points() is None:
-            self._stale_at = 0  # the new best's neighbours are to be ranked
+            self._stale_at = 0  # rank the neighbours of the new best
         row = None if self._candidates is None else self._candidates.rows.get(point)
         if row is None or self._candidates is None:
             return
@@ -187,7 +187,7 @@ class ModelSearch(_Told):
         if self._model is not None:
             self._model.add(row, seconds)
         if seconds is None and self._failures == 1:
-            self._stale_at = 0  # a model that has seen no failure expects none
+            self._stale_at = 0  # the current model expects no failures
 
     def _choose(self, n: int) -> list[Point]:
         if not self._priors and (len(self._proposed) < self.options.scattered or self._measured < LEAST):
@@ -199,7 +199,7 @@ class ModelSearch(_Told):
             self._refit()
         points = self._recommended(n)
         if not points and self.space.points() is None:
-            self._refit()  # all of the sample was measured; draw another
+            self._refit()  # the whole sample was measured: draw another
             points = self._recommended(n)
         return points
 
@@ -209,7 +209,7 @@ class ModelSearch(_Told):
         return self._model.best(n, self._best, self._proposed, pending)
 
     def _refit(self) -> None:
-        """Choose the model's parameters anew; from time to time, since it takes long."""
+        """Fit the hyperparameters again; this is slow and happens only now and then."""
         if self._candidates is None or self.space.points() is None:
             self._candidates = Candidates(self.space, self._ranked(), self._priors, self.options)
             for point, seconds in self.times.items():
@@ -226,15 +226,15 @@ class ModelSearch(_Told):
         self._stale_at = self._measured + max(2, self._measured // 5)
 
     def _kinds(self) -> list[tuple[bool, tuple[float, ...]]]:
-        """Return which processes there are: whether they know the records, and their additive shares.
+        """Return the Gaussian processes to use, as pairs: whether it knows the records, and its additive shares.
 
-        With records, one of each kind is enough, and keeps an evaluation cheap.
+        With records, one process of each kind is enough, and an evaluation stays cheap.
         """
         shares = self.options.additive
         return [(True, shares[-1:]), (False, shares[-1:])] if self._priors else [(False, shares)]
 
     def _ranked(self) -> list[Point]:
-        """Return the points to rank: all, or those that were measured, a sample, and what is near the best."""
+        """Return the points to rank: all, or the measured ones, a sample, and the neighbours of the best."""
         everything = self.space.points()
         if everything is not None:
             return list(everything)
@@ -249,7 +249,7 @@ class ModelSearch(_Told):
 def default_strategy(
     space: ConfigSpace[Any], *, seeds: Iterable[object] = (), records: Iterable[Record] = (), seed: int = 0
 ) -> Strategy:
-    """Return the strategy for a space: all of a tiny one in its order; chance for hundreds of axes; else a model."""
+    """Return the strategy for a space: exhaustive if tiny, random with hundreds of axes, otherwise model-based."""
     seeds = (*seeds, *space.seeds)
     if space.has_at_most(_EXHAUSTIVE):
         return Exhaustive(space, seeds=seeds_of(records, seeds))

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +23,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
+    check_inside,
     listed,
     location,
     places,
@@ -39,6 +39,7 @@ from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, ConfigError
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
 
@@ -97,7 +98,7 @@ class MeasurementStore:
         # What is larger would not be read again.
         if len(text.encode()) > _LARGEST:
             message = f"the search of {data.key.op} is not stored: it takes more than {_LARGEST} bytes"
-            warnings.warn(message, CacheWarning, stacklevel=2)
+            warn(message, CacheWarning)
             return
         folder = self.cache.path
         try:
@@ -105,9 +106,10 @@ class MeasurementStore:
                 raise OSError("no home folder is known")
             beside = folder.joinpath(*location(data.key)[:2])
             # Looked at before, so that the name sorts behind all that there are, whatever the clock says.
+            check_inside(folder, beside / LOG)
             known = _known(data.key, (place.name for place in listed(beside)))
             name = _name(data.key, now, text, known)
-            write_file(beside / name, text)
+            write_file(beside / name, text, root=folder)
         except OSError as error:
             known = _known(data.key, self._memory)
             name = _name(data.key, now, text, known)

@@ -15,7 +15,6 @@ same everywhere, nor is `cfg=`, which the digest has all the same.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -33,6 +32,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import AgreementError, AgreementWarning, ConfigError, SerializationError, UnstableKeyError
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import from_data, stable_json, to_data
 from ejkernel.ops.utils.values.signature import describe
 
@@ -118,7 +118,7 @@ def _book_or_warning() -> Book | None:
             "the processes of this program cannot agree on configurations, and each chooses its own; they may differ, "
             f"and the program hang: {error}. Give all of them the same cache folder."
         )
-        warnings.warn(text, AgreementWarning, stacklevel=2)
+        warn(text, AgreementWarning)
         return None
 
 

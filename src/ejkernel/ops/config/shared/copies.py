@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from ejkernel.ops.config._files import UnusableError, warn_of
+from ejkernel.ops.config._files import UnusableError, check_inside, warn_of
 from ejkernel.ops.config._writing import write_chunks
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.config.shared.choice import best_of_classes, by_preference
 from ejkernel.ops.config.shared.packs import (
+    SUFFIX,
     DamagedError,
     Pack,
     checked,
@@ -48,10 +49,12 @@ class LocalCopy:
 
     Args:
         folder: The folder; it need not be there.
+        root: The cache folder that it is in; no folder between the two may be a link.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, root: Path | None = None) -> None:
         self.folder = folder
+        self._root = root
         self._name = str(folder)
         self._packs: dict[str, Pack] = {}
         self._listed: int | None = None
@@ -61,6 +64,7 @@ class LocalCopy:
         """Return the packs that are there; the folder is listed only if it has changed."""
         for _ in range(_ATTEMPTS):
             try:
+                self._check_folder()
                 changed = os.stat(self._name).st_mtime_ns
                 if changed == self._listed:
                     break
@@ -111,9 +115,27 @@ class LocalCopy:
         opened = {pack.path.name: pack for pack in self.packs()}
         for name in sorted(self._damaged):
             if name not in opened or opened[name].names <= known:  # what cannot be opened has no answers
-                (self.folder / name).unlink(missing_ok=True)
+                if self._is_damaged(name):  # another process may have fetched it again
+                    self._check_folder()
+                    (self.folder / name).unlink(missing_ok=True)
                 self._damaged.discard(name)
         self._listed = None
+
+    def _is_damaged(self, name: str) -> bool:
+        try:
+            packs.verify(self.folder / name)
+        except (OSError, UnusableError):
+            return True
+        return False
+
+    def _check_folder(self) -> None:
+        """Raise if the copy's folder is a link, which would lead out of the cache.
+
+        Raises:
+            OSError: it is.
+        """
+        if self._root is not None:
+            check_inside(self._root, self.folder / SUFFIX)
 
     def _leave_out(self, path: Path, error: Exception) -> None:
         """Warn that a pack, or some of it, is of no use; one that is damaged is to be had again."""
@@ -152,6 +174,7 @@ class LocalCopy:
         Raises:
             OSError: it cannot be written.
         """
+        self._check_folder()
         write_chunks(self.folder / name, lambda: (raw,))
         self._damaged.discard(name)
         self._packs.pop(name, None)
@@ -164,6 +187,7 @@ class LocalCopy:
             OSError: one cannot be removed.
         """
         for pack in gone:
+            self._check_folder()
             pack.path.unlink(missing_ok=True)
             self._damaged.discard(pack.path.name)
         self._listed = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from ejkernel.ops.config._files import UnusableError, expanded, identity, is_url, location, warn_of
-from ejkernel.ops.config._writing import write_file
+from ejkernel.ops.config._writing import replace_judged
 from ejkernel.ops.config.entries import StoredEntry, entry_in, text_of
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.choice import (
@@ -29,6 +30,8 @@ from ejkernel.ops.config.shared.packs import line_of, packed
 from ejkernel.ops.config.shared.stores import Store, shown
 from ejkernel.ops.errors import ConfigError
 
+_PLANS: Final = 5  # for calls that other processes save meanwhile
+
 
 class Place(Protocol):
     """Where entries are."""
@@ -43,12 +46,25 @@ class Place(Protocol):
     def rival(self, entry: StoredEntry) -> StoredEntry | None:
         """Return what is there of the key of an entry that it would stand beside; `None` if nothing is."""
 
-    def put(self, entries: Sequence[StoredEntry]) -> None:
+    def put(
+        self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
+    ) -> Sequence[StoredEntry]:
         """Put entries there; when this returns, they are kept.
+
+        Args:
+            entries: The entries.
+            rivals: What they were judged against, by the `identity` of the key; without, what is there is replaced.
+
+        Returns:
+            Those that were not put, because another process has put something else there since they were judged.
 
         Raises:
             OSError: they cannot be written.
         """
+
+
+class _ChangedError(Exception):
+    """An entry is no longer the one that another was judged against."""
 
 
 class FolderPlace:
@@ -79,10 +95,28 @@ class FolderPlace:
             warn_of(str(self.folder.joinpath(*location(entry.key))), error)
             return None
 
-    def put(self, entries: Sequence[StoredEntry]) -> None:
-        """See `Place`."""
+    def put(
+        self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
+    ) -> Sequence[StoredEntry]:
+        """See `Place`; calls that were tuned together are written together, or not at all."""
+        together = collections.defaultdict[str, list[StoredEntry]](list)
         for entry in entries:
-            write_file(self.folder.joinpath(*location(entry.key)), text_of(entry))
+            together[search_of(entry) or identity(entry.key)].append(entry)
+        left: list[StoredEntry] = []
+        for members in together.values():
+            texts = {self.folder.joinpath(*location(entry.key)): text_of(entry) for entry in members}
+            try:
+                replace_judged(texts, self.folder, functools.partial(self._check, members, rivals))
+            except _ChangedError:
+                left += members
+        return left
+
+    def _check(self, members: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None) -> None:
+        """Raise if another process has put something since these entries were judged."""
+        for entry in members if rivals is not None else ():
+            before, now = (rivals or {})[identity(entry.key)], self.rival(entry)
+            if (before and line_of(before)) != (now and line_of(now)):
+                raise _ChangedError
 
 
 class SharedPlace:
@@ -131,12 +165,16 @@ class SharedPlace:
         mine, there = provenance_class(entry), [] if self._is_empty else self.copy.find(entry.key)
         return next((other for other in there if provenance_class(other) == mine), None)
 
-    def put(self, entries: Sequence[StoredEntry]) -> None:
+    def put(
+        self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
+    ) -> Sequence[StoredEntry]:
         """See `Place`: into new objects, so that nothing of another writer's can be lost."""
+        del rivals
         for name, raw in packed(map(line_of, entries)):
             self.store.write(name, raw)
             self.copy.add(name, raw)
             self._is_empty = False
+        return ()
 
 
 class Step(NamedTuple):
@@ -169,10 +207,12 @@ class Plan:
     Attributes:
         steps: What becomes of each entry.
         entries: What is put there.
+        rivals: What is there now of the calls in `entries`, by the `identity` of the key.
     """
 
     steps: tuple[Step, ...]
     entries: tuple[StoredEntry, ...]
+    rivals: Mapping[str, StoredEntry | None] = dataclasses.field(default_factory=dict)
 
     @property
     def conflicts(self) -> list[Step]:
@@ -188,7 +228,41 @@ def plan(sources: Iterable[Place], target: Place) -> Plan:
     planner = _Planner(target)
     for source in sources:
         planner.take(source)
-    return Plan(tuple(planner.steps), tuple(planner.put.values()))
+    return Plan(tuple(planner.steps), tuple(planner.put.values()), planner.rivals)
+
+
+def bring(sources: Sequence[Place], target: Place) -> Plan:
+    """Bring the entries of some places to another one, and return what came of it.
+
+    An entry that another process puts there meanwhile is judged like all others: this is planned again for its call.
+
+    Raises:
+        OSError: the target cannot be written.
+    """
+    found = plan(sources, target)
+    left = target.put(found.entries, found.rivals)
+    for _ in range(_PLANS):
+        if not left:
+            return found
+        calls = {identity(entry.key) for entry in left}
+        again = plan(sources, target)
+        entries = [entry for entry in again.entries if identity(entry.key) in calls]
+        left = target.put(entries, again.rivals)
+        found = _joined(found, again, calls)
+    late = {identity(entry.key) for entry in left}
+    verdict = Verdict(False, "another process saves configurations of this call now")
+    steps = [step._replace(verdict=verdict) if identity(step.theirs.key) in late else step for step in found.steps]
+    return dataclasses.replace(found, steps=tuple(steps))
+
+
+def _joined(first: Plan, second: Plan, calls: Collection[str]) -> Plan:
+    """Return the first plan, but for some calls, by the `identity` of their keys, the second."""
+
+    def of(steps: Sequence[Step], are_in: bool) -> list[Step]:
+        return [step for step in steps if (identity(step.theirs.key) in calls) is are_in]
+
+    entries = {identity(entry.key): entry for entry in (*first.entries, *second.entries)}
+    return Plan((*of(first.steps, False), *of(second.steps, True)), tuple(entries.values()), second.rivals)
 
 
 class _Planner:
@@ -200,12 +274,14 @@ class _Planner:
     Attributes:
         steps: What becomes of each entry.
         put: What is to be put there, by what it stands for.
+        rivals: What the target had, when it was last asked, by the `identity` of the key.
     """
 
     def __init__(self, target: Place) -> None:
         self._target = target
         self.steps: list[Step] = []
         self.put: dict[tuple[str, ...], StoredEntry] = {}
+        self.rivals: dict[str, StoredEntry | None] = {}
 
     def take(self, source: Place) -> None:
         """Take the entries of a place; where one has room there, the first of them."""
@@ -264,7 +340,9 @@ class _Planner:
         self.put |= {self._slot(step.theirs): step.theirs for step in steps if step.action in ("added", "replaced")}
 
     def _step(self, entry: StoredEntry) -> Step:
-        ours = self.put.get(self._slot(entry)) or self._target.rival(entry)
+        ours = self.put.get(self._slot(entry))
+        if ours is None:
+            ours = self.rivals[identity(entry.key)] = self._target.rival(entry)
         return Step(entry, ours, Verdict(True, "") if ours is None else judge(ours, entry))
 
     def _slot(self, entry: StoredEntry) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from ejkernel import settings
 from ejkernel.ops.config._writing import write_chunks
 from ejkernel.ops.config.shared import packs
 from ejkernel.ops.errors import ConfigError, EjkernelError
@@ -22,6 +23,8 @@ from ejkernel.ops.utils.printable import printable
 
 MOST: Final = 10_000  # objects that a store is listed for
 REMEDY: Final = "`ejkernel cache prune URL` makes few of many"
+# The others that fsspec knows may unpack archives, run templates or mount what the place's content says.
+PROTOCOLS: Final = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "http", "https")
 _USER: Final = re.compile(r"//[^/@]*@")
 
 
@@ -34,12 +37,33 @@ def shown(url: str) -> str:
     return printable(_USER.sub("//", url.partition("?")[0]))
 
 
+def check_protocols(url: str) -> None:
+    """Raise unless a URL has one of `PROTOCOLS`, or others that the user allowed by `EJKERNEL_CACHE_PROTOCOLS`.
+
+    Of a chain, such as `simplecache::s3://bucket`, the user must have allowed each protocol but the last.
+
+    Raises:
+        ConfigError: it has another protocol.
+    """
+    own = settings.current().cache_protocols
+    *outer, inner = (part.partition("://")[0].lower() for part in url.split("::"))  # as fsspec splits it
+    refused = [name for name in outer if name not in own] or [inner] * (inner not in (*PROTOCOLS, *own))
+    if refused:
+        name = printable(refused[0].partition("?")[0])
+        raise ConfigError(
+            f"the shared cache {shown(url)} {'is a chain of URLs with' if outer else 'has'} the protocol {name!r}; "
+            f"allowed are {', '.join((*PROTOCOLS, *own))}, and no chains. If you trust what {name!r} does with the "
+            f"content of the place, set EJKERNEL_CACHE_PROTOCOLS={name}."
+        )
+
+
 class Store:
     """A place where packs are, by its URL.
 
     Args:
-        url: What `fsspec` understands, such as `s3://bucket/prefix`, `gs://...`, `file:///...`, `memory://...`; how to
-            get in is what its own settings and the environment say.
+        url: What `fsspec` understands, such as `s3://bucket/prefix`, `gs://...`, `file:///...`, `memory://...`, with
+            one of `PROTOCOLS` or of `EJKERNEL_CACHE_PROTOCOLS`; how to get in is what its own settings and the
+            environment say.
     """
 
     def __init__(self, url: str) -> None:
@@ -135,6 +159,7 @@ class Store:
 
     def _system(self) -> tuple[Any, str]:
         if self._opened is None:
+            check_protocols(self.url)
             try:
                 from fsspec.core import url_to_fs
             except ImportError as error:

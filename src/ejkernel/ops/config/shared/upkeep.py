@@ -98,8 +98,7 @@ def prune(
     if dry_run:
         fewer = len(known) + len(damaged) - len(dict(packed(kept)))
     else:
-        now = place.store.sizes(math.inf) if damaged else listed
-        gone = known | {name for name in damaged if now.get(name) == listed[name]}  # else somebody is writing it
+        gone = known | _damaged(place, damaged)  # once more, for another machine may have written one again
         fewer = _put_instead(place, kept, gone, there=listed.keys() - damaged)
     return Pruned(entries=len(every.union(saved)) - len(kept), packs=fewer, damaged=len(damaged))
 

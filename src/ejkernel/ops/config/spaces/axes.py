@@ -149,7 +149,7 @@ class Axis:
 
     @functools.cached_property
     def _alignment(self) -> tuple[float, float] | None:
-        """The smallest and largest number of times that two divides a value; `None` if the values do not differ in it."""
+        """The smallest and largest number of times that two divides a value; `None` if they are equal."""
         own = np.asarray(self.values[:_LOOKED_AT] if isinstance(self.values, range) else self.values)
         if own.dtype.kind not in "iu" or own.min() <= 0 or (own & (own - 1) == 0).all():
             return None

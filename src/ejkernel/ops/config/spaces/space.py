@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ConfigSpace`: the configurations of a kernel as axes and constraints, counted, sampled and encoded for a search."""
+"""`ConfigSpace`: configurations declared by axes and constraints, counted, sampled and encoded for a search."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from ejkernel.ops.utils.validation import check_argument
 
 Cfg = TypeVar("Cfg")
 
-ENUMERATED = 20_000  # up to this many configurations a space is small: all are listed, and a search ranks them all
-_LISTING = 16_000_000  # of `Effort`: to list the parts of a space, half of it at most for one; about two seconds
-_WALKED = 2_000_000  # assignments in a row that break a constraint, after which a walk gives up
-_ROUNDS = 8  # of drawing, where draws are often the same
-_SHOWN = 16  # axes that a space's text names
+ENUMERATED = 20_000  # a space with at most this many configurations is enumerated, and a search ranks all of them
+_LISTING = 16_000_000  # `Effort` for enumerating the parts of a space, at most half for one part; about two seconds
+_WALKED = 2_000_000  # consecutive invalid assignments after which iteration gives up
+_ROUNDS = 8  # rounds of drawing in a space where draws often repeat
+_SHOWN = 16  # axes named in the text of a space
 
 
 class ConfigSpace(Generic[Cfg]):
-    """Configurations that are declared by axes and constraints rather than listed.
+    """A search space declared by axes and constraints instead of a list.
 
-    Nothing is enumerated before it is needed, and a large space never is: it is sampled. What is random takes a
-    NumPy generator and depends on nothing else. Whatever the constraints are, the time that is spent looking for what
-    meets them is limited, and what that could not tell is not claimed: `exact` says whether `size` is an estimate.
+    A space is enumerated when needed, and sampled if it is too large. Random methods take a NumPy generator and depend
+    on nothing else. The effort to satisfy the constraints is bounded; `exact` tells whether `size` is an estimate.
 
     >>> space = ConfigSpace(
     ...     {"block_q": [64, 128, 256], "block_kv": [64, 128], "order": ["row", "column"]},
@@ -47,21 +46,20 @@ class ConfigSpace(Generic[Cfg]):
     {'block_q': 64, 'block_kv': 64, 'order': 'row'}
 
     Args:
-        axes: The values of each axis, by name, in their order. An axis of numbers is numeric; one with anything else
-            (text, `None`) is categorical. A `range` stays one, however long it is.
-        constraints: One condition, or several, that a configuration has to meet. A condition whose parameters are
-            names of axes gets their values, and is checked as soon as these are chosen; one with a single parameter
-            of another name gets the whole assignment, a dictionary from axis to value. The former is worth more: of a
-            space whose conditions read few axes each, all is known.
-        build: Makes a configuration: a class, called with the assignment's values by name, or a function of the
-            assignment. By default a configuration is the assignment itself.
-        read: The way back, from a configuration to its assignment. By default the items of a mapping, or the
-            attributes that have the axes' names.
-        seeds: Configurations that a search tries early. Those that are not in the space are left out.
+        axes: The values of each axis, by name and in order. An axis of numbers is numeric; any other value (text,
+            `None`) makes it categorical. A `range` is never expanded.
+        constraints: One predicate, or several, that valid configurations satisfy. A predicate whose parameters are
+            names of axes gets their values and is checked as soon as they are chosen. A predicate with a single
+            parameter of another name gets the whole assignment, a dictionary from axis to value. Prefer the first
+            form: a space whose constraints read few axes each is counted and sampled exactly.
+        build: Creates a configuration: a class, called with the values by name, or a function of the assignment. By
+            default the assignment itself is the configuration.
+        read: The inverse of `build`. By default the items of a mapping, or the attributes named like the axes.
+        seeds: Configurations that a search tries early; those outside the space are ignored.
 
     Raises:
-        ConfigError: there is no axis; an axis has no values, or one twice; a constraint reads what is no axis. Later,
-            from whatever asks it: a constraint raises.
+        ConfigError: There is no axis; an axis has no values or a repeated one; a constraint reads an unknown axis.
+            Methods also raise it when a constraint raises.
     """
 
     def __init__(
@@ -92,10 +90,10 @@ class ConfigSpace(Generic[Cfg]):
 
     @classmethod
     def listed(cls, configurations: Iterable[Cfg]) -> ConfigSpace[Cfg]:
-        """Return the space of exactly these configurations, which are mappings or dataclasses with the same fields.
+        """Return the space of exactly these configurations, mappings or dataclasses with the same fields.
 
         Raises:
-            ConfigError: there is none; they differ in their fields; or one is neither a mapping nor a dataclass.
+            ConfigError: The list is empty, the fields differ, or an item is neither a mapping nor a dataclass.
         """
         configs = list(configurations)
         rows = [_fields(config) for config in configs]
@@ -118,11 +116,11 @@ class ConfigSpace(Generic[Cfg]):
         return True  # without this, `if space:` would count its configurations
 
     def __len__(self) -> int:
-        """Return `size`, or the greatest length that there is in Python."""
+        """Return `size`, capped at `sys.maxsize`."""
         return min(self.size, sys.maxsize)
 
     def __iter__(self) -> Iterator[Cfg]:
-        """Yield every configuration, the last axis fastest; of a large space take no more than is needed."""
+        """Yield every configuration, the last axis fastest; lazy, so the start of a large space is cheap."""
         return map(self.config, self.walk())
 
     def __contains__(self, config: Any) -> bool:
@@ -134,10 +132,10 @@ class ConfigSpace(Generic[Cfg]):
 
     @property
     def size(self) -> int:
-        """How many configurations there are, or an estimate of that if it is not `exact`.
+        """The number of configurations, or an estimate if not `exact`.
 
         Raises:
-            ConfigError: there is none, or none was found.
+            ConfigError: The space is empty, or no configuration was found.
         """
         counts = [part.count for _, part in self._known()]
         if not all(counts):
@@ -146,16 +144,16 @@ class ConfigSpace(Generic[Cfg]):
 
     @property
     def exact(self) -> bool:
-        """Whether `size` is the number of configurations; else it is an estimate, from what was drawn at random."""
+        """Whether `size` is exact; otherwise it is an estimate from random samples."""
         return self.empty() or all(part.exact for _, part in self._known())
 
-    # Points: configurations by the positions of their values. They can be hashed, and cost nothing to make.
+    # Points: configurations by the positions of their values; hashable and cheap.
 
     def points(self) -> tuple[Point, ...] | None:
-        """Return all points in the order of `__iter__`; `None` if there are more than can be listed, or none was found.
+        """Return all points in the order of `__iter__`; `None` if the space is too large to enumerate.
 
         Raises:
-            ConfigError: no configuration meets the constraints.
+            ConfigError: No configuration satisfies the constraints.
         """
         if self.empty():
             raise self._nothing()
@@ -164,23 +162,23 @@ class ConfigSpace(Generic[Cfg]):
         return self._listed
 
     def has_at_most(self, count: int) -> bool:
-        """Return whether all configurations can be listed and are no more than this.
+        """Return whether the space can be enumerated and has at most `count` configurations.
 
         Raises:
-            ConfigError: no configuration meets the constraints.
+            ConfigError: No configuration satisfies the constraints.
         """
         points = self.points()
         return points is not None and len(points) <= count
 
     def empty(self) -> bool:
-        """Return whether it is certain that no configuration meets the constraints."""
+        """Return whether the space is known to be empty."""
         return any(part.points == () for _, part in self._known())
 
     def walk(self) -> Iterator[Point]:
         """Yield every point, the last axis fastest.
 
         Raises:
-            ConfigError: very many assignments in a row break a constraint.
+            ConfigError: Two million consecutive assignments violate a constraint.
         """
         if self._listed is not None:
             yield from self._listed
@@ -199,7 +197,7 @@ class ConfigSpace(Generic[Cfg]):
             level = next(stack[-1], None)
             if effort.left < 0:
                 raise ConfigError(
-                    f"{_WALKED} assignments of {self!r} in a row break a constraint; take a sample of it instead, or "
+                    f"{_WALKED} consecutive assignments of {self!r} violate a constraint; use sample() instead, or "
                     "let constraints name the axes that they read."
                 )
             del chosen[len(stack) - 1 :]
@@ -214,7 +212,7 @@ class ConfigSpace(Generic[Cfg]):
                 stack.append(following())
 
     def has(self, point: Point) -> bool:
-        """Return whether the point meets the constraints."""
+        """Return whether the point is valid."""
         if len(point) != len(self.axes):
             return False
         if not all(0 <= level < len(axis) for axis, level in zip(self.axes, point, strict=True)):
@@ -222,7 +220,7 @@ class ConfigSpace(Generic[Cfg]):
         return all(part.has(tuple(point[i] for i in positions)) for positions, part in self._divide())
 
     def assignment(self, point: Point) -> dict[str, Any]:
-        """Return the values of a point, or of the leading axes if it is a part of one, by the axes' names."""
+        """Return the values of a point by axis name; a shorter point gives the leading axes."""
         return {axis.name: axis.values[level] for axis, level in zip(self.axes, point, strict=False)}
 
     def config(self, point: Point) -> Cfg:
@@ -239,10 +237,10 @@ class ConfigSpace(Generic[Cfg]):
         return config
 
     def point(self, config: Cfg) -> Point:
-        """Return the point of a configuration. It need not meet the constraints.
+        """Return the point of a configuration, which need not satisfy the constraints.
 
         Raises:
-            ConfigError: it lacks an axis, or has a value that the axis does not.
+            ConfigError: The configuration lacks an axis, or its value is not on the axis.
         """
         return self.locate(self.read(config))
 
@@ -250,7 +248,7 @@ class ConfigSpace(Generic[Cfg]):
         """Return the point of an assignment.
 
         Raises:
-            ConfigError: it lacks an axis, or an axis has no such value.
+            ConfigError: The assignment lacks an axis, or a value is not on its axis.
         """
         levels = []
         for axis in self.axes:
@@ -263,10 +261,10 @@ class ConfigSpace(Generic[Cfg]):
         return tuple(levels)
 
     def read(self, config: Cfg) -> dict[str, Any]:
-        """Return the values of a configuration by the axes' names. They need not be values of the axes.
+        """Return the values of a configuration by axis name; they need not be on the axes.
 
         Raises:
-            ConfigError: the configuration lacks an axis.
+            ConfigError: The configuration lacks an axis.
         """
         if self._read is not None:
             found = self._read(config)
@@ -280,10 +278,7 @@ class ConfigSpace(Generic[Cfg]):
         return {name: found[name] for name in self.names}
 
     def narrowed(self, fixed: Mapping[str, object]) -> ConfigSpace[Cfg] | None:
-        """Return the part of the space that has these values on these axes; `None` if an axis has no such value.
-
-        It may be `empty`.
-        """
+        """Return the subspace with these axes fixed; `None` if a value is not on its axis. It may be `empty`."""
         levels: dict[str, int] = {}
         for axis in self.axes:
             if axis.name in fixed:
@@ -305,19 +300,19 @@ class ConfigSpace(Generic[Cfg]):
         return narrowed
 
     def conditions(self) -> list[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], bool]]]:
-        """Return what assignments have to meet, each with the axes that it reads."""
+        """Return the constraints, each as the axes that it reads and a predicate."""
         if self._kept:
             return [(self.names, lambda assignment: self.has(self.locate(assignment)))]
         return [(constraint.reads or self.names, constraint) for constraint in self._constraints]
 
     def neighbour_points(self, point: Point, most: int | None = None) -> list[Point]:
-        """Return the points that differ on one axis, adjacent values first, and then the next nearest.
+        """Return the valid points that differ from `point` on one axis, nearest first.
 
-        Of an axis with more than 64 values it is those nearby, and some at growing distances.
+        An axis with more than 64 values contributes the nearby values and a few at growing distances.
 
         Args:
-            point: Which must be in the space.
-            most: How many to return; by default, all.
+            point: A point of the space.
+            most: The maximum number of points; by default unlimited.
         """
         found: list[Point] = []
         for _, position, level in self._steps(point):
@@ -329,7 +324,7 @@ class ConfigSpace(Generic[Cfg]):
         return found
 
     def neighbours(self, config: Cfg) -> list[Cfg]:
-        """Return the configurations that differ on one axis; see `neighbour_points`."""
+        """Return the configurations that differ from `config` on one axis; see `neighbour_points`."""
         return [self.config(point) for point in self.neighbour_points(self.point(config))]
 
     def sample_points(self, rng: np.random.Generator, count: int, near: Iterable[Point] = ()) -> list[Point]:
@@ -340,12 +335,12 @@ class ConfigSpace(Generic[Cfg]):
         points may never be drawn.
 
         Args:
-            rng: Random numbers.
-            count: How many points.
-            near: Points that are known to be in the space; they help to find others where this is hard.
+            rng: The random numbers.
+            count: The number of points.
+            near: Known points of the space, which help where valid points are rare.
 
         Raises:
-            ConfigError: no configuration meets the constraints, or none was found.
+            ConfigError: No configuration satisfies the constraints, or none was found.
         """
         points = self.points()
         if points is not None:
@@ -364,10 +359,10 @@ class ConfigSpace(Generic[Cfg]):
         """Return up to `count` different configurations; see `sample_points`."""
         return [self.config(point) for point in self.sample_points(rng, count)]
 
-    # Numbers: what a model of the space sees.
+    # Numeric features for the search model.
 
     def encode(self, assignments: Sequence[Mapping[str, object]], *, aligned_from: int = ALIGNED_FROM) -> list[Floats]:
-        """Return one array for each axis that varies: a row for each assignment, the columns as `Axis.encode` says."""
+        """Return the features of each varying axis, with one row per assignment; see `Axis.encode`."""
         columns = (
             axis.encode([assignment[axis.name] for assignment in assignments], aligned_from=aligned_from)
             for axis in self.axes
@@ -375,13 +370,13 @@ class ConfigSpace(Generic[Cfg]):
         return [column for column in columns if column.shape[1]]
 
     def encode_points(self, points: Sequence[Point], *, aligned_from: int = ALIGNED_FROM) -> list[Floats]:
-        """Return what `encode` does, for points."""
+        """Return the features of points; see `encode`."""
         levels = np.asarray(points, dtype=np.intp).reshape(len(points), len(self.axes))
         columns = (axis.encode_levels(levels[:, i], aligned_from=aligned_from) for i, axis in enumerate(self.axes))
         return [column for column in columns if column.shape[1]]
 
     def _divide(self) -> list[tuple[list[int], Part]]:
-        """Return the parts of the space that are independent of each other, with the positions of their axes."""
+        """Return the independent parts of the space, each with the positions of its axes."""
         if not self._parts:
             read = {name: i for i, name in enumerate(self.names)}
             tied = parts_of(self.axes, self._constraints)
@@ -396,7 +391,7 @@ class ConfigSpace(Generic[Cfg]):
         return self._parts
 
     def _known(self) -> list[tuple[list[int], Part]]:
-        """Return the parts, once each of them is listed that can be."""
+        """Return the parts, after enumerating those that are small enough."""
         parts = self._divide()
         if not self._looked:
             left = Effort(_LISTING)
@@ -414,12 +409,12 @@ class ConfigSpace(Generic[Cfg]):
         return self._owners[position]
 
     def _keep(self, points: Iterable[Point]) -> None:
-        """Have these points and no others."""
+        """Restrict the space to these points."""
         self._listed, self._looked, self._kept = tuple(points), True, True
         self._parts = [(list(range(len(self.axes))), Part(self.axes, (), self._listed))]
 
     def _steps(self, point: Point) -> list[tuple[int, int, int]]:
-        """Return `(distance, axis, level)` of the values beside a point's, the nearest first."""
+        """Return `(distance, axis, level)` of the values near a point's, nearest first."""
         return sorted(
             (distance, position, level)
             for position, axis in enumerate(self.axes)
@@ -427,26 +422,26 @@ class ConfigSpace(Generic[Cfg]):
         )
 
     def _drawn(self, rng: np.random.Generator, count: int, near: Sequence[Point]) -> Iterator[Point]:
-        """Yield points at random, which may be the same; none if a part has none that is known."""
+        """Yield random points, possibly repeated; none if a part has no known point."""
         columns: dict[int, Sequence[int]] = {}
         for positions, part in self._known():
             drawn = part.draw(rng, count, [tuple(point[i] for i in positions) for point in near])
             if not drawn:
                 return iter(())
-            if len(drawn) < count and len(self._parts) > 1:  # so that each meets several of the other parts
+            if len(drawn) < count and len(self._parts) > 1:  # combine each with several points of the other parts
                 drawn = [drawn[i] for i in rng.integers(len(drawn), size=count).tolist()]
             columns.update(zip(positions, zip(*drawn, strict=True), strict=True))
         return zip(*(columns[i] for i in range(len(self.axes))), strict=True)
 
     def _nothing(self) -> ConfigError:
         if self.empty():
-            return ConfigError(f"no configuration of {self!r} meets the constraints; check them, or add values.")
+            return ConfigError(f"no configuration of {self!r} satisfies the constraints; check them, or add values.")
         hard = [part for _, part in self._known() if not part.exact and not part.count]
         total = sum(math.log10(part.product) for part in hard)
         return ConfigError(
-            f"none was found: in the time that is spent on it, no assignment of {self!r} that was tried meets the "
-            f"constraints, of about 10^{total:.0f} that there are; some may. Let constraints name the axes that they "
-            "read (`lambda rows, warps: ...`), as few as possible each, so that they are checked early."
+            f"found no valid configuration of {self!r} among its 10^{total:.0f} assignments, although some may exist. "
+            "Let each constraint name the few axes that it reads (`lambda rows, warps: ...`), so that it is checked "
+            "early."
         )
 
 
@@ -455,10 +450,10 @@ def _fields(config: object) -> dict[str, Any]:
         return dict(config)
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    raise ConfigError(f"configurations must be mappings or dataclasses, got {config!r}.")
+    raise ConfigError(f"configurations must be mappings or dataclass instances, got {config!r}.")
 
 
 def _in_order(values: Sequence[object]) -> list[Any]:
-    """Return each value once: numbers by size, anything else as it comes."""
+    """Return the distinct values: numbers sorted, anything else in order of appearance."""
     distinct = list({value_key(value): value for value in values}.values())
     return sorted(distinct) if all(map(is_number, distinct)) else distinct
