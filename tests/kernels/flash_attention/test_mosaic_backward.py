@@ -363,7 +363,7 @@ def test_what_the_environment_lacks_is_the_reason(monkeypatch):
     [
         ((128, 128), dataclasses.replace(FUSED, q_stages=4, dout_stages=4), "shared memory"),
         ((128, 128), dataclasses.replace(FUSED, q_block=192), "q_block must be 64 or 128"),
-        ((128, 128), dataclasses.replace(SPLIT, warpgroups=3, q_stages=1, dout_stages=1), "accumulator registers per thread"),
+        ((128, 128), dataclasses.replace(SPLIT, warpgroups=3, q_stages=1, dout_stages=1), "accumulator registers"),
         ((64, 64), dataclasses.replace(FUSED, warpgroups=3), "cannot divide the 64 columns"),
         ((192, 128), dataclasses.replace(WIDE, q_block=128), "q_block must be 64"),
         ((256, 256), FUSED, "shared memory"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax import lax
 from jax.experimental import pallas as pl
 
 from .device import Registers
@@ -55,6 +54,7 @@ def launch(
 
 
 def dispatch_warpgroup(
+    warpgroup: Any,
     consumers: int,
     registers: Registers | None,
     *,
@@ -64,12 +64,12 @@ def dispatch_warpgroup(
     """Dispatch this warpgroup to its producer or consumer role.
 
     Args:
+        warpgroup: The number of this warpgroup, `lax.axis_index(WARPGROUP)`.
         consumers: How many consumer warpgroups there are.
         registers: Registers per thread of either role; `None` leaves them as they are.
         producer: Copies from global to shared memory.
         consumer: Computes; its argument is the number of the warpgroup.
     """
-    warpgroup = lax.axis_index(WARPGROUP)
 
     @pl.when(warpgroup == consumers)
     def _producer() -> None:

@@ -6,6 +6,7 @@ The methods are those of CUTLASS's `PipelineTmaAsync`. Steps count from 0; step 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -80,3 +81,17 @@ def producer_tail(steps: Any, *pipelines: Pipeline | None, unreleased: int = 0) 
     def _wait(step: Any) -> None:
         for pipeline in present:
             plgpu.barrier_wait(pipeline.empty.at[remainder(step, stages)])
+
+
+def unrolled_producer_tail(steps: Any, *pipelines: Pipeline | None) -> None:
+    """Do the same without a loop, one pipeline after another.
+
+    The register allocation of ptxas depends on it: with the loop some attention backwards spill up to 88 bytes more.
+    """
+    for pipeline in pipelines:
+        for stage in range(pipeline.stages if pipeline is not None else 0):
+            pl.when(stage < steps)(functools.partial(_wait_empty, pipeline, stage))
+
+
+def _wait_empty(pipeline: Pipeline, stage: int) -> None:
+    plgpu.barrier_wait(pipeline.empty.at[stage])

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.launch import WARPGROUP
 from ejkernel.kernels._hopper.memory import plgpu
-from ejkernel.kernels._hopper.pipeline import producer_tail
+from ejkernel.kernels._hopper.pipeline import unrolled_producer_tail
 
 from .backward_keys import KeyBlock, KeyBlockKernel, QueryStep
 from .masks import (
@@ -204,7 +204,7 @@ class ProductsKernel(KeyBlockKernel):
                 self.send_dquery(block, part, before, 0, (0, 0))
 
         else:
-            producer_tail(number, block.memory.weights_pipeline)
+            unrolled_producer_tail(number, block.memory.weights_pipeline)
         self.finish(block)
         self.store(block, dvalue * self.problem.value_scale, 1, 0)
         plgpu.wait_smem_to_gmem(0)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch
 from ejkernel.kernels._hopper.memory import plgpu, tiled
-from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
+from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
 from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
 from .params import BackwardParams
@@ -210,12 +210,13 @@ class KeyBlockKernel:
     def _block(
         self, arrays: BackwardInputs, sums: GradientSums, outputs: tuple[Any, ...], memory: KeyBlockMemory
     ) -> None:
-        consumers = self.params.warpgroups
+        warpgroup, consumers = lax.axis_index(WARPGROUP), self.params.warpgroups
         number, example, part = self._schedule(lax.axis_index(PROGRAM))
         blocks = block_range(arrays.ranges, example, number)
         limit = key_limit(self.problem, arrays, example, self.params.keys)
         block = KeyBlock(arrays, sums, outputs, memory, example, part, number * self.params.keys, blocks, limit)
         dispatch_warpgroup(
+            warpgroup,
             consumers,
             REGISTERS[consumers] if consumers > 1 else None,  # one consumer has 255 registers as it is
             producer=lambda: self._produce(block),
@@ -257,10 +258,7 @@ class KeyBlockKernel:
             return total
 
         steps = lax.fori_loop(0, self.heads_per_part, of_head, jnp.int32(0))
-        producer_tail(steps, memory.query_pipeline)
-        producer_tail(steps, memory.dout_pipeline)
-        if memory.bias_pipeline is not None:
-            producer_tail(steps, memory.bias_pipeline)
+        unrolled_producer_tail(steps, memory.query_pipeline, memory.dout_pipeline, memory.bias_pipeline)
 
     def _copy_step(self, block: KeyBlock, step: QueryStep) -> None:
         arrays, memory = block.arrays, block.memory

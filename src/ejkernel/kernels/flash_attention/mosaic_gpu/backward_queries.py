@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from ejkernel.kernels._hopper.backend import Backend
 from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch
 from ejkernel.kernels._hopper.memory import plgpu, tiled
-from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
+from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
 
 from .masks import (
     WGMMA,
@@ -118,7 +118,7 @@ class QueriesKernel:
         )
 
     def _block(self, arrays: BackwardInputs, output: Any, memory: QueryBlockMemory) -> None:
-        consumers, heads = self.params.q_warpgroups, self.problem.heads
+        warpgroup, consumers, heads = lax.axis_index(WARPGROUP), self.params.q_warpgroups, self.problem.heads
         index = lax.axis_index(PROGRAM)
         example, rest = lax.div(index, self.query_blocks * heads), lax.rem(index, self.query_blocks * heads)
         # Under a causal mask the last queries see most keys: they come first, and short blocks fill the gaps.
@@ -127,6 +127,7 @@ class QueriesKernel:
         limit = key_limit(self.problem, arrays, example, self.params.kv_block)
         block = QueryBlock(arrays, output, memory, example, head, number * self.rows, blocks, limit)
         dispatch_warpgroup(
+            warpgroup,
             consumers,
             REGISTERS[consumers] if consumers > 1 else None,  # one consumer has 255 registers as it is
             producer=lambda: self._produce(block),
@@ -144,18 +145,19 @@ class QueriesKernel:
         group = lax.div(block.head, self.problem.heads_per_group)
 
         def of_tile(j: jax.Array, number: jax.Array) -> jax.Array:
+            stage = memory.key_pipeline.stage(number)
             at = (block.example, pl.ds(j * params.kv_block, params.kv_block), group)
             # Two pipelines: scores start without values, and values are released before keys.
             for source, buffer, pipeline in (
                 (arrays.key, memory.key, memory.key_pipeline),
                 (arrays.value, memory.value, memory.value_pipeline),
             ):
-                stage = pipeline.producer_acquire(number)
+                pipeline.producer_wait(number, stage)
                 plgpu.copy_gmem_to_smem(source.at[at], buffer.at[stage], pipeline.full.at[stage])
             return number + 1
 
         steps = lax.fori_loop(block.blocks.first, block.blocks.end, of_tile, jnp.int32(0))
-        producer_tail(steps, memory.key_pipeline, memory.value_pipeline)
+        unrolled_producer_tail(steps, memory.key_pipeline, memory.value_pipeline)
 
     # Consumers.
 

@@ -114,8 +114,8 @@ class ForwardKernel:
         """Run this warpgroup as producer or consumer."""
         self.buffers, self.barriers = buffers, barriers
         self.memory = ForwardMemory(self.plan, self.inputs, self.outputs, buffers, barriers, self.backend)
-        consumers = self.params.warpgroups
-        dispatch_warpgroup(consumers, REGISTERS[consumers], producer=self._produce, consumer=self._consume)
+        warpgroup, consumers = lax.axis_index(WARPGROUP), self.params.warpgroups
+        dispatch_warpgroup(warpgroup, consumers, REGISTERS[consumers], producer=self._produce, consumer=self._consume)
 
     # Tile scheduler.
 

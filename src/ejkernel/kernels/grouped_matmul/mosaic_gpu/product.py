@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import compat
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.launch import PROGRAM, dispatch_warpgroup
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup
 from ejkernel.kernels._hopper.memory import plgpu, swizzled, tiled
 from ejkernel.kernels._hopper.pipeline import producer_tail
 
@@ -94,7 +94,8 @@ class ProductKernel:
         self.lhs_tiles, self.lhs_rows = self.backend.views(memory.lhs, 2)
         self.out_views = self.backend.views(memory.out, 3)
         self.first_group, self.first_row = self._first()
-        dispatch_warpgroup(WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
+        warpgroup = lax.axis_index(WARPGROUP)
+        dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
 
     # Tile scheduler.
 

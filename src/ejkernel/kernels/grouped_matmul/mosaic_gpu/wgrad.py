@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels._hopper.backend import backend_for
-from ejkernel.kernels._hopper.launch import PROGRAM, dispatch_warpgroup
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup
 from ejkernel.kernels._hopper.memory import plgpu, tiled
 from ejkernel.kernels._hopper.pipeline import producer_tail
 
@@ -85,7 +85,8 @@ class WgradKernel:
         self.memory, self.pipeline = memory, memory.pipeline
         self.lhs_stages, self.lhs_tiles = self.backend.views(memory.lhs, 2)
         self.rhs_stages, self.rhs_tiles = self.backend.views(memory.rhs, 2)
-        dispatch_warpgroup(WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
+        warpgroup = lax.axis_index(WARPGROUP)
+        dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
 
     # Tile scheduler.
 
