@@ -60,7 +60,7 @@ class Hopper:
         return tuple(buffer)
 
     def tile(self, tiles: Any, index: tuple[Any, Any], shape: tuple[int, int]) -> Any:
-        """Return one tile, by row and column of tiles, of a view whose last four axes are tiles and their elements."""
+        """Return a tile, by row and column, of a view whose last four axes are tiles and their elements."""
         del shape
         return tiles.at[index]
 

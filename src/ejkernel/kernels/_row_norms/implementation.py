@@ -20,7 +20,7 @@ CallT = TypeVar("CallT", bound=RowNormCall)
 
 _DTYPES = (*hopper.DTYPES, "float32")
 _SHORTEST = 64  # elements; the length of a short row is a multiple
-_SHORT_KNOWN = 256  # elements, the longest short rows that were measured
+_SHORT_KNOWN = 256  # elements, the longest measured short rows
 _NARROW = 128  # elements of a row up to which XLA's forward is as fast
 _AT_ONCE = 1 << 14  # elements of short rows that a forward reads at once
 _FEW = 1 << 23  # elements of all rows up to which XLA's forward is as fast

@@ -62,7 +62,7 @@ def _launch(
 
 
 class ShortRowKernel:
-    """The program of one block of threads, which is a single warpgroup; it works on slabs of `SLAB` rows.
+    """The program of one block of threads, a single warpgroup; it works on slabs of `SLAB` rows.
 
     Attributes:
         plan: The launch.

@@ -35,7 +35,7 @@ def normalize(plan: RowNormPlan, arrays: Sequence[jax.Array], *, interpret: Any 
         interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
 
     Returns:
-        The normalised rows; the sums of rows and residual, if there is one; the mean of each row, if the formula
+        The normalised rows; the sums of rows and residual, for a formula with one; the mean of each row, if the formula
         subtracts it; `1 / rms` or `1 / standard deviation` of each row, in float32.
     """
     stats = [jax.ShapeDtypeStruct((plan.rows,), jnp.float32)] * (1 + plan.formula.centred)
@@ -56,7 +56,7 @@ def gradients(
         interpret: As for `normalize`.
 
     Returns:
-        The gradient of the rows, then those of weight and bias, if there are any, in float32.
+        The gradient of the rows, then the float32 gradients of weight and bias, if the formula has them.
     """
     sums = [jax.ShapeDtypeStruct((plan.programs, *plan.row_shape), jnp.float32)] * plan.sums
     rows, vectors = _shaped(plan, arrays)
@@ -89,7 +89,7 @@ def _launch(
 
 
 class LongRowKernel:
-    """The program of one block of threads, which is a single warpgroup.
+    """The program of one block of threads, a single warpgroup.
 
     Attributes:
         plan: The launch.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward kernels whose blocks of threads own keys: launch, producer and epilogue; `backward_consumers` has the rest.
+"""Backward kernels with one block of threads per block of keys: launch, producer, epilogue.
 
 A block walks over the query tiles that see its keys, in all heads of its group, so that dK and dV need no second sum.
 With `head_parts` it walks over some of the heads, and XLA adds up dK and dV of the parts.
@@ -26,7 +26,7 @@ from .visibility import BlockRange
 
 
 class KeyBlockMemory(NamedTuple):
-    """Shared memory and barriers of a block of threads; what a kernel does not use is `None`."""
+    """Shared memory and barriers of a block of threads; unused ones are `None`."""
 
     key: Any
     value: Any
@@ -188,7 +188,7 @@ class KeyBlockKernel:
             buffers[name] = plgpu.SMEM(buffer.shape, dtype) if is_vector else tiled(buffer.shape, dtype, buffer.swizzle)
         consumers, passes = params.warpgroups, params.division == "products"
         biases = 0 if self.problem.bias is None else buffers["bias"].shape[0]
-        # Two copies each: a tile, and the numbers of its rows from which its product starts.
+        # Two copies each: a tile, and the initial accumulators of its rows.
         query = Pipeline.types(params.q_stages, consumers=consumers, copies=2)
         dout = Pipeline.types(params.dout_stages, consumers=consumers, copies=2)
         barriers = {

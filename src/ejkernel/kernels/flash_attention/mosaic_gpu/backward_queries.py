@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward kernel whose blocks of threads own queries: the second kernel of `form='split'`, which computes dQ."""
+"""The backward kernel with one block of threads per block of queries: dQ of `form='split'`."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def params_fault(call: AttentionCall, params: BackwardParams) -> str | None:
 
 
 def is_deterministic(call: AttentionCall, params: BackwardParams) -> bool:
-    """Return whether gradients repeat bit by bit: no sum in memory, whose order is nondeterministic."""
+    """Return whether gradients repeat bit by bit: they contain no sum in memory of nondeterministic order."""
     return params.form == "split" and not _shares_bias(call)
 
 

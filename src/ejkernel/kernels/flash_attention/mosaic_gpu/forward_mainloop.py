@@ -313,7 +313,7 @@ class ForwardConsumer:
     # Release of query buffers; a buffer that also stages the output is empty once that has been copied.
 
     def _release_previous_queries(self) -> None:
-        """Release the previous tile's buffer, whose output has had time to be copied."""
+        """Release the previous tile's buffer; the copy of its output has had time to finish."""
         if self.plan.frees_late:
 
             @pl.when(self.part.number > 0)

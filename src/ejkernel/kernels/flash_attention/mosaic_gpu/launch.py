@@ -243,7 +243,7 @@ def _run_backward(
         for place, gradient in zip(gradients, kernel.run(by_keys, places), strict=True):
             place[...] = gradient
 
-    # `run_state`, whose references end here: under `custom_jvp` JAX lowers no program that creates references.
+    # `run_state` ends the references here: under `custom_jvp` JAX lowers no program that creates references.
     initial = (empty, [jnp.zeros(like.shape, like.dtype) for like in kernel.out_types(inputs)])
     sums, (dkey, dvalue) = pl.run_state(add_up)(initial)
     dkey, dvalue = (_sum_of_parts(x, params.head_parts) for x in (dkey, dvalue))

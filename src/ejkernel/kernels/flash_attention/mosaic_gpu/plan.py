@@ -262,7 +262,7 @@ class BackwardProblem:
 
     @property
     def bias_gradient_dtype(self) -> Any:
-        """The dtype in which the kernel writes the gradient of the bias."""
+        """The dtype of the bias's gradient in the kernel."""
         return self.dtype if self.bias_whole else jnp.dtype(jnp.float32)
 
     def needed_masks(self, keys_per_block: int, *, walks_queries: bool) -> tuple[bool, bool]:
