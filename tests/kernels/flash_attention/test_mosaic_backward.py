@@ -367,7 +367,7 @@ def test_what_the_environment_lacks_is_the_reason(monkeypatch):
         ((64, 64), dataclasses.replace(FUSED, warpgroups=3), "cannot divide the 64 columns"),
         ((192, 128), dataclasses.replace(WIDE, q_block=128), "q_block must be 64"),
         ((256, 256), FUSED, "shared memory"),
-        ((128, 128), dataclasses.replace(FUSED, head_parts=3), "head_parts must divide the 2 heads of a group, got 3"),
+        ((128, 128), dataclasses.replace(FUSED, head_parts=3), "head_parts must divide 2, the heads of a group, got 3"),
     ],
 )
 def test_parameters_that_cannot_run_are_refused(dims, params, words):

@@ -128,8 +128,7 @@ def test_blocks_of_rows_must_divide_them_and_fit():
     found, operation = OPERATIONS["rms_norm"].implementations["mosaic_gpu"], OPERATIONS["rms_norm"]
     call = operation.describe(*arguments(operation, 6, 1024))
     assert (
-        found.params_fault(call, RowNormParams(block_rows=4))
-        == "block_rows must divide 6, the number of rows, and is 4."
+        found.params_fault(call, RowNormParams(block_rows=4)) == "block_rows must divide 6, the number of rows, got 4."
     )
     assert "bytes of shared memory" in found.params_fault(call, RowNormParams(block_rows=6, stages=16))
     assert all(6 % params.block_rows == 0 for params in found.space(call))
@@ -191,7 +190,7 @@ def test_parameters_are_positive_integers(wrong):
         (8, 256, "bfloat16", "gpu", "x has 8 rows, and of short ones 'mosaic_gpu' takes a multiple of 16; use 'xla'"),
         (16, 448, "float32", "gpu", "rows of 448 elements, too long for registers"),
         (8, 1000, "bfloat16", "gpu", "rows of 1000 elements"),
-        (8, 65536, "bfloat16", "gpu", "which shared memory does not hold"),
+        (8, 65536, "bfloat16", "gpu", "too long for shared memory"),
         (8, 1024, "float64", "gpu", "x has dtype float64"),
         (8, 1024, "bfloat16", "tpu", "needs a Hopper GPU"),
     ],
