@@ -173,8 +173,8 @@ def test_a_shared_cache_is_pruned(capsys, url, mine, theirs, tmp_path):
         (("push", "no url"), "'no url' is no URL"),
         (("pull",), "set EJKERNEL_CACHE_LAYERS"),
         (("prune", "no url"), "'no url' is no URL"),
-        (("diff", "/nowhere/at/all"), "there is no folder /nowhere/at/all"),
-        (("merge", "/nowhere/at/all"), "there is no folder"),
+        (("diff", "/nowhere/at/all"), "the folder /nowhere/at/all does not exist"),
+        (("merge", "/nowhere/at/all"), "does not exist"),
         (("push", "nosuchkind://x"), "nosuchkind"),
     ],
 )

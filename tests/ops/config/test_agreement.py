@@ -153,7 +153,7 @@ def test_explain_names_the_process_that_decided(ranks, kernel, x):
         why = ranks[0].executor.explain(ranks[0].program(kernel), x)[0]
     assert (why.config, why.source) == (1, "agreed with process 1")
     assert [tier.tier for tier in why.tiers] == ["override", "overlay", "agreed"]
-    assert "agreed     1  (process 1 had it from its heuristic tier)" in str(why)
+    assert "agreed     1  (process 1 took it from its heuristic tier)" in str(why)
 
 
 def test_explain_decides_nothing(ranks, kernel, x):
@@ -386,7 +386,7 @@ def test_a_configuration_with_fields_that_a_process_does_not_know_is_an_error(ra
     decided = next(name for name in ranks.values if name.startswith("ejkernel/decided/"))
     newer = dataclasses.replace(ranks[0].book.find(decided.split("/")[2]), config={"factor": 1, "newer": 2})
     ranks.values[decided] = stable_json(newer)
-    with pytest.raises(AgreementError, match=r"process 0 decided for all cannot be used here: .*newer.*same version"):
+    with pytest.raises(AgreementError, match=r"process 0 decided for all processes cannot be used here: .*newer.*same version"):
         ranks[1].run(typed, x)
 
 
@@ -445,7 +445,7 @@ def test_a_service_that_fails_is_an_error_that_names_it(ranks, kernel, x, monkey
         raise RuntimeError("UNAVAILABLE: the leader died")
 
     monkeypatch.setattr(Client, "key_value_try_get", fails)
-    with pytest.raises(AgreementError, match="JAX's coordination service, which process 0 runs, fails: UNAVAILABLE"):
+    with pytest.raises(AgreementError, match=r"JAX's coordination service \(in process 0\) failed: UNAVAILABLE"):
         ranks[0].run(kernel, x)
 
 

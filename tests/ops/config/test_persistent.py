@@ -404,10 +404,10 @@ DAMAGE = {
     "measured is a list": (_edit(measured=[1]), r"\$\.measured: "),
     "wrong key": (_edit(key=OTHER._asdict()), "it holds another key: ConfigKey"),
     "odd key": (_edit(key=[1, {"a": 2}]), "it holds another key"),
-    "a folder": (_to_folder, "it is no regular file"),
-    "a pipe": (_instead(os.mkfifo), "it is no regular file"),
+    "a folder": (_to_folder, "it is not a regular file"),
+    "a pipe": (_instead(os.mkfifo), "it is not a regular file"),
     "a socket": (_instead(_socket), "it cannot be read"),
-    "a device": (_instead(lambda file: file.symlink_to("/dev/zero")), "it is no regular file"),
+    "a device": (_instead(lambda file: file.symlink_to("/dev/zero")), "it is not a regular file"),
     "a link to itself": (_instead(lambda file: file.symlink_to(file)), "it cannot be read"),
 }
 

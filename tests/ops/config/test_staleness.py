@@ -91,7 +91,7 @@ def test_differences_name_what_is_here(monkeypatch):
     monkeypatch.setattr(staleness, "driver_of", lambda device: "580.1")
     found = differences(entry(jax="0.0.1", driver="570.2"), None)
     assert {difference.field for difference in found} == {"jax", "driver"}
-    assert "measured with driver 570.2, not 580.1" in staleness.told(found)
+    assert "measured with driver 570.2, not 580.1" in staleness.text_of_differences(found)
     assert str(Difference("space", "a", "b")) == "its space has changed since"
 
 

@@ -134,7 +134,7 @@ def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog):
     with caplog.at_level("INFO"):
         assert remove_left_over(tmp_path, left.stat().st_mtime + 2 * LEFT_OVER) == 1
     assert not left.exists()
-    assert "what another process left stays there" in caplog.text
+    assert "an abandoned temporary file cannot be removed" in caplog.text
 
 
 def test_a_process_whose_file_was_taken_for_left_over_writes_it_again(monkeypatch, tmp_path):

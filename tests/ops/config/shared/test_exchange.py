@@ -153,7 +153,7 @@ def test_two_that_merge_at_once_lose_nothing(tmp_path, store, shared):
 
 
 def test_a_place_that_is_neither_a_folder_nor_a_url_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere, and it is no URL"):
+    with pytest.raises(ConfigError, match=r"the folder .*nowhere does not exist; pass a folder or a URL"):
         place_of(str(tmp_path / "nowhere"), tmp_path)
 
 
@@ -217,7 +217,7 @@ def test_an_object_without_content_is_damaged_and_is_written_again(tmp_path, url
 @pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_a_file_is_no_place(tmp_path, url):
     (tmp_path / "team").write_text("")
-    with pytest.warns(CacheWarning, match="there is no such place"):
+    with pytest.warns(CacheWarning, match="it does not exist"):
         assert rows(SharedPlace(url, tmp_path / "mine")) == []
 
 
@@ -234,7 +234,7 @@ def test_what_a_writer_left_half_written_is_left_out(tmp_path, url):
     (tmp_path / "team" / name).write_bytes(raw[:-9])
     os.mkfifo(tmp_path / "team" / ("f" * 32 + ".pack"))
     os.symlink("/dev/zero", tmp_path / "team" / ("e" * 32 + ".pack"))
-    with pytest.warns(CacheWarning, match=r"1 pack cannot be used, such as .*digest is another's"):
+    with pytest.warns(CacheWarning, match=r"1 pack cannot be used, e.g. .*digest does not match"):
         found = SharedPlace(url, tmp_path / "mine")
     assert rows(found) == [1]
 

@@ -40,7 +40,7 @@ def test_a_set_of_which_one_call_has_something_better_stays_away_and_is_shown(tm
     assert rows(target) == {1: 1}
     assert [step.action for step in found.steps] == ["kept", "kept"]
     (conflict,) = found.conflicts
-    assert conflict.verdict.why.startswith("tuned together with a call that stays: ours has 1.90x")
+    assert conflict.verdict.why.startswith("tuned together with a call that keeps its entry: ours has 1.90x")
 
 
 def test_what_was_tuned_alone_takes_no_call_out_of_a_set(tmp_path):
@@ -83,7 +83,7 @@ def test_of_two_sets_with_a_call_in_common_one_comes_whole_and_the_other_is_show
     found = bring(target, shared)
     assert rows(target) in ({1: 1, 2: 1}, {2: 2, 3: 2})
     assert [step.verdict.why for step in found.conflicts] == [
-        "tuned together with a call that has another set's, or none"
+        "tuned together with a call that has no entry or one of another set"
     ]
 
 
