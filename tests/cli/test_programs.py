@@ -225,7 +225,7 @@ def test_a_text_imports_nothing_and_runs_nothing(folder):
     (folder / "evil.mlir").write_text(text)
     status, _, err = tune(folder, "evil.mlir", *IMPORTS, "--dry-run")
     assert status == 0
-    assert "'evil.swish' may not be named here: import its module, and have" in err
+    assert "'evil.swish' may not be named here: import its module, and use" in err
     assert "(--import MODULE)" in err
     assert not (folder / "was_here").exists()
 

@@ -203,7 +203,7 @@ def test_a_note_is_removed(notes):
 def test_a_folder_that_cannot_be_written_is_one_warning(store):
     store.path.parent.joinpath("cache").write_text("a file")
     run = executor(store, note_misses=True)
-    with pytest.warns(CacheWarning, match="missed calls cannot be noted") as caught:
+    with pytest.warns(CacheWarning, match="cannot write notes of missed calls to") as caught:
         run(TIMES, X)
     assert len([w for w in caught if "noted" in str(w.message)]) == 1
     with warnings.catch_warnings():
@@ -225,7 +225,7 @@ def changed(**fields):
         (changed(processes="many"), "expected int"),
         (changed(processes=10**4000), "it counts int"),
         (changed(run="me"), "no such field"),
-        (lambda text: text.replace('"processes": 1', '"processes": 2'), "it is not what was written"),
+        (lambda text: text.replace('"processes": 1', '"processes": 2'), "its content was edited or cut off"),
         (lambda text: text + " " * (1 << 20), "more than"),
     ],
 )

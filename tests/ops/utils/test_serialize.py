@@ -557,7 +557,7 @@ class HoldsPicky:
 def test_what_a_class_refuses_is_an_error_with_path_and_cause(error):
     text = json.dumps({"fwd": {"value": -1, "error": error.__name__}})
     with pytest.raises(
-        SerializationError, match=rf"^\$\.fwd: Picky refused the values: {error.__name__}: too"
+        SerializationError, match=rf"^\$\.fwd: Picky rejected the values: {error.__name__}: too"
     ) as caught:
         from_json(text, HoldsPicky)
     assert error is type(caught.value.__cause__)

@@ -108,7 +108,7 @@ def test_a_lookup_that_meets_damage_has_it_fetched_with_the_next_look(store, pla
     mine = place()
     (held,) = mine.copy.packs()
     held.path.write_bytes(held.path.read_bytes().replace(b'"rows":1', b'"rows":7'))
-    with pytest.warns(CacheWarning, match="digest is another's"):
+    with pytest.warns(CacheWarning, match="digest does not match"):
         assert mine.layer.find(entry(1).key) == []
     assert mine.layer.find(entry(2).key) == [entry(2, 2)]
     assert mine.layer.refresh() == 1
@@ -122,7 +122,7 @@ def test_what_is_damaged_there_too_stays_here_as_far_as_it_is_whole(store, place
     damage_one(store, flipped)
     with pytest.warns(CacheWarning, match="1 pack cannot be used"):
         again = place()
-    with pytest.warns(CacheWarning, match="digest is another's"):
+    with pytest.warns(CacheWarning, match="digest does not match"):
         assert rows(again) == [2]
 
 
