@@ -11,7 +11,7 @@ import click
 import pytest
 
 from ejkernel import ops, settings
-from ejkernel.cli import main
+from ejkernel.cli import cache_commands, main
 from ejkernel.cli.app import cli
 from ejkernel.ops.autotuner.trials.status import Status
 
@@ -70,3 +70,11 @@ def test_a_link_leads_somewhere(guide):
         if anchor:
             titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
             assert anchor in [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_the_options_of_cache_prune_that_the_readme_names_are_there():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sentence = next(part for part in text.split(". ") if part.startswith("`ejkernel cache prune` removes"))
+    named = set(re.findall(r"--[a-z-]+", sentence))
+    assert named == {"--unreadable", "--older-than", "--not-for-this-jax"}
+    assert named <= {option for parameter in cache_commands.cache.commands["prune"].params for option in parameter.opts}

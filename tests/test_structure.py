@@ -158,6 +158,10 @@ def test_the_environment_is_read_in_one_file():
     assert files_that_mention("os.environ", "getenv", "environb") == ["settings.py"]
 
 
+def test_warnings_point_at_the_users_line():
+    assert files_that_mention("warnings.warn", "stacklevel") == ["ops/utils/messages/warn.py"]
+
+
 def test_private_parts_of_jax_are_used_in_one_package():
     assert {Path(file).parts[0] for file in files_that_mention("jax._src")} == {"compat"}
 

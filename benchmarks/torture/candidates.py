@@ -28,7 +28,7 @@ from ejkernel.ops import AutotunePolicy, Autotuner, ConfigSelectorChain, Invocat
 from ejkernel.ops.autotuner.bench.limits import Limits
 from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 
-_MARK: Final = "EJKERNEL_TORTURE_MARK"
+_MARK: Final = "TORTURE_MARK"
 _LEAVE: Final = 60.0  # seconds after which a process whose parent is gone ought to be gone too
 _LAST: Final = 900.0  # seconds that a search to its end may take
 _CHILD: Final = "import sys; from benchmarks.torture.candidates import search; search(sys.argv[1])"

@@ -30,6 +30,8 @@ _READ = (  # all that settings depend on; a home is what `~` stands for
     "USERPROFILE",
     "XDG_CACHE_HOME",
 )
+_PREFIX = "EJKERNEL_"
+_OURS = tuple(name for name in _READ if name.startswith(_PREFIX))
 
 
 class Settings:
@@ -119,7 +121,38 @@ def current() -> Settings:
 
 @functools.lru_cache(maxsize=16)
 def _of(variables: tuple[tuple[str, str], ...]) -> Settings:
+    _warn_of_unknown_variables()
     return Settings(dict(variables))
+
+
+_told: set[str] = set()  # unknown variables that this process has warned of
+
+
+def unknown_variables_are_told() -> None:
+    """Do not warn of unknown variables in this process, because its parent does."""
+    _told.update(_unknown())
+
+
+def _unknown() -> list[str]:
+    """Return the variables that look like ours and are not."""
+    return sorted(name for name in os.environ if name.upper().startswith(_PREFIX) and name not in _OURS)
+
+
+def _warn_of_unknown_variables() -> None:
+    unknown = [name for name in _unknown() if name not in _told]
+    if not unknown:
+        return
+    _told.update(unknown)
+    from ejkernel.ops.errors import SettingsWarning  # imports JAX, which settings that are right do not need
+    from ejkernel.ops.utils.messages.names import nearest
+    from ejkernel.ops.utils.messages.warn import warn
+
+    endings = {name.removeprefix(_PREFIX): name for name in _OURS}  # what all begin with would make all of them close
+    for name in unknown:
+        close = nearest(name[len(_PREFIX) :], endings)
+        advice = f"did you mean {endings[close]}?" if close else f"the variables are {', '.join(_OURS)}."
+        text = f"the environment variable {name} has no effect, because ejkernel has none of that name; {advice}"
+        warn(text, SettingsWarning)
 
 
 def deterministic_ops(environ: Mapping[str, str] = os.environ) -> bool:
@@ -238,5 +271,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 def _choice(env: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
     raw = env.get(name, "").strip().lower() or allowed[0]
     if raw not in allowed:
-        raise _error(f"{name} must be one of {', '.join(allowed)}; got {raw!r}.")
+        from ejkernel.ops.utils.messages.names import did_you_mean  # imports JAX, as `_error` does
+
+        raise _error(f"{name} must be one of {', '.join(allowed)}; got {raw!r}{did_you_mean(raw, allowed)}")
     return raw

@@ -235,7 +235,7 @@ def test_where_nothing_is_left_the_heuristic_is_the_only_candidate(options):
 
 def test_the_reference_is_called_without_tunable_arguments():
     wrong = made(lambda x, *, rows=1: x * (1 if rows == 1 else 2), name="w", reference=lambda x: x, space=[{"rows": 2}])
-    with pytest.warns(match="the only candidate beside the heuristic was rejected; it is {'rows': 2}, wrong"):
+    with pytest.warns(match="the only candidate beside the heuristic was rejected; it is rows=2, wrong"):
         assert autotune(wrong, X) == {"rows": 1}
 
 
@@ -277,12 +277,12 @@ def test_a_bad_value_is_refused(arguments, text):
 
 
 def test_a_traced_value_is_refused():
-    with pytest.raises(ConfigError, match=r"rows must be a number, .* It is static under jit"):
+    with pytest.raises(ConfigError, match=r"rows must be a number, .* a traced value, int32\[\], .* static_argnames"):
         jax.jit(lambda n: shows(X, rows=n))(3)
 
 
 def test_an_unknown_argument_is_refused():
-    with pytest.raises(TypeError, match="shows: got an unexpected keyword argument 'row'"):
+    with pytest.raises(TypeError, match="shows has no argument `row`; did you mean `rows=`"):
         shows(X, row=3)
 
 
@@ -339,7 +339,7 @@ def test_a_heuristic_must_say_what_has_no_default():
 def test_a_trailing_parameter_becomes_keyword_only():
     kernel = made(lambda x, rows=1: x * rows, name="t")
     assert str(inspect.signature(kernel)) == "(x, *, rows=1)"
-    with pytest.raises(TypeError, match="t: too many positional arguments"):
+    with pytest.raises(TypeError, match=r"t takes 1 argument by position .x., got 2"):
         kernel(X, 2)
 
 

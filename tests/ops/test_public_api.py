@@ -7,9 +7,11 @@ import importlib
 import subprocess
 import sys
 import types
+from importlib import metadata
 
 import pytest
 
+import ejkernel
 from ejkernel import ops
 
 DOCUMENTED = [
@@ -22,6 +24,7 @@ DOCUMENTED = [
     "AutotuningResult",
     "BwdParams",
     "CacheWarning",
+    "CallError",
     "CallPart",
     "CandidateError",
     "CandidateFinished",
@@ -70,6 +73,7 @@ DOCUMENTED = [
     "SearchFinished",
     "SearchStarted",
     "SerializationError",
+    "SettingsWarning",
     "ShardingRule",
     "ShardingWarning",
     "StalePolicy",
@@ -80,6 +84,7 @@ DOCUMENTED = [
     "UnsupportedError",
     "WorkerRestarted",
     "autotune",
+    "autotune_kernel",
     "autotune_lowered",
     "autotune_recorded",
     "benchmark",
@@ -120,12 +125,28 @@ def in_a_fresh_process(probe):
 
 
 def test_public_names_are_the_documented_ones():
-    public = [
-        name
-        for name in dir(ops)
-        if not name.startswith("_") and name != "TYPE_CHECKING" and not isinstance(getattr(ops, name), types.ModuleType)
-    ]
-    assert sorted(public) == DOCUMENTED
+    assert [name for name in dir(ops) if not name.startswith("__")] == DOCUMENTED
+    assert sorted(ops.__all__) == DOCUMENTED
+    assert all(hasattr(ops, name) for name in DOCUMENTED)
+
+
+def test_a_star_import_brings_all_public_names_and_nothing_else():
+    found = {}
+    exec("from ejkernel.ops import *", found)
+    assert sorted(found.keys() - {"__builtins__"}) == DOCUMENTED
+
+
+def test_a_star_import_of_the_modules_brings_functions_and_no_modules():
+    found = {}
+    exec("from ejkernel.modules import *", found)
+    assert {"flash_attention", "rms_norm", "FlashAttentionConfig"} <= found.keys()
+    assert [name for name, value in found.items() if isinstance(value, types.ModuleType)] == []
+
+
+def test_the_version_is_that_of_the_distribution():
+    assert ejkernel.__version__ == metadata.version("ejkernel-ops")
+    with pytest.raises(AttributeError, match="module 'ejkernel' has no attribute 'nothing'"):
+        _ = ejkernel.nothing
 
 
 PATHS = {

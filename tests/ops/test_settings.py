@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ejkernel import settings
-from ejkernel.ops.errors import ConfigError
+from ejkernel.ops.errors import ConfigError, SettingsWarning
 from ejkernel.settings import Settings
 
 
@@ -163,6 +163,44 @@ def test_current_settings_are_read_anew(monkeypatch):
 )
 def test_xlas_flag_for_results_that_repeat_is_read(flags, said):
     assert settings.deterministic_ops({"XLA_FLAGS": flags}) == said
+
+
+@pytest.fixture
+def untold(monkeypatch):
+    monkeypatch.setattr(settings, "_told", set())
+    settings._of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("EJKERNEL_CACHEDIR", "did you mean EJKERNEL_CACHE_DIR?"),
+        ("EJKERNEL_ONMISS", "did you mean EJKERNEL_ON_MISS?"),
+        ("ejkernel_stale", "did you mean EJKERNEL_STALE?"),
+        ("EJKERNEL_ZZZ", "the variables are EJKERNEL_AUTOTUNE, EJKERNEL_CACHE_DIR"),
+    ],
+)
+def test_a_misspelt_variable_is_one_warning_with_the_nearest_name(monkeypatch, untold, name, advice):
+    monkeypatch.setenv(name, "1")
+    with pytest.warns(SettingsWarning) as caught:
+        settings.current()
+    monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
+    settings.current()  # a second warning would be an error
+    (warning,) = caught
+    assert f"the environment variable {name} has no effect" in str(warning.message)
+    assert advice in str(warning.message)
+    assert warning.filename == __file__
+
+
+def test_a_worker_leaves_unknown_variables_to_its_parent(monkeypatch, untold):
+    monkeypatch.setenv("EJKERNEL_CACHEDIR", "1")
+    settings.unknown_variables_are_told()
+    settings.current()
+
+
+def test_other_programs_variables_are_no_concern_of_ours(monkeypatch, untold):
+    monkeypatch.setenv("EASYDEL_EJKERNEL", "1")
+    settings.current()
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])

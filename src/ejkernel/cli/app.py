@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import TextIO
 
 import click
+
+from ejkernel.cli.group import LazyGroup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,30 +27,6 @@ class Process:
     """The process that the command runs in; a test's is not the command's alone."""
 
     is_ours: bool
-
-
-class LazyGroup(click.Group):
-    """A group whose commands are imported when they are asked for.
-
-    Args:
-        lazy: `module:attribute` of each command, by name.
-    """
-
-    def __init__(self, *args: Any, lazy: Mapping[str, str] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._lazy = dict(lazy or {})
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, in their order."""
-        return [*self._lazy, *super().list_commands(ctx)]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, or `None` if there is none of that name."""
-        if cmd_name in self._lazy:
-            module, _, attribute = self._lazy[cmd_name].partition(":")
-            command: click.Command = getattr(importlib.import_module(module), attribute)
-            return command
-        return super().get_command(ctx, cmd_name)
 
 
 _COMMANDS = "ejkernel.cli.commands"

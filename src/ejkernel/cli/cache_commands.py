@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ejkernel.cli.commands import FOLDER, as_json, imports, read_cache
+from ejkernel.cli.group import Group
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -35,7 +36,7 @@ older_than = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def cache() -> None:
     """See, check and tidy the folder of saved configurations."""
 

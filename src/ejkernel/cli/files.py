@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +23,7 @@ from ejkernel.ops.errors import ArgumentError, ConfigError, DescriptionError, Of
 from ejkernel.ops.execution.program_text import calls_in_text, listed
 from ejkernel.ops.utils.fingerprint import device_fingerprint
 from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.values.payloads import text_of_bytecode
 
@@ -208,4 +208,4 @@ def _hint(reason: str) -> str:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, OfflineWarning, stacklevel=3)
+    warn(text, OfflineWarning)

@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.cli.files import Found
+from ejkernel.ops.autotuner.tasks.asked import checked_weight, merged_calls
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel, living_kernels, overrides, prepared
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ArgumentError, EjkernelError
-from ejkernel.ops.execution.offline import checked_weight, merged_calls
 from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.messages.names import did_you_mean
 from ejkernel.ops.utils.storage.serialize import parse_json
 
 _LARGEST: Final = 1 << 24  # bytes of a file
@@ -120,7 +121,7 @@ def _kernel(name: object) -> Kernel[Any, Any]:
     if not found:
         raise ArgumentError(
             f"kernel must be one of {', '.join(sorted(living))}, got {name!r}; name the module that makes others "
-            "(--import MODULE)."
+            f"(--import MODULE){did_you_mean(name, [op.rpartition('@')[0] for op in living])}"
         )
     # In a bucket the sizes that are written down would not be the ones that are measured.
     return next((kernel for kernel in found if not overrides(kernel, "bucket")), found[0])

@@ -85,7 +85,11 @@ def _in_full(entry: StoredEntry) -> str:
         ("device", device),
         ("speed-up", ratio(entry.speedup)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
-        *((name, str(measured[name])) for name in ("candidates", "seconds", "checked") if name in measured),
+        *(
+            (name, str(measured[name]))
+            for name in ("candidates", "seconds", "checked", "input_sets")
+            if name in measured
+        ),
         ("chosen as", cases(entry.measured)),
         ("measured", entry.time),
         ("with", ", ".join(f"{n} {versions[n]}" for n in ("jax", "jaxlib", "ejkernel", "driver") if versions.get(n))),
@@ -127,6 +131,7 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
         "undecided": search.undecided,
         "interrupted": search.interrupted,
         "rule_fault": search.rule_fault,
+        "input_sets": search.input_sets,
         "outcomes": [_program_as_data(outcome, twins) for outcome, twins in found],
         "provenance": dict(search.provenance),
     }

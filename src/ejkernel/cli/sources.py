@@ -27,6 +27,7 @@ from ejkernel.ops.errors import EjkernelError, OfflineWarning, TuningError
 from ejkernel.ops.execution.discovery import discover_for
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.messages.warn import warn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ def find_sendable(source: Source) -> Found:
                 f"{inv.op_id}: not tuned, because its kernel cannot be sent to a worker process ({error.__cause__}); "
                 "define it at the top of a module, or tune with --in-process."
             )
-            warnings.warn(text, OfflineWarning, stacklevel=2)
+            warn(text, OfflineWarning)
         else:
             calls.append(inv)
     empty = found.empty or f"no call of {found.name} can be tuned in a worker process."
@@ -180,7 +181,7 @@ def find_by(executor: concurrent.futures.Executor, source: Source) -> Found:
     found: Found
     found, warned = came_out.value
     for warning in warned:
-        warnings.warn(warning, stacklevel=2)
+        warn(warning)
     return found
 
 

@@ -10,12 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+_limits: Any = jnp.finfo  # it has no annotations
 LOG2_E = math.log2(math.e)  # exponentials are base 2 on the chip
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
     """Return the dtype that sums run in: float32, or float64 for float64."""
     return jnp.dtype("float64" if jnp.dtype(dtype) == np.float64 else "float32")
+
+
+def has_small_range(dtype: DTypeLike) -> bool:
+    """Return whether a dtype overflows long before float32 does, e.g. float16 (65,504) but not bfloat16."""
+    return float(_limits(dtype).max) < float(_limits("bfloat16").max)
 
 
 def is_integer(value: Any) -> bool:

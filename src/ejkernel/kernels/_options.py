@@ -9,12 +9,14 @@ import jax
 import numpy as np
 
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.messages.names import did_you_mean
+from ejkernel.ops.utils.values.scalars import given_text
 
 
 def canonical_flag(name: str, value: Any) -> bool:
     """Return what is True or False, NumPy's too, as a bool."""
     if not isinstance(value, bool | np.bool_):
-        raise ArgumentError(f"{name} must be True or False, got {value!r}; it is static under jit.")
+        raise ArgumentError(f"{name} must be True or False, got {given_text(value)}.")
     return bool(value)
 
 
@@ -25,6 +27,7 @@ def canonical_precision(value: Any) -> str | None:
     name = value.name if isinstance(value, jax.lax.Precision) else value
     if not isinstance(name, str) or name.upper() not in jax.lax.Precision.__members__:
         raise ArgumentError(
-            f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}."
+            f"precision must be one of default, high, highest, a jax.lax.Precision, or None; got {value!r}"
+            f"{did_you_mean(value, ('default', 'high', 'highest'))}"
         )
     return name.lower()

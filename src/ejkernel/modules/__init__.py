@@ -18,3 +18,23 @@ from .layer_norm import layer_norm as layer_norm
 from .rms_norm import RmsNorm as RmsNorm
 from .rms_norm import RmsNormConfig as RmsNormConfig
 from .rms_norm import rms_norm as rms_norm
+
+__all__ = [
+    "FlashAttention",
+    "FlashAttentionConfig",
+    "GroupedMatmul",
+    "GroupedMatmulActivation",
+    "GroupedMatmulActivationConfig",
+    "GroupedMatmulConfig",
+    "GroupedMatmulWgrad",
+    "GroupedMatmulWgradConfig",
+    "LayerNorm",
+    "LayerNormConfig",
+    "RmsNorm",
+    "RmsNormConfig",
+    "flash_attention",
+    "grouped_matmul",
+    "grouped_matmul_wgrad",
+    "layer_norm",
+    "rms_norm",
+]

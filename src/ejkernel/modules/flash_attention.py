@@ -15,31 +15,71 @@ from ejkernel.kernels.flash_attention.operation import FlashAttention as FlashAt
 from ejkernel.kernels.flash_attention.operation import FlashAttentionConfig as FlashAttentionConfig
 from ejkernel.kernels.flash_attention.operation import bucketed_flash_attention as _bucketed_flash_attention
 from ejkernel.kernels.flash_attention.operation import flash_attention as _flash_attention
+from ejkernel.ops.core.types import Flag, Number
+from ejkernel.ops.utils.messages.names import names_checked
 
 SegmentIds = Int[Array, "*batch length"] | tuple[Int[Array, "*batch queries"], Int[Array, "*batch keys"]]
 Output = Float[Array, "*batch queries heads value_dim"]
 LogSumExp = Float[Array, "*batch heads queries"]
 
+_NAMES_ELSEWHERE = {  # in JAX, flash-attn, PyTorch, Tokamax, xFormers, Flax and Pallas
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "is_causal": "causal",
+    "scale": "softmax_scale",
+    "sm_scale": "softmax_scale",
+    "scaling": "softmax_scale",
+    "logits_scale": "softmax_scale",
+    "mask": "attention_mask",
+    "attn_mask": "use `attention_mask=` for one of booleans, `bias=` for numbers that are added.",
+    "attn_bias": "bias",
+    "ab": "bias",
+    "alibi_slopes": "pass the slopes times the distances as `bias=`.",
+    "window_size": "use `sliding_window=`, with None where there -1 means no limit.",
+    "local_window_size": "sliding_window",
+    "window": "sliding_window",
+    "softcap": "logits_soft_cap",
+    "soft_cap": "logits_soft_cap",
+    "logit_cap": "logits_soft_cap",
+    "attn_logits_soft_cap": "logits_soft_cap",
+    "dropout_p": "dropout_rate",
+    "p": "dropout_rate",
+    "dropout_rng": "dropout_key",
+    "query_seq_lengths": "query_lengths",
+    "q_seqlen": "query_lengths",
+    "q_lens": "query_lengths",
+    "key_value_seq_lengths": "key_lengths",
+    "kv_seqlen": "key_lengths",
+    "kv_lens": "key_lengths",
+    "q_segment_ids": "use `segment_ids=`, one array for both or a pair, `(of_queries, of_keys)`.",
+    "kv_segment_ids": "use `segment_ids=`, one array for both or a pair, `(of_queries, of_keys)`.",
+    "cu_seqlens_q": "use `segment_ids=`, with the number of its document for each token.",
+    "cu_seqlens_k": "use `segment_ids=`, with the number of its document for each token.",
+    "s_aux": "sinks",
+    "softmax_aux": "sinks",
+    "attention_sink": "sinks",
+    "enable_gqa": "heads are grouped wherever keys have fewer than queries; leave it out.",
+    "return_residual": "return_lse",
+    "return_residuals": "return_lse",
+    "save_residuals": "return_lse",
+    "return_attn_probs": "return_lse",
+    "logits_dtype": "logits are float32; leave it out.",
+    "block_sizes": "cfg",
+    "config": "cfg",
+    "backend": "implementation",
+    "impl": "implementation",
+}
+
 
 @overload
 def flash_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, return_lse: Literal[False] = False, **options: Any
-) -> Output: ...
-
-
-@overload
-def flash_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, return_lse: Literal[True], **options: Any
-) -> tuple[Output, LogSumExp]: ...
-
-
-def flash_attention(  # type: ignore[misc]  # the options above are these
     query: Float[Array, "*batch queries heads head_dim"],
     key: Float[Array, "*batch keys groups head_dim"],
     value: Float[Array, "*batch keys groups value_dim"],
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    causal: Flag = False,
+    softmax_scale: Number | None = None,
     bias: Float[Array, "*broadcastable"] | None = None,
     attention_mask: Bool[Array, "*broadcastable"] | None = None,
     segment_ids: SegmentIds | None = None,
@@ -47,13 +87,97 @@ def flash_attention(  # type: ignore[misc]  # the options above are these
     key_lengths: Int[Array, "*batch"] | None = None,
     sinks: Float[Array, " heads"] | None = None,
     sliding_window: SlidingWindow | None = None,
-    logits_soft_cap: float | None = None,
-    soft_cap_after_bias: bool = False,
-    dropout_rate: float = 0.0,
+    logits_soft_cap: Number | None = None,
+    soft_cap_after_bias: Flag = False,
+    dropout_rate: Number = 0.0,
     dropout_key: jax.Array | None = None,
     precision: str | jax.lax.Precision | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
+    deterministic: Flag = False,
+    return_lse: Literal[False] = False,
+    implementation: str | Sequence[str] | None = None,
+    bucket_lengths: bool = False,
+    cfg: FlashAttentionConfig | None = None,
+) -> Output: ...
+
+
+@overload
+def flash_attention(
+    query: Float[Array, "*batch queries heads head_dim"],
+    key: Float[Array, "*batch keys groups head_dim"],
+    value: Float[Array, "*batch keys groups value_dim"],
+    *,
+    causal: Flag = False,
+    softmax_scale: Number | None = None,
+    bias: Float[Array, "*broadcastable"] | None = None,
+    attention_mask: Bool[Array, "*broadcastable"] | None = None,
+    segment_ids: SegmentIds | None = None,
+    query_lengths: Int[Array, "*batch"] | None = None,
+    key_lengths: Int[Array, "*batch"] | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    sliding_window: SlidingWindow | None = None,
+    logits_soft_cap: Number | None = None,
+    soft_cap_after_bias: Flag = False,
+    dropout_rate: Number = 0.0,
+    dropout_key: jax.Array | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    deterministic: Flag = False,
+    return_lse: Literal[True],
+    implementation: str | Sequence[str] | None = None,
+    bucket_lengths: bool = False,
+    cfg: FlashAttentionConfig | None = None,
+) -> tuple[Output, LogSumExp]: ...
+
+
+@overload
+def flash_attention(
+    query: Float[Array, "*batch queries heads head_dim"],
+    key: Float[Array, "*batch keys groups head_dim"],
+    value: Float[Array, "*batch keys groups value_dim"],
+    *,
+    causal: Flag = False,
+    softmax_scale: Number | None = None,
+    bias: Float[Array, "*broadcastable"] | None = None,
+    attention_mask: Bool[Array, "*broadcastable"] | None = None,
+    segment_ids: SegmentIds | None = None,
+    query_lengths: Int[Array, "*batch"] | None = None,
+    key_lengths: Int[Array, "*batch"] | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    sliding_window: SlidingWindow | None = None,
+    logits_soft_cap: Number | None = None,
+    soft_cap_after_bias: Flag = False,
+    dropout_rate: Number = 0.0,
+    dropout_key: jax.Array | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    deterministic: Flag = False,
+    return_lse: Flag,
+    implementation: str | Sequence[str] | None = None,
+    bucket_lengths: bool = False,
+    cfg: FlashAttentionConfig | None = None,
+) -> Output | tuple[Output, LogSumExp]: ...
+
+
+@names_checked(_NAMES_ELSEWHERE)
+def flash_attention(
+    query: Float[Array, "*batch queries heads head_dim"],
+    key: Float[Array, "*batch keys groups head_dim"],
+    value: Float[Array, "*batch keys groups value_dim"],
+    *,
+    causal: Flag = False,
+    softmax_scale: Number | None = None,
+    bias: Float[Array, "*broadcastable"] | None = None,
+    attention_mask: Bool[Array, "*broadcastable"] | None = None,
+    segment_ids: SegmentIds | None = None,
+    query_lengths: Int[Array, "*batch"] | None = None,
+    key_lengths: Int[Array, "*batch"] | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    sliding_window: SlidingWindow | None = None,
+    logits_soft_cap: Number | None = None,
+    soft_cap_after_bias: Flag = False,
+    dropout_rate: Number = 0.0,
+    dropout_key: jax.Array | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    deterministic: Flag = False,
+    return_lse: Flag = False,
     implementation: str | Sequence[str] | None = None,
     bucket_lengths: bool = False,
     cfg: FlashAttentionConfig | None = None,

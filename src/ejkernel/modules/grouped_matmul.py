@@ -19,8 +19,35 @@ from ejkernel.kernels.grouped_matmul.operation import GroupedMatmulWgrad as Grou
 from ejkernel.kernels.grouped_matmul.operation import GroupedMatmulWgradConfig as GroupedMatmulWgradConfig
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul as _grouped_matmul
 from ejkernel.kernels.grouped_matmul.operation import grouped_matmul_wgrad as _grouped_matmul_wgrad
+from ejkernel.ops.utils.messages.names import names_checked
+
+_NAMES_ELSEWHERE = {  # in jax.lax.ragged_dot, Megablox, Tokamax, grouped_gemm and PyTorch
+    "group_offset": "first_group",
+    "batch_sizes": "group_sizes",
+    "m_sizes": "group_sizes",
+    "group_lengths": "group_sizes",
+    "offs": "group_sizes= are the sizes of groups, not their ends; pass jnp.diff(offs, prepend=0).",
+    "group_offsets": "group_sizes= are the sizes of groups, not offsets; pass their differences.",
+    "trans_b": "transpose_rhs",
+    "transpose_b": "transpose_rhs",
+    "rhs_transposed": "transpose_rhs",
+    "dtype": "preferred_element_type",
+    "out_dtype": "preferred_element_type",
+    "output_dtype": "preferred_element_type",
+    "scale": "row_scale",
+    "num_groups": "groups",
+    "num_actual_groups": "groups",
+    "tiling": "cfg",
+    "config": "cfg",
+    "x": "lhs",
+    "a": "lhs",
+    "w": "rhs",
+    "b": "rhs",
+    "weight": "rhs",
+}
 
 
+@names_checked(_NAMES_ELSEWHERE)
 def grouped_matmul(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "groups k n"] | Float[Array, "groups n k"],
@@ -42,13 +69,15 @@ def grouped_matmul(
     nothing of one group, be it NaN or infinite, reaches the rows of another.
 
     Its gradient is made of two calls that are configured for themselves: a product with `rhs` transposed, and
-    `grouped_matmul_wgrad`; the result's gradient is rounded to the operands' dtype before.
+    `grouped_matmul_wgrad`; the result's gradient is rounded to the operands' dtype before. For float16 operands, a
+    power of two keeps each row of a float32 gradient, or of one that is still to be scaled, within float16's range.
 
     With an activation or a gate it is `activation(lhs @ rhs) * (lhs @ gate)`, of each group's matrices, in one kernel
     where there is one, and a call with a key of its own, `grouped_matmul_activation`; what is made of the sums is made
     of them in float32, before the result is rounded. Differentiated, it keeps the products, rounded to the result's
-    dtype, as plain JAX would. Under `jax.checkpoint` they are computed again instead, unless a policy saves
-    `grouped_matmul_activation.out` and `grouped_matmul_activation.residuals`. Factors of rows alone keep nothing.
+    dtype as plain JAX would, but in float32 for a float16 result. Under `jax.checkpoint` they are computed again
+    instead, unless a policy saves `grouped_matmul_activation.out` and `grouped_matmul_activation.residuals`. Factors of
+    rows alone keep nothing.
 
     Under `jax.vmap` one example is computed after the other where an implementation has no other way; batches of rows
     are better joined into one call.
@@ -100,6 +129,7 @@ def grouped_matmul(
     return _grouped_matmul_activation(lhs, rhs, group_sizes, gate, row_scale, activation=activation, **options)
 
 
+@names_checked(_NAMES_ELSEWHERE)
 def grouped_matmul_wgrad(
     lhs: Float[Array, "m k"],
     rhs: Float[Array, "m n"],

@@ -11,6 +11,23 @@ from jaxtyping import Array, Float
 from ejkernel.kernels.layer_norm.operation import LayerNorm as LayerNorm
 from ejkernel.kernels.layer_norm.operation import LayerNormConfig as LayerNormConfig
 from ejkernel.kernels.layer_norm.operation import layer_norm as _layer_norm
+from ejkernel.ops.core.types import Number
+from ejkernel.ops.utils.messages.names import names_checked
+
+_NAMES_ELSEWHERE = {  # in Flax, PyTorch, Tokamax and flash-attn
+    "epsilon": "eps",
+    "variance_epsilon": "eps",
+    "scale": "weight",
+    "gamma": "weight",
+    "offset": "bias",
+    "beta": "bias",
+    "axis": "layer_norm normalises the last axis; move yours there.",
+    "axes": "layer_norm normalises the last axis; move yours there.",
+    "reduction_axes": "layer_norm normalises the last axis; move yours there.",
+    "normalized_shape": "layer_norm normalises the last axis; leave it out.",
+    "prenorm": "with residual= the sum is always a result; leave it out.",
+    "config": "cfg",
+}
 
 
 @overload
@@ -20,7 +37,7 @@ def layer_norm(
     bias: Float[Array, " dim"],
     *,
     residual: None = None,
-    eps: float = 1e-5,
+    eps: Number = 1e-5,
     implementation: str | Sequence[str] | None = None,
     cfg: LayerNormConfig | None = None,
 ) -> Float[Array, "*rows dim"]: ...
@@ -33,19 +50,20 @@ def layer_norm(
     bias: Float[Array, " dim"],
     *,
     residual: Float[Array, "*rows dim"],
-    eps: float = 1e-5,
+    eps: Number = 1e-5,
     implementation: str | Sequence[str] | None = None,
     cfg: LayerNormConfig | None = None,
 ) -> tuple[Float[Array, "*rows dim"], Float[Array, "*rows dim"]]: ...
 
 
+@names_checked(_NAMES_ELSEWHERE)
 def layer_norm(
     x: Float[Array, "*rows dim"],
     weight: Float[Array, " dim"],
     bias: Float[Array, " dim"],
     *,
     residual: Float[Array, "*rows dim"] | None = None,
-    eps: float = 1e-5,
+    eps: Number = 1e-5,
     implementation: str | Sequence[str] | None = None,
     cfg: LayerNormConfig | None = None,
 ) -> Float[Array, "*rows dim"] | tuple[Float[Array, "*rows dim"], Float[Array, "*rows dim"]]:

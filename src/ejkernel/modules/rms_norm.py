@@ -15,14 +15,35 @@ from ejkernel.kernels._row_norms.common import Normalized, given_residual
 from ejkernel.kernels.rms_norm.operation import RmsNorm as RmsNorm
 from ejkernel.kernels.rms_norm.operation import RmsNormConfig as RmsNormConfig
 from ejkernel.kernels.rms_norm.operation import rms_norm as _rms_norm
+from ejkernel.ops.core.types import Number
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.messages.names import names_checked
+from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 from ejkernel.ops.utils.values.signature import is_array
+
+_NAMES_ELSEWHERE = {  # in Flax, Optax, PyTorch, Tokamax and flash-attn
+    "epsilon": "eps",
+    "variance_epsilon": "eps",
+    "scale": "weight",
+    "gamma": "weight",
+    "scale_offset": "weight_offset",
+    "offset": "weight_offset",
+    "bias": "rms_norm adds none; add it to the result.",
+    "dim": "axis",
+    "axes": "axis",
+    "reduction_axes": "axis",
+    "normalized_shape": "axis",
+    "prenorm": "with residual= the sum is always a result; leave it out.",
+    "use_scale": "without weight= nothing is scaled; leave it out.",
+    "config": "cfg",
+}
 
 
 def _normalized_axes(axis: Any, count: int) -> tuple[int, ...]:
+    axis = python_numbers(axis, Takes.NUMBERS)
     axes = (axis,) if is_integer(axis) else axis
     if not isinstance(axes, Sequence) or not axes or not all(is_integer(a) and -count <= a < count for a in axes):
-        raise ArgumentError(f"axis must be an axis of x, which has {count}, or several; got {axis!r}.")
+        raise ArgumentError(f"axis must be an axis of x, which has {count}, or several; got {given_text(axis)}.")
     found = tuple(int(a) % count for a in axes)
     if len(set(found)) != len(found):
         raise ArgumentError(f"axis must name each axis once; got {axis!r}.")
@@ -35,8 +56,8 @@ def rms_norm(
     weight: Float[Array, "*dim"] | None = None,
     *,
     residual: None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    eps: Number = 1e-6,
+    weight_offset: Number = 0.0,
     axis: int | Sequence[int] = -1,
     implementation: str | Sequence[str] | None = None,
     cfg: RmsNormConfig | None = None,
@@ -49,21 +70,22 @@ def rms_norm(
     weight: Float[Array, "*dim"] | None = None,
     *,
     residual: Float[Array, "*rows dim"],
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    eps: Number = 1e-6,
+    weight_offset: Number = 0.0,
     axis: int | Sequence[int] = -1,
     implementation: str | Sequence[str] | None = None,
     cfg: RmsNormConfig | None = None,
 ) -> tuple[Float[Array, "*rows dim"], Float[Array, "*rows dim"]]: ...
 
 
+@names_checked(_NAMES_ELSEWHERE)
 def rms_norm(
     x: Float[Array, "*rows dim"],
     weight: Float[Array, "*dim"] | None = None,
     *,
     residual: Float[Array, "*rows dim"] | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    eps: Number = 1e-6,
+    weight_offset: Number = 0.0,
     axis: int | Sequence[int] = -1,
     implementation: str | Sequence[str] | None = None,
     cfg: RmsNormConfig | None = None,

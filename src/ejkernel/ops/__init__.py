@@ -27,6 +27,7 @@ from ejkernel.ops.errors import AgreementError as AgreementError
 from ejkernel.ops.errors import AgreementWarning as AgreementWarning
 from ejkernel.ops.errors import ArgumentError as ArgumentError
 from ejkernel.ops.errors import CacheWarning as CacheWarning
+from ejkernel.ops.errors import CallError as CallError
 from ejkernel.ops.errors import CandidateError as CandidateError
 from ejkernel.ops.errors import ConfigError as ConfigError
 from ejkernel.ops.errors import DescriptionError as DescriptionError
@@ -41,6 +42,7 @@ from ejkernel.ops.errors import KernelWarning as KernelWarning
 from ejkernel.ops.errors import NoConfigError as NoConfigError
 from ejkernel.ops.errors import OfflineWarning as OfflineWarning
 from ejkernel.ops.errors import SerializationError as SerializationError
+from ejkernel.ops.errors import SettingsWarning as SettingsWarning
 from ejkernel.ops.errors import ShardingWarning as ShardingWarning
 from ejkernel.ops.errors import TuningError as TuningError
 from ejkernel.ops.errors import TuningWarning as TuningWarning
@@ -102,10 +104,115 @@ if TYPE_CHECKING:
     from ejkernel.ops.execution.checks.report import CheckReport as CheckReport
     from ejkernel.ops.execution.checks.report import CheckRow as CheckRow
     from ejkernel.ops.execution.offline import autotune as autotune
+    from ejkernel.ops.execution.offline import autotune_kernel as autotune_kernel
     from ejkernel.ops.execution.offline import autotune_lowered as autotune_lowered
     from ejkernel.ops.execution.offline import autotune_recorded as autotune_recorded
 
 # What tunes, checks and compares is loaded when somebody asks for it: a program that only runs does not.
+__all__ = [
+    "LABEL_RE",
+    "AgreementError",
+    "AgreementWarning",
+    "ArgumentError",
+    "AutotuneData",
+    "AutotunePolicy",
+    "Autotuner",
+    "AutotuningResult",
+    "BwdParams",
+    "CacheWarning",
+    "CallError",
+    "CallPart",
+    "CandidateError",
+    "CandidateFinished",
+    "Cfg",
+    "CheckReport",
+    "CheckRow",
+    "ConfigCache",
+    "ConfigChooser",
+    "ConfigError",
+    "ConfigKey",
+    "ConfigSelectorChain",
+    "ConfigSpace",
+    "ConfigurationDigest",
+    "Cost",
+    "DescriptionError",
+    "DeviceLostError",
+    "EjkernelError",
+    "EjkernelWarning",
+    "Entry",
+    "Event",
+    "Executor",
+    "FwdParams",
+    "GradientError",
+    "GradientWarning",
+    "Implementation",
+    "Implementations",
+    "Invocation",
+    "Kernel",
+    "KernelCheckError",
+    "KernelError",
+    "KernelWarning",
+    "LazyImplementation",
+    "Measurement",
+    "NoConfigError",
+    "NoParams",
+    "OfflineWarning",
+    "Operation",
+    "OperationCall",
+    "OperationConfig",
+    "Out",
+    "Outcome",
+    "PersistentCache",
+    "RayExecutor",
+    "Resolution",
+    "SearchFinished",
+    "SearchStarted",
+    "SerializationError",
+    "SettingsWarning",
+    "ShardingRule",
+    "ShardingWarning",
+    "StalePolicy",
+    "TuningError",
+    "TuningWarning",
+    "UnstableKeyError",
+    "UnstableKeyWarning",
+    "UnsupportedError",
+    "WorkerRestarted",
+    "autotune",
+    "autotune_kernel",
+    "autotune_lowered",
+    "autotune_recorded",
+    "benchmark",
+    "bucketed",
+    "check_kernel",
+    "configuration_digest",
+    "default_executor",
+    "default_key_builder_with_sharding",
+    "device_fingerprint",
+    "device_kind",
+    "extract_labels_from_hlo_text",
+    "find_labels_in_lowered",
+    "from_json",
+    "get_device_platform",
+    "get_invocations",
+    "label",
+    "labels_to_configs",
+    "missed",
+    "nameable",
+    "on_event",
+    "overlay_cache",
+    "pmap_with_config",
+    "policy_override",
+    "record_invocation",
+    "recording",
+    "set_default_executor",
+    "sharding_fingerprint",
+    "stable_json",
+    "to_json",
+    "tune",
+    "vmap_with_config",
+]
+
 _LAZY = {
     "RayExecutor": "ejkernel.ops.autotuner.fleet.ray_executor",
     "Measurement": "ejkernel.ops.autotuner.measure.measurement",
@@ -127,6 +234,7 @@ _LAZY = {
     "CheckReport": "ejkernel.ops.execution.checks.report",
     "CheckRow": "ejkernel.ops.execution.checks.report",
     "autotune": "ejkernel.ops.execution.offline",
+    "autotune_kernel": "ejkernel.ops.execution.offline",
     "autotune_lowered": "ejkernel.ops.execution.offline",
     "autotune_recorded": "ejkernel.ops.execution.offline",
 }
@@ -141,4 +249,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -33,6 +33,10 @@ class ArgumentError(EjkernelError, ValueError):
     """An argument of an operation has the wrong shape, dtype or value."""
 
 
+class CallError(EjkernelError, TypeError):
+    """The arguments of a call do not fit the operation: one is unknown, missing, or by position without a place."""
+
+
 class UnsupportedError(EjkernelError, NotImplementedError):
     """The platform or implementation that was asked for cannot run this call."""
 
@@ -104,6 +108,10 @@ class CacheWarning(EjkernelWarning):
     """An entry of a persistent cache was ignored, or the cache cannot be written."""
 
 
+class SettingsWarning(EjkernelWarning):
+    """A variable of the environment begins with `EJKERNEL_` and is not one of ours."""
+
+
 class AgreementWarning(EjkernelWarning):
     """The processes of one program have no means to agree on configurations."""
 
@@ -129,4 +137,4 @@ class TuningWarning(EjkernelWarning):
 
 
 class GradientWarning(TuningWarning):
-    """A kernel's gradients are not the derivatives of what it computes, whatever its configuration."""
+    """A kernel's gradients are wrong under every configuration, or where forward and backward have different ones."""

@@ -8,7 +8,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.sharding.rule import ShardingRule
 from ejkernel.ops.core.types import Out
 from ejkernel.ops.errors import ConfigError, KernelError
+from ejkernel.ops.function_signature import signature_for_calls
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.validation import asked, named
 from ejkernel.ops.utils.values.plain import plain
@@ -30,15 +31,15 @@ Constraints = Callable[..., Any] | Iterable[Callable[..., Any]]
 Heuristic = Callable[[Invocation[Any, Any]], Mapping[str, Any]]
 Examples = Callable[[Invocation[Any, Any], np.random.Generator], Any]
 T = TypeVar("T")
+P = ParamSpec("P")
+Rest = ParamSpec("Rest")
 Bucket = Callable[[Invocation[Any, Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 Rule = ShardingRule | Callable[[Invocation[Any, Any]], ShardingRule | None]
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @overload
 def tune(
-    function: Callable[..., Out],
+    function: Callable[P, Out],
     /,
     *,
     space: Space | None = None,
@@ -53,7 +54,7 @@ def tune(
     sharding_rule: Rule | None = None,
     name: str | None = None,
     version: str = "0",
-) -> TunedFunction[Out]: ...
+) -> TunedFunction[P, Out]: ...
 @overload
 def tune(
     *,
@@ -69,7 +70,7 @@ def tune(
     sharding_rule: Rule | None = None,
     name: str | None = None,
     version: str = "0",
-) -> Callable[[Callable[..., Out]], TunedFunction[Out]]: ...
+) -> Callable[[Callable[P, Out]], TunedFunction[P, Out]]: ...
 def tune(
     function: Callable[..., Any] | None = None,
     /,
@@ -140,7 +141,7 @@ def tune(
             '@tune(space={"rows": [8, 16]}), with the names of your arguments.'
         )
 
-    def decorate(function: Callable[..., Out]) -> TunedFunction[Out]:
+    def decorate(function: Callable[P, Out]) -> TunedFunction[P, Out]:
         if not callable(function):
             raise KernelError(f"tune decorates a function, got {function!r}; write @tune(space=...).")
         hooks = {
@@ -174,7 +175,7 @@ def tune(
         # A class for each function, because hooks, signature and version belong to a kernel's class; and one instance
         # of it, which looks like the function.
         cls = type(declared.called, (TunedFunction,), members)
-        made: TunedFunction[Out] = cls(function, declared, name)
+        made: TunedFunction[P, Out] = cls(function, declared, name)
         return made
 
     return decorate if function is None else decorate(function)
@@ -186,10 +187,10 @@ def _check_functions(called: str, functions: Mapping[str, Any]) -> None:
             raise KernelError(f"{called}: {name} must be a function or None, got {value!r}.")
 
 
-class TunedFunction(Kernel[Config, Out]):
+class TunedFunction(Kernel[Config, Out], Generic[P, Out]):
     """A function as a kernel, made by `tune`; it keeps the function's name, documentation and signature."""
 
-    def __init__(self, function: Callable[..., Out], declared: _Declared, name: str | None) -> None:
+    def __init__(self, function: Callable[P, Out], declared: _Declared, name: str | None) -> None:
         if name is None and not declared.called.isidentifier():
             raise KernelError(f"{declared.called} has no name to be kept under; pass tune(..., name=...).")
         super().__init__(name or declared.called)
@@ -198,11 +199,27 @@ class TunedFunction(Kernel[Config, Out]):
         functools.update_wrapper(self, function)
         self.__signature__ = declared.signature
 
+    if TYPE_CHECKING:  # calls are the function's, or have `cfg=` beside its arguments
+
+        @overload  # type: ignore[override]
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Out: ...
+        @overload
+        def __call__(self, *args: Any, cfg: Config | None, **kwargs: Any) -> Out: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Out:
+            """Run the function through the default executor."""
+            ...
+
     def __reduce_ex__(self, protocol: object) -> str:
         """Pickle by name, as functions are: another process has a kernel of its own under it."""
         del protocol
         return str(self.__qualname__)  # type: ignore[attr-defined] # the function's
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> TunedFunction[P, Out]: ...
+    @overload
+    def __get__(
+        self: TunedFunction[Concatenate[Any, Rest], Out], instance: object, owner: type | None = None
+    ) -> Callable[Rest, Out]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Return the function as a method of `instance`, which is then the first argument of every call."""
         return self if instance is None else types.MethodType(self, instance)
@@ -256,7 +273,7 @@ class _Declared:
         each = [_names_in(space, parameters, self.called) for space in (spaces.forward, spaces.backward)]
         self.names = tuple(dict.fromkeys([*each[0], *each[1]]))
         self._own = _Directed(*each)
-        self.signature = _signature(parameters, self.names, self.called)
+        self.signature = signature_for_calls(parameters, self.names, self.called)
         defaults = {name: parameters[name].default for name in self.names}
         self._defaults = {
             name: plain(value, f"{self.called}: the default of {name}")
@@ -391,33 +408,8 @@ def _names_in(space: Any, parameters: Mapping[str, inspect.Parameter], called: s
     return names
 
 
-def _signature(parameters: Mapping[str, inspect.Parameter], names: Sequence[str], called: str) -> inspect.Signature:
-    """Return the function's signature, with tunable arguments as keyword-only ones."""
-    for name in names:
-        if name not in parameters or parameters[name].kind not in (*_POSITIONAL[1:], inspect.Parameter.KEYWORD_ONLY):
-            raise KernelError(
-                f"{called}: space names {name!r}, which must be a parameter that can be passed by keyword; the "
-                f"parameters are {', '.join(parameters)}."
-            )
-    if "cfg" in parameters:
-        raise KernelError(f"{called}: the parameter cfg must have another name; calls pass a configuration as cfg=...")
-    positional = [p for p in parameters.values() if p.kind in (*_POSITIONAL, inspect.Parameter.VAR_POSITIONAL)]
-    at = next((index for index, p in enumerate(positional) if p.name in names), len(positional))
-    # What is behind can still be passed by name; what has no default would be expected by position.
-    behind = [p for p in positional[at:] if p.name not in names]
-    if any(p.kind not in _POSITIONAL[1:] or p.default is p.empty for p in behind):
-        first = ", ".join(p.name for p in positional[at:] if p.name in names)
-        raise KernelError(f"{called}: {first} must come after all arguments that are not tunable, behind *.")
-    positional = positional[:at]
-    kept = {p.name for p in positional}
-    rest = [p for p in parameters.values() if p.name not in kept and p.kind is not inspect.Parameter.VAR_KEYWORD]
-    named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in rest]
-    last = [p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    return inspect.Signature([*positional, *named, *last])
-
-
 def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any]:
-    def run(self: TunedFunction[Any], *args: Any, cfg: Any, **kwargs: Any) -> Any:
+    def run(self: TunedFunction[..., Any], *args: Any, cfg: Any, **kwargs: Any) -> Any:
         config = declared.checked_config(cfg, f"{self.op_id}: the configuration")
         fixed = {name: kwargs[name] for name in declared.names if name in kwargs}
         if not _agree(config, fixed):
@@ -437,7 +429,7 @@ def _run(function: Callable[..., Any], declared: _Declared) -> Callable[..., Any
 
 
 def _reference(reference: Callable[..., Any], declared: _Declared) -> Callable[..., Any]:
-    def called(self: TunedFunction[Any], *args: Any, **kwargs: Any) -> Any:
+    def called(self: TunedFunction[..., Any], *args: Any, **kwargs: Any) -> Any:
         del self
         return reference(*args, **{name: value for name, value in kwargs.items() if name not in declared.names})
 
@@ -445,7 +437,7 @@ def _reference(reference: Callable[..., Any], declared: _Declared) -> Callable[.
 
 
 def _bucket(bucket: Bucket) -> Callable[..., Any]:
-    def called(self: TunedFunction[Any], inv: Invocation[Any, Any]) -> Any:
+    def called(self: TunedFunction[..., Any], inv: Invocation[Any, Any]) -> Any:
         del self
         return bucket(inv)
 
@@ -459,7 +451,7 @@ def _sharding_rule(rule: Rule, called: str) -> Callable[..., Any]:
 
 
 def _example_inputs(examples: Examples) -> Callable[..., Any]:
-    def called(self: TunedFunction[Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> Any:
+    def called(self: TunedFunction[..., Any], inv: Invocation[Any, Any], rng: np.random.Generator) -> Any:
         found = examples(inv, rng)  # a tuple of arrays will do: most functions take nothing else
         is_whole = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
         return found if is_whole else (found if isinstance(found, tuple | list) else (found,), dict(inv.kwargs))

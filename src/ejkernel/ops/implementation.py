@@ -13,6 +13,7 @@ import jax
 
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, UnsupportedError
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.messages.names import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +200,7 @@ class Implementations(Mapping[str, Implementation[Any]]):
             UnsupportedError: its module cannot be imported here.
         """
         if name not in self:
-            raise ArgumentError(f"implementation must be one of {self.names}; got {name!r}.")
+            raise ArgumentError(f"implementation must be one of {self.names}; got {name!r}{did_you_mean(name, self)}")
         if name not in self._loaded:
             self._loaded[name] = _loaded(name, self._declared[name])
         return self._loaded[name]
@@ -291,7 +292,8 @@ class OperationConfig:
     def __post_init__(self) -> None:
         if self.implementation not in self.implementations:
             raise ConfigError(
-                f"implementation must be one of {self.implementations.names}; got {self.implementation!r}."
+                f"implementation must be one of {self.implementations.names}; got {self.implementation!r}"
+                f"{did_you_mean(self.implementation, self.implementations)}"
             )
         for name, params in (("fwd", self.fwd), ("bwd", self.bwd)):
             if params is None:

@@ -139,7 +139,7 @@ def test_a_candidate_that_fails_or_is_wrong_is_an_outcome(isolate):
     assert found["wrong"][0] == "wrong"
     assert found["memory"][0] == "failed"
     assert found["terabyte"][0] == "failed"
-    assert re.match(r"it would take 10\d\d\.\d GiB; the device has", found["terabyte"][1])
+    assert re.match(r"not enough memory for the candidate: 10\d\d\.\d GiB needed", found["terabyte"][1])
 
 
 def test_a_fast_candidate_with_a_wrong_gradient_is_not_admitted(monkeypatch):

@@ -31,6 +31,7 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, SerializationError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.storage.sealed import sealed_object
+from ejkernel.ops.utils.values.nameable import nameable
 
 KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
 OTHER = KEY._replace(call="fedcba9876543210")
@@ -525,7 +526,8 @@ def test_a_class_inside_a_function_needs_cfg_type(cache):
     class Local:
         a: int
 
-    cache.put(KEY, Local(1))
+    with pytest.warns(CacheWarning, match="pass cfg_type="):
+        cache.put(KEY, Local(1))
     with pytest.warns(CacheWarning, match="pass cfg_type="):
         assert cache.get(KEY) is None
     assert Local(1) == cache.get(KEY, Local)
@@ -708,3 +710,33 @@ def test_a_layer_that_is_not_there_is_one_warning_that_names_it(tmp_path, recwar
 def test_an_empty_layer_is_no_warning_and_nor_is_ones_own_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     assert PersistentCache(tmp_path / "absent", layers=[tmp_path / "empty"]).get("gpu", "op@v0", "0") is None
+
+
+# --- what a later get could not read ---
+
+
+@nameable
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    rows: int = 1
+
+
+def test_a_put_of_a_class_inside_a_function_warns_at_once(cache):
+    @dataclasses.dataclass(frozen=True)
+    class Local:
+        rows: int = 1
+
+    with pytest.warns(CacheWarning, match=r"get\(\) will not find .*Local.* pass cfg_type=") as caught:
+        cache.put(KEY, Local())
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_put_of_fields_that_do_not_fit_their_types_warns_at_once(cache):
+    with pytest.warns(CacheWarning, match="will not find .*rows"):
+        cache.put(KEY, Marked(rows="many"))
+
+
+@pytest.mark.parametrize("config", [Marked(), {"rows": 2}, 3, Tile(4)])
+def test_a_put_of_what_can_be_read_does_not_warn(cache, config):
+    cache.put(KEY, config)
+    assert cache.get(KEY) == config

@@ -429,3 +429,24 @@ def test_the_next_process_starts_with_what_was_tuned_and_tunes_nothing(tmp_path)
     assert done.returncode == 0, done.stderr
     value, source, *key = json.loads(done.stdout)
     assert (value, source, ConfigKey(*key)) == (7.0, "persistent", inv.key)
+
+
+# --- the result of tuning a kernel ---
+
+
+def test_a_kernels_tuning_gives_its_configuration_or_a_result_that_prints_and_takes_effect(monkeypatch):
+    kernel = Square("square_with_a_result")
+    result = ops.autotune_kernel(kernel, X, num_iters=2, num_warmup=0)
+    assert isinstance(result, ops.AutotuningResult)
+    assert [entry.op_id_v for entry in result.entries] == ["square_with_a_result@v0"]
+    assert "square_with_a_result@v0" in str(result)
+    assert "1 configuration for" in str(result)
+    with result:
+        assert ops.default_executor().explain(kernel, X).source == "overlay"
+    monkeypatch.setattr("ejkernel.ops.execution.offline.autotune_kernel", lambda *args, **kwargs: result)
+    assert ops.autotune(kernel, X) == result.entries[0].cfg
+
+
+def test_only_a_kernel_is_tuned_as_one():
+    with pytest.raises(ArgumentError, match="kernel must be a Kernel, got"):
+        ops.autotune_kernel(jnp.sin, X)

@@ -296,7 +296,7 @@ def test_a_class_that_refuses_its_values_is_a_reason():
         ({"node": f"{__name__}.Mode", "children": [], "aux": None}, "rejected the values"),
         ({"range": [0, 1, 0]}, "three integers"),
         ({"set": [{"list": []}]}, "cannot be hashed"),
-        ({"map": [[1]]}, "a list of 2 is needed"),
+        ({"map": [[1]]}, "expected a list of 2"),
         ({"partial": 3, "args": [], "kwargs": {"map": []}}, "needs a function"),
         ({"code": "import os"}, "describes no value"),
         (1.5, "describes no value"),

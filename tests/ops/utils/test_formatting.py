@@ -2,6 +2,7 @@
 """Calls, configurations and tables as people read them."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ejkernel.ops import Invocation
+from ejkernel.ops import Invocation, stable_json
 from ejkernel.ops.utils.formatting import arguments, compact, counted, duration, text_table
 
 
@@ -118,3 +119,26 @@ def test_no_line_is_wider_and_no_word_is_cut(rows, width):
 def test_one_is_singular():
     assert [counted(n, "call") for n in (0, 1, 2)] == ["0 calls", "1 call", "2 calls"]
     assert counted(2, "entry", "entries") == "2 entries"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inner:
+    z: int = 1
+    a: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outer:
+    warps: int = 4
+    bwd: _Inner = _Inner()
+    block: int = 64
+
+
+def test_a_configuration_reads_the_same_from_memory_and_from_a_file():
+    config = _Outer()
+    saved = json.loads(stable_json(config))
+    assert compact(config) == compact(saved) == "block=64 warps=4 bwd(a=2 z=1)"
+
+
+def test_what_is_not_plain_data_is_shown_as_it_is():
+    assert compact({1}) == "{1}" or compact(object).startswith("<class")

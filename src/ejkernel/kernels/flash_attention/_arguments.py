@@ -14,10 +14,12 @@ import numpy as np
 from ejkernel import compat, settings
 from ejkernel.kernels._numbers import is_integer, is_number
 from ejkernel.kernels._options import canonical_flag, canonical_precision
+from ejkernel.ops.core.types import Integer
 from ejkernel.ops.errors import ArgumentError
-from ejkernel.ops.utils.values.signature import is_array
+from ejkernel.ops.utils.values.scalars import given_text
+from ejkernel.ops.utils.values.signature import is_array, is_known
 
-SlidingWindow = int | tuple[int | None, int | None]
+SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _FAR = 1 << 30  # a window's side that no array reaches; positions and sides are added as 32-bit numbers
@@ -141,9 +143,7 @@ def canonical_sinks(sinks: Any, heads: int) -> Any:
 def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
     """Return the rate of dropout, and its key as two words; without dropout there is no key."""
     if not is_number(rate) or not 0 <= rate < 1:
-        raise ArgumentError(
-            f"dropout_rate must be a number from 0 to 1, 1 excluded, got {rate!r}; it is static under jit."
-        )
+        raise ArgumentError(f"dropout_rate must be a number from 0 to 1, 1 excluded, got {given_text(rate)}.")
     # The key is left out: a call whose dropout drops nothing is the call without one.
     if not rate:
         return 0.0, None
@@ -173,7 +173,7 @@ def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, 
     if len(sides) != 2 or not all(side is None or (is_integer(side) and side >= 0) for side in sides):
         raise ArgumentError(
             f"sliding_window must be an int >= 0, or a pair (left, right) of such with None for no limit; got "
-            f"{window!r}."
+            f"{given_text(window)}."
         )
     left, right = (None if side is None or side >= _FAR else int(side) for side in sides)
     # Who sees no key after its own position is causal, in whichever words that was said.
@@ -187,8 +187,18 @@ def positive(name: str, value: Any, default: float | None) -> float | None:
     if value is None:
         return default
     if not is_number(value) or not 0 < value < math.inf:
-        raise ArgumentError(f"{name} must be a positive number or None, got {value!r}; it is static under jit.")
+        raise ArgumentError(f"{name} must be a positive number or None, got {given_text(value)}.")
     return float(value)
+
+
+def canonical_scale(scale: Any, head_dim: Any) -> float | None:
+    """Return the factor on the logits, by default `head_dim ** -0.5`."""
+    if scale is None and not is_known(head_dim):
+        raise ArgumentError(
+            f"softmax_scale must be given where head_dim is symbolic, got None and {head_dim}; it is a number that the "
+            "program holds, not one for each head_dim."
+        )
+    return positive("softmax_scale", scale, None if scale is not None else head_dim**-0.5)
 
 
 def canonical_more(

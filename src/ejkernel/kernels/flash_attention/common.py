@@ -20,6 +20,9 @@ from ejkernel.ops.implementation import Implementation, OperationCall
 EMPTY_ROW_LSE = 1e30
 
 
+_LARGEST_SCALE = 1024.0  # what a GPU's kernels take
+
+
 class Operands(NamedTuple):
     """The arrays of one call.
 
@@ -195,7 +198,8 @@ def _gradient_of_sinks(
     # The sink's value is zero, so its weight pulls at the output's product with the cotangent alone.
     pull = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=lse.dtype)
     pull = -pull if dlse is None else dlse - pull
-    weight = jnp.exp(sinks.astype(lse.dtype)[None, :, None] - lse)
+    # Rounding may leave a large log-sum-exp below the sink.
+    weight = jnp.exp(jnp.minimum(sinks.astype(lse.dtype)[None, :, None] - lse, 0))
     return (weight * pull).sum(axis=(0, 2)).astype(sinks.dtype)
 
 
@@ -255,6 +259,20 @@ def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: R
         return visible
     recent = ahead >= -rules.left
     return recent if visible is None else visible & recent
+
+
+def scale_reason(call: AttentionCall, name: str) -> str | None:
+    """Return why a kernel that subtracts scaled logits does not run `call`, and what would; `None` if it does.
+
+    It computes `products * scale - maximum` in one operation, where the maximum was rounded before. With logits of 1e9
+    the difference is off by up to 32, and its exponential by any factor.
+    """
+    if call.rules.scale <= _LARGEST_SCALE:
+        return None
+    return (
+        f"softmax_scale is {call.rules.scale:g}, and {name} takes up to {_LARGEST_SCALE:g}, beyond which the rounding "
+        "of logits makes its weights inexact; use 'xla'."
+    )
 
 
 def visible_pairs(queries: int, keys: int, rules: Rules) -> int:

@@ -70,18 +70,22 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         softmax_scale: float | None = None,
         sliding_window: arguments.SlidingWindow | None = None,
         logits_soft_cap: float | None = None,
+        soft_cap_after_bias: bool = False,
+        dropout_rate: float = 0.0,
+        precision: Any = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
         implementation: Any = None,
-        **more: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments, and bring equal calls into one form.
 
-        `others` are a pair of lengths, the sinks, and the key of the dropout. What says nothing is left out of them and
-        of `more`: it is not in the call's key.
+        `others` are a pair of lengths, the sinks, and the key of the dropout. Options with their default are left out
+        of the call, so that they are not in its key.
         """
         lengths, sinks, dropout_key = (*others, *[None] * 3)[:3]
         arguments.check_main(query, key, value)
         full = arguments.full_shape(query, key)
-        rate, dropout_key = arguments.canonical_dropout(more.pop("dropout_rate", 0.0), dropout_key)
+        rate, dropout_key = arguments.canonical_dropout(dropout_rate, dropout_key)
         arrays = (
             query,
             key,
@@ -98,12 +102,17 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         cap = arguments.positive("logits_soft_cap", logits_soft_cap, None)
         options = {
             "causal": causal,
-            "softmax_scale": arguments.positive("softmax_scale", softmax_scale, query.shape[3] ** -0.5),
+            "softmax_scale": arguments.canonical_scale(softmax_scale, query.shape[3]),
             "sliding_window": window,
             "logits_soft_cap": cap,
             "implementation": requested,
         }
-        more = arguments.canonical_more(**more)
+        more = arguments.canonical_more(
+            soft_cap_after_bias=soft_cap_after_bias,
+            precision=precision,
+            return_lse=return_lse,
+            deterministic=deterministic,
+        )
         # Without the two of them there is no order to speak of, and equal calls have one key.
         if cap is None or bias is None:
             more.pop("soft_cap_after_bias", None)

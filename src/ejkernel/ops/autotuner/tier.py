@@ -7,10 +7,10 @@ import dataclasses
 import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ejkernel.ops.autotuner.bench.partners import partners_in_force
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.autotuner.tuner import Autotuner
@@ -24,6 +24,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import TuningError, TuningWarning
+from ejkernel.ops.utils.messages.warn import warn
 
 
 class AutotuneTier:
@@ -58,7 +59,12 @@ class AutotuneTier:
         # The representative, and not whichever call of its bucket came first: the answer must not depend on the order
         # of a program's calls.
         if options.get("others"):
-            options["others"] = [dataclasses.replace(o, inv=o.inv.representative) for o in options["others"]]
+            options["others"] = [
+                dataclasses.replace(o, inv=o.inv.representative, partners=partners_in_force(chain, o.inv, kernel))
+                for o in options["others"]
+            ]
+        if _takes(tuner.tune, "partners"):
+            options["partners"] = partners_in_force(chain, inv, kernel)
         tuned = tuner.tune(inv.representative, kernel, **options)
         own_space = options.get("candidates") is None and kernel is not None
         for key, call, found in _found(inv, tuned):
@@ -100,7 +106,7 @@ class AutotuneTier:
             return found
         except TuningError as error:
             text = f"{inv.op_id}: tuning found no configuration, the heuristic is used: {error}"
-            warnings.warn(text, TuningWarning, stacklevel=2)
+            warn(text, TuningWarning)
             return str(error)
         finally:
             if held:

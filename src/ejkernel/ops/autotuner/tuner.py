@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import logging
 import time
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,8 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import GradientWarning, TuningError, TuningWarning
-from ejkernel.ops.utils.formatting import ratio
+from ejkernel.ops.utils.formatting import compact, ratio
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument, is_count
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class Autotuner:
         inputs: GivenInputs | None = None,
         weight: float = 1.0,
         others: Sequence[SharedCall] = (),
+        partners: Sequence[object] = (),
         progress: Callable[[int, int], object] | None = None,
     ) -> AutotuneData:
         """Return the search for the best configuration of `inv`, or of several calls that are to share one.
@@ -102,6 +103,8 @@ class Autotuner:
             inputs: What to measure with, in place of what is made from the signature.
             weight: How much the call counts beside the others.
             others: Further calls of the kernel. What is best has the least weighted geometric mean of the times of all.
+            partners: Configurations in force for the call's other direction: for a forward, what its backward runs
+                with; for a backward, what its forward runs with. The winner must give the right gradient with each.
             progress: Called with how many candidates are compiled and checked, and how many there are. Events tell more
                 (`on_event`).
 
@@ -123,6 +126,7 @@ class Autotuner:
             others=tuple(
                 dataclasses.replace(o, inv=dataclasses.replace(o.inv.abstract(), kernel=kernel)) for o in others
             ),
+            partners=tuple(partners),
             policy=policy or AutotunePolicy(),
             records=tuple(records),
             rounds=self.rounds,
@@ -191,19 +195,19 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         verb, which = ("was", "it is") if len(others) == 1 else ("were", "the first,")
         text = (
             f"{data.inv.op_id}: {all_of_them} beside the heuristic {verb} rejected; {which} "
-            f"{rejected[0].config!r}, {rejected[0].status}: {rejected[0].reason}"
+            f"{compact(rejected[0].config)}, {rejected[0].status}: {rejected[0].reason}"
         )
         if all(NOT_FINITE in outcome.reason for outcome in rejected) and data.inv.kernel is not None:
             text += f"; {why_not_finite(data.inv.kernel, inputs)}"
-        warnings.warn(text, TuningWarning, stacklevel=3)
+        warn(text, TuningWarning)
     if data.rule_fault:
-        warnings.warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning, stacklevel=3)
+        warn(f"{data.inv.op_id}: {data.rule_fault}", GradientWarning)
     speedup = data.speedup
     logger.info(
         "tuned %s in %.1f s: %d candidates, %s, %s",
         data.inv.op_id_v,
         data.seconds,
         len(data.outcomes),
-        data.config,
+        compact(data.config),
         "the heuristic could not be measured" if speedup is None else f"{ratio(speedup)} the heuristic's speed",
     )

@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import stat
-import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.resources.abc import Traversable
@@ -22,6 +21,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError, EjkernelError
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import stable_json
 
 ENTRY: Final = ".json"  # suffix of an entry's file; no other file beside it has this suffix
@@ -240,14 +240,14 @@ def _read_other(file: Traversable, largest: int) -> bytes:
 
 def warn_of(place: str, reason: Exception) -> None:
     """Warn, once per place, that its entry is ignored."""
-    warn_once(place, f"ignoring cache entry {place}: {reason}", stacklevel=6)
+    warn_once(place, f"ignoring cache entry {place}: {reason}")
 
 
-def warn_once(place: str, text: str, *, stacklevel: int) -> None:
+def warn_once(place: str, text: str) -> None:
     """Emit a `CacheWarning` about a place, once per process."""
     if place not in _warned:
         _warned.add(place)
-        warnings.warn(text, CacheWarning, stacklevel=stacklevel)
+        warn(text, CacheWarning)
 
 
 def forget_warning(file: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +17,7 @@ from ejkernel.ops.config._writing import write_file
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, SerializationError
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.sealed import read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain
 
@@ -107,7 +107,7 @@ class MissedNotes:
         except (OSError, SerializationError) as error:
             self._write_failed = True
             text = f"cannot write notes of missed calls to {self.folder} ({error}); set EJKERNEL_CACHE_DIR."
-            warnings.warn(text, CacheWarning, stacklevel=4)
+            warn(text, CacheWarning)
 
     def entries(self) -> Iterator[Note]:
         """Yield every note that can be read, sorted by device, operation and call."""
@@ -151,7 +151,7 @@ class MissedNotes:
             check_inside(self.cache_dir, self._file(key))
             self._file(key).unlink(missing_ok=True)
         except OSError as error:
-            warnings.warn(f"the note of {key.op} cannot be removed: {error}", CacheWarning, stacklevel=3)
+            warn(f"the note of {key.op} cannot be removed: {error}", CacheWarning)
 
     def withdraw(self, key: ConfigKey) -> None:
         """Remove the note of a call that has been tuned since this object wrote the note."""
@@ -166,7 +166,7 @@ class MissedNotes:
         try:
             return self.read(file)
         except UnusableError as error:
-            warnings.warn(f"ignoring the note {file}: {error}", CacheWarning, stacklevel=3)
+            warn(f"ignoring the note {file}: {error}", CacheWarning)
             return None
 
 

@@ -11,7 +11,6 @@ import datetime
 import functools
 import os
 import secrets
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -42,8 +41,11 @@ from ejkernel.ops.config.entries import (
     read_at,
     text_of,
 )
+from ejkernel.ops.core.declared_names import why_not_decoded
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning, ConfigError
+from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.messages.warn import warn
 
 if TYPE_CHECKING:
     from ejkernel.ops.config.shared.layer import SharedLayer
@@ -168,6 +170,9 @@ class PersistentCache:
         # Made before anything is touched, so that what has no JSON form leaves what was there.
         text = text_of(new_entry(key, cfg, call, measured, self._clock()))
         self._store(key, text)
+        reason = why_not_decoded(cfg)
+        if reason:
+            warn(f"get() will not find what was put for {value_text(key)}: {reason}", CacheWarning)
 
     @overload
     def get(self, key: Any, cfg_type: Any = ..., /) -> Any: ...
@@ -246,7 +251,7 @@ class PersistentCache:
         folders = [str(layer) for layer in self._layers if isinstance(layer, Path)]
         for name in (*self._homeless, *(folder for folder in folders if not os.path.isdir(folder))):
             text = f"there is no folder {name}, which was to be read after {self._path}; is its name right?"
-            warn_once(name, text, stacklevel=5)
+            warn_once(name, text)
 
     def _all(self, operation: str | None = None) -> Iterator[tuple[str, StoredEntry]]:
         """Yield all entries, each with the canonical form of its key."""
@@ -319,7 +324,7 @@ class PersistentCache:
             message = (
                 f"{where} cannot be written ({error}); configurations stay in this process. Set EJKERNEL_CACHE_DIR."
             )
-            warnings.warn(message, CacheWarning, stacklevel=4)
+            warn(message, CacheWarning)
 
 
 # --- keys and where they are kept ---

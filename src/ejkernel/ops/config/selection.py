@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Generic
 
@@ -37,7 +36,7 @@ from ejkernel.ops.config.tiers import (
 from ejkernel.ops.config.tiers import Consulted as Consulted
 from ejkernel.ops.config.tiers import Resolution as Resolution
 from ejkernel.ops.core.context import current_scope, is_measuring
-from ejkernel.ops.core.declared_names import note_config_types
+from ejkernel.ops.core.declared_names import check_kind, note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import (
     Kernel,
@@ -61,6 +60,7 @@ from ejkernel.ops.errors import (
 from ejkernel.ops.registry import forget_missed, note_missed
 from ejkernel.ops.utils import services
 from ejkernel.ops.utils.formatting import arguments, counted
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.validation import check_argument
 from ejkernel.ops.utils.weak_caches import IdentitySet
 
@@ -219,7 +219,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if key is None or resolution.tier.is_passing:
             return
         before = self.cache.remembered(key)
-        if before is not None and shared and before.source == source and before.tier.is_provisional:
+        same_kind = before is not None and type(before.config) is type(resolution.config)
+        if before is not None and same_kind and shared and before.source == source and before.tier.is_provisional:
             return
         if before is None or before.source != source or not same_config(before.config, resolution.config):
             self.cache.remember(key, resolution.config, source)
@@ -252,7 +253,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         self._warned.add(inv.op_id_v)
         why = str(error).removeprefix(f"{inv.op_id}: ")
         text = f"{inv.op_id}: the call cannot be remembered or tuned, and runs with its heuristic: {why}"
-        warnings.warn(text, UnstableKeyWarning, stacklevel=2)
+        warn(text, UnstableKeyWarning)
 
     def _warn_of_namesake(self, kernel: Kernel[Any, Any]) -> None:
         if kernel in self._known:
@@ -266,7 +267,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
                 f"{type(kernel).__qualname__} and {type(others[0]).__qualname__}; what is tuned for one is used for "
                 "the other; give one another name, or raise its version."
             )
-            warnings.warn(text, KernelWarning, stacklevel=2)
+            warn(text, KernelWarning)
 
     def _consult(self, request: _Request) -> Iterator[Consulted]:
         tiers: tuple[tuple[Tier, Callable[[_Request], Answer]], ...] = (  # the order is the contract
@@ -327,9 +328,10 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         """Return why a configuration that was found is not one of the kernel's, and warn; empty if it is one."""
         try:
             check_config(request.kernel, config, what)
+            check_kind(request.inv, request.kernel, config, what)
         except ConfigError as error:  # such as of a class that was defined again since, or of an older version
             if not request.dry:
-                warnings.warn(f"ignoring a configuration: {error}", CacheWarning, stacklevel=2)
+                warn(f"ignoring a configuration: {error}", CacheWarning)
             return f"it does not fit: {error}"
         return ""
 
@@ -413,7 +415,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if not request.dry and not self._refused_to_tune:
             self._refused_to_tune = True
             text = f"{request.inv.op_id}: nothing is tuned on a miss while {note}; tune beforehand (`ejkernel tune`)"
-            warnings.warn(text, TuningWarning, stacklevel=2)
+            warn(text, TuningWarning)
         return note
 
     def _from_forward(self, request: _Request) -> Resolution[Any] | str:

@@ -4,13 +4,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 Cfg = TypeVar("Cfg")
 """Configuration type of a kernel, usually a frozen dataclass."""
 
 Out = TypeVar("Out")
 """Output type of a kernel: an array or a tree of arrays."""
+
+Flag = bool | np.bool_
+"""A static argument that is true or false."""
+
+Integer = int | np.integer[Any]
+"""A static integer, of Python or NumPy."""
+
+Number = float | np.floating[Any] | np.integer[Any]
+"""A static number, of Python or NumPy."""
 
 
 class ConfigKey(NamedTuple):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,13 +18,22 @@ from ejkernel.ops.config.selection import Resolution
 from ejkernel.ops.config.tiers import HEURISTIC
 from ejkernel.ops.core.context import current_scope
 from ejkernel.ops.core.invocation import Invocation, invocation_of
-from ejkernel.ops.core.kernel import hook
+from ejkernel.ops.core.kernel import has_gradient_rule, hook
 from ejkernel.ops.core.primitive import Call, Types, known_types, types_of
 from ejkernel.ops.core.transformations.nodes import Choice, Node
 from ejkernel.ops.core.types import Cfg, Out
-from ejkernel.ops.errors import AgreementError, CacheWarning, KernelError, NoConfigError, SerializationError
+from ejkernel.ops.errors import (
+    AgreementError,
+    CacheWarning,
+    EjkernelError,
+    KernelError,
+    NoConfigError,
+    SerializationError,
+)
 from ejkernel.ops.registry import record_invocation
+from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.fingerprint import platform_kind
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import label, stamp
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.values.signature import HasType
@@ -108,6 +116,7 @@ class ResolvedCall:
             choice = Choice(config=resolution.config, platform=inv.platform, out_tree=self._out_tree)
             return resolution, node.flat(choice)(*arrays)
         except Exception as error:  # noqa: BLE001 - raised again, unless another configuration stands in
+            _raise_if_not_differentiable(inv, node, resolution, arrays, error)
             instead = _stand_in(inv, resolution, error)
         return instead, node.flat(Choice(config=instead.config, platform=inv.platform))(*arrays)
 
@@ -160,6 +169,32 @@ def _if_same(types: Types, config: object, platform: str) -> Any:
         return None
 
 
+def _raise_if_not_differentiable(
+    inv: Invocation[Any, Any], node: Node, resolution: Resolution[Any], arrays: Sequence[jax.Array], error: Exception
+) -> None:
+    """Raise if JAX cannot differentiate a kernel without a gradient rule: no other configuration would help."""
+    kernel = inv.node.spec.kernel
+    if inv.direction == "fwd" or has_gradient_rule(kernel) or isinstance(error, EjkernelError):
+        return
+    if not resolution.tier.is_saved:
+        raise _no_gradient(inv, error) from error
+    try:
+        config = hook(kernel, "heuristic_cfg", inv.platform)(inv)
+        derivative = node.flat(Choice(config=config, platform=inv.platform))
+        compat.traced(derivative, [jax.typeof(array) for array in arrays])
+    except Exception as again:
+        raise _no_gradient(inv, again) from again
+
+
+def _no_gradient(inv: Invocation[Any, Any], error: Exception) -> KernelError:
+    return KernelError(
+        f"{inv.op_id}: the kernel has no gradient rule, and JAX could not differentiate its run: "
+        f"{error_text(error).rstrip('.')}. "
+        "Give it a rule: custom_vjp, or fwd_with_residuals and vjp, of a Kernel, or a jax.custom_vjp inside the "
+        "function; almost every pallas_call needs one."
+    )
+
+
 def _stand_in(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exception) -> Resolution[Any]:
     """Return the heuristic's answer in place of one that was saved and does not run, with a warning; or raise why."""
     # Another configuration here would be another program than the other processes run, and all of them would hang.
@@ -182,7 +217,7 @@ def _stand_in(inv: Invocation[Any, Any], resolution: Resolution[Any], error: Exc
         f"{inv.op_id}: ignoring the saved configuration {resolution.config!r} (call {inv.call_key}), which "
         f"does not run: {type(error).__name__}: {error}; `ejkernel tune --force` finds another."
     )
-    warnings.warn(text, CacheWarning, stacklevel=2)
+    warn(text, CacheWarning)
     return Resolution(config, HEURISTIC.name, resolution.key)
 
 

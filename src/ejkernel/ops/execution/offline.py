@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from ejkernel import compat
+from ejkernel.ops.autotuner.tasks.asked import Inputs, asked_calls
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import Counter, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
@@ -21,19 +17,16 @@ from ejkernel.ops.autotuner.trials.result import AutotuningResult, Entry
 from ejkernel.ops.autotuner.tuner import Autotuner, process_session
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import ConfigSelectorChain
-from ejkernel.ops.core.callspec import take_apart
-from ejkernel.ops.core.examples import GivenInputs
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, overrides, prepared, unbound
-from ejkernel.ops.core.transformations.naming import array_names
-from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.core.kernel import Kernel, unbound
+from ejkernel.ops.core.types import Cfg, ConfigKey
 from ejkernel.ops.errors import ArgumentError, OfflineWarning, TuningError, TuningWarning
 from ejkernel.ops.execution.discovery import discover, local_calls
 from ejkernel.ops.execution.executor import Executor, default_executor
 from ejkernel.ops.execution.program_text import ProgramCalls, calls_in_text
 from ejkernel.ops.registry import Recorded, get_invocations
-from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.meta import SPLIT
 from ejkernel.ops.utils.validation import check_argument, is_count
 
@@ -41,8 +34,6 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.compile.bundles import BundledCall
 
 _MOST_UNDER_WAY = 256  # searches that an executor has at a time: each has a thread that waits for it
-
-Inputs = bool | Sequence[Any] | Callable[[np.random.Generator], Any] | None
 
 
 def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any], lowered: object) -> AutotuningResult:
@@ -70,16 +61,16 @@ def autotune_lowered(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any
     )
     program = calls_in_text(compat.lowered_text(lowered), recorded=get_invocations(device_fingerprint()))
     if program.bare:
-        warnings.warn(_why_bare(program), OfflineWarning, stacklevel=2)
+        warn(_why_bare(program), OfflineWarning)
     for reason in program.why_refused():
-        warnings.warn(f"not tuned, because it cannot be rebuilt: {reason}", OfflineWarning, stacklevel=2)
+        warn(f"not tuned, because it cannot be rebuilt: {reason}", OfflineWarning)
     local = local_calls(lowered)
     if isinstance(lowered, str) and SPLIT in lowered:
         text = (
             f"{lowered.count(SPLIT)} calls of the program split themselves over devices, and a text does not say how; "
             "pass the lowered program itself to have each device's part tuned."
         )
-        warnings.warn(text, OfflineWarning, stacklevel=2)
+        warn(text, OfflineWarning)
     return tune_invocations(_chain(selector), {inv.key: inv for inv in (*program.calls, *local)}.values())
 
 
@@ -122,7 +113,7 @@ def autotune_recorded(
         operations = given[device]
     elif any(name.partition(":")[0] in ("cpu", "gpu", "tpu") and ":" in name for name in given):
         text = f"nothing was recorded on {device!r}, only on {', '.join(sorted(given))}; nothing is tuned."
-        warnings.warn(text, OfflineWarning, stacklevel=2)
+        warn(text, OfflineWarning)
         operations = {}
     else:
         operations = given
@@ -183,7 +174,7 @@ def tune_together(
             many there are.
         compiled: The candidates of some of the calls, compiled before.
     """
-    entries, searches = [], []
+    searched = []
     policy = effective_policy(selector.policy, selector)
 
     def search(calls: Sequence[SharedCall]) -> AutotuneData:
@@ -192,15 +183,12 @@ def tune_together(
     with process_session(policy), _counted([calls[0].inv for calls in sets], progress):
         for calls, data in zip(sets, _searches(search, sets, policy), strict=True):
             if isinstance(data, TuningError):
-                warnings.warn(str(data), TuningWarning, stacklevel=3)
+                warn(str(data), TuningWarning)
                 continue
             if isinstance(data, BaseException):
                 raise data
-            for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
-                entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
-                searches.append(found)
-    device = sets[0][0].inv.device_fingerprint if sets else device_fingerprint()
-    return AutotuningResult(device, tuple(entries), tuple(searches))
+            searched.append((calls, data))
+    return _result(searched, sets[0][0].inv.device_fingerprint if sets else device_fingerprint())
 
 
 @contextlib.contextmanager
@@ -266,18 +254,28 @@ def _with_programs(call: SharedCall, compiled: Mapping[ConfigKey, BundledCall]) 
 
 @overload
 def autotune(
-    target: Kernel[Any, Any],
+    target: Kernel[Cfg, Any],
     *args: Any,
-    configs: Collection[Any] | None = None,
+    configs: Collection[Cfg] | None = None,
     inputs: Inputs = None,
     calls: Sequence[Any] | None = None,
     weights: Sequence[float] | None = None,
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,
-) -> Any: ...
+) -> Cfg: ...
 @overload
-def autotune(target: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuningResult: ...
+def autotune(
+    target: Callable[..., Any],
+    *args: Any,
+    configs: None = None,
+    inputs: None = None,
+    calls: None = None,
+    weights: None = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    **kwargs: Any,
+) -> AutotuningResult: ...
 def autotune(
     target: Any,
     *args: Any,
@@ -293,7 +291,8 @@ def autotune(
 
     Args:
         target: A `Kernel`: its call with these arguments is tuned, and the configuration is returned. Any other
-            callable: the kernels that it calls, forward and backward, and an `AutotuningResult` is returned.
+            callable: the kernels that it calls, forward and backward, and an `AutotuningResult` is returned, which
+            prints what that brought and takes effect in `with`; `autotune_kernel` returns one for a kernel.
         *args: Arguments of the call; for a function they may be abstract.
         configs: Candidates for a kernel, a list or a `ConfigSpace`; its `config_space` by default.
         inputs: What a kernel is measured and checked with. By default not the arrays given, but others of their shapes
@@ -310,24 +309,75 @@ def autotune(
 
     The default executor remembers what is found, in memory and in its persistent cache.
     """
-    if not (is_count(num_iters, 1) and is_count(num_warmup, 0)):
-        raise ArgumentError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
-    chain = _chain(None)
     target, args = unbound(target, args)
     if not isinstance(target, Kernel):
-        return _autotune_function(
-            chain, target, args, kwargs, {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
-        )
+        _check_counts(num_warmup, num_iters)
+        options = {"configs": configs, "inputs": inputs, "calls": calls, "weights": weights}
+        return _autotune_function(_chain(None), target, args, kwargs, options)
+    found = autotune_kernel(
+        target,
+        *args,
+        configs=configs,
+        inputs=inputs,
+        calls=calls,
+        weights=weights,
+        num_warmup=num_warmup,
+        num_iters=num_iters,
+        **kwargs,
+    )
+    return found.entries[0].cfg
+
+
+def autotune_kernel(
+    kernel: Kernel[Cfg, Any],
+    *args: Any,
+    configs: Collection[Cfg] | None = None,
+    inputs: Inputs = None,
+    calls: Sequence[Any] | None = None,
+    weights: Sequence[float] | None = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    **kwargs: Any,
+) -> AutotuningResult:
+    """Tune one call of a kernel, or several together, as `autotune` does, and return the whole result.
+
+    `autotune` returns the configuration alone, which is an instance of the kernel's own class. The result prints what
+    tuning brought, and `with result:` puts the configuration in force in compiled functions too.
+
+    Args:
+        kernel: The kernel.
+        *args, configs, inputs, calls, weights, num_warmup, num_iters, **kwargs: See `autotune`.
+    """
+    _check_counts(num_warmup, num_iters)
+    chain = _chain(None)
+    bound: tuple[Any, tuple[Any, ...]] = unbound(kernel, args)
+    target, args = bound
+    check_argument(isinstance(target, Kernel), "kernel", "a Kernel", target)
     tuner = Autotuner(rounds=num_iters, warmup=num_warmup)
-    first, *others = _asked_calls(target, args, kwargs, (calls, weights), inputs)
+    first, *others = asked_calls(target, args, kwargs, (calls, weights), inputs)
     more: dict[str, Any] = {} if first.inputs is None else {"inputs": first.inputs}
     if others:
         more |= {"weight": first.weight, "others": others}
     policy = effective_policy(chain.policy, chain)
-    return chain.search(first.inv, target, tuner=tuner, candidates=configs, policy=policy, **more).config
+    data = chain.search(first.inv, target, tuner=tuner, candidates=configs, policy=policy, **more)
+    return _result([([first, *others], data)], first.inv.device_fingerprint)
 
 
-_MOST_WEIGHT = 1e100  # so that sums of weights are numbers
+def _check_counts(num_warmup: int, num_iters: int) -> None:
+    if not (is_count(num_iters, 1) and is_count(num_warmup, 0)):
+        raise ArgumentError(f"num_iters must be positive and num_warmup >= 0, got {num_iters!r} and {num_warmup!r}.")
+
+
+def _result(searched: Iterable[tuple[Sequence[SharedCall], AutotuneData]], device: str) -> AutotuningResult:
+    """Return what searches found, with an entry for each call of a search."""
+    entries, searches = [], []
+    for calls, data in searched:
+        for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
+            entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
+            searches.append(found)
+    return AutotuningResult(device, tuple(entries), tuple(searches))
+
+
 _FOR_KERNELS = {
     "configs": "the kernels in a function have their own candidates",
     "inputs": "the kernels in a function need example_inputs of their own",
@@ -348,120 +398,8 @@ def _autotune_function(
             raise ArgumentError(f"{name} are for a Kernel; {_FOR_KERNELS[name]}.")
     found = discover(function, *args, **kwargs)
     if not found:
-        warnings.warn(f"{function!r} calls no kernel; there is nothing to tune.", OfflineWarning, stacklevel=3)
+        warn(f"{function!r} calls no kernel; there is nothing to tune.", OfflineWarning)
     return tune_invocations(chain, found)
-
-
-def _asked_calls(
-    kernel: Kernel[Any, Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    several: tuple[Sequence[Any] | None, Sequence[float] | None],
-    inputs: Inputs,
-) -> list[SharedCall]:
-    """Return the calls that `autotune` was asked to tune together, the first of which may be the only one."""
-    calls, weights = several
-    if calls is None:
-        if weights is not None:
-            raise ArgumentError(f"weights are those of calls, which are not given; got {weights!r}.")
-        return [_asked_call(kernel, args, kwargs, inputs)]
-    if args:
-        raise ArgumentError(f"calls stand in place of the arguments of one call; got both, {len(args)} arguments too.")
-    if not isinstance(calls, list | tuple) or not calls:
-        raise ArgumentError(f"calls must be a list of tuples of arguments, one for each call, got {value_text(calls)}.")
-    if inputs is not None and not isinstance(inputs, bool):
-        raise ArgumentError("inputs must be True or left out where there are calls, each with arrays of its own.")
-    found = []
-    for number, (call, weight) in enumerate(zip(calls, _weights(weights, len(calls)), strict=True)):
-        whole = call if _has_kwargs(call) else (call, {})
-        if not isinstance(whole[0], tuple | list):
-            raise ArgumentError(
-                f"calls[{number}] must be a tuple of arguments, or (args, kwargs), got {value_text(call)}."
-            )
-        one = _asked_call(kernel, tuple(whole[0]), {**kwargs, **whole[1]}, inputs)
-        found.append(dataclasses.replace(one, weight=weight))
-    return merged_calls(found)
-
-
-def _has_kwargs(call: object) -> bool:
-    return isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], Mapping)
-
-
-def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    if weights is None:
-        return [1.0] * count
-    if not isinstance(weights, list | tuple) or len(weights) != count:
-        raise ArgumentError(f"weights must be a list of {count} numbers, one for each of calls, got {weights!r}.")
-    return [checked_weight(weight, f"weights[{number}]") for number, weight in enumerate(weights)]
-
-
-def checked_weight(weight: object, what: str) -> float:
-    """Return the weight of a call.
-
-    Raises:
-        ArgumentError: it is no positive number, or a huge one; `what` is its name in the message.
-    """
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= _MOST_WEIGHT:
-        raise ArgumentError(f"{what} must be a positive number up to {_MOST_WEIGHT:g}, got {weight!r}.")
-    return float(weight)
-
-
-def merged_calls(calls: Iterable[SharedCall]) -> list[SharedCall]:
-    """Return calls with those merged that have one key, such as two of one bucket: their weights are added up."""
-    merged: dict[ConfigKey, SharedCall] = {}
-    for call in calls:
-        before = merged.get(call.inv.key)
-        weight = call.weight + (0.0 if before is None else before.weight)
-        merged[call.inv.key] = dataclasses.replace(before or call, weight=weight)
-    return list(merged.values())
-
-
-def _asked_call(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Inputs
-) -> SharedCall:
-    prepared_args, prepared_kwargs = prepared(kernel, args, kwargs)
-    if "cfg" in prepared_kwargs:
-        raise ArgumentError(
-            f"{kernel.op_id}: the call says its whole configuration, {prepared_kwargs['cfg']!r}, so nothing is left to "
-            "tune; leave out what is to be found."
-        )
-    inv: Invocation[Any, Any] = Invocation(kernel=kernel, args=prepared_args, kwargs=prepared_kwargs)
-    given = _given_inputs(inputs, args, kwargs)
-    if given is None:
-        _warn_of_made_inputs(inv)
-    return SharedCall(inv=inv, inputs=given)
-
-
-def _given_inputs(inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GivenInputs | None:
-    if inputs is None or inputs is False:
-        return None
-    source = args if inputs is True else inputs
-    if not (callable(source) or isinstance(source, tuple | list)):
-        raise ArgumentError(
-            f"inputs must be True for the arrays given, a tuple of arguments or a function, got {value_text(inputs)}."
-        )
-    abstract = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    if inputs is True and abstract:
-        raise ArgumentError(f"inputs=True needs arrays to measure with, got {abstract[0]}; pass arrays, or a function.")
-    return GivenInputs(source, kwargs)
-
-
-def _warn_of_made_inputs(inv: Invocation[Any, Any]) -> None:
-    """Warn where what is measured is not what was given, and that may matter: of integers zeros and ones are made."""
-    kernel = inv.node.spec.kernel
-    spec, arrays = take_apart(kernel, inv.args, dict(inv.kwargs))
-    whole = [
-        f"{name} ({array.dtype})"
-        for name, array in zip(array_names(spec), arrays, strict=True)
-        if isinstance(array, np.ndarray | jax.Array) and jnp.issubdtype(array.dtype, np.integer)
-    ]
-    if whole and not (overrides(kernel, "example_inputs") or overrides(kernel, "example_draws")):
-        text = (
-            f"{kernel.op_id} is measured on inputs made from shapes and dtypes, not on the arrays given; "
-            f"{', '.join(whole)} will be zeros and ones. Pass inputs=True to measure on the arrays given, or give the "
-            "kernel example_inputs."
-        )
-        warnings.warn(text, TuningWarning, stacklevel=5)
 
 
 def _chain(selector: ConfigSelectorChain[Any, Any] | Executor[Any, Any] | None) -> ConfigSelectorChain[Any, Any]:

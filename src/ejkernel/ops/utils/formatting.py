@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ejkernel.ops.errors import SerializationError
+from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
 
@@ -99,8 +101,15 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def compact(config: object) -> str:
-    """Return a configuration as short text such as `block_q=64 warps=4`, without fields that are `None`."""
-    return _cut(_compact(to_data(config)))
+    """Return a configuration as short text such as `block_q=64 warps=4`, without fields that are `None`.
+
+    Plain fields come before nested fields, each sorted by name. So a saved configuration of unknown type has the same
+    text as the configuration in memory.
+    """
+    try:
+        return _cut(_compact(to_data(config)))
+    except SerializationError:  # a candidate that is not plain data is rejected; the message uses this text
+        return value_text(config)
 
 
 def _cut(text: str) -> str:
@@ -111,7 +120,7 @@ def _compact(data: object) -> str:
     if not isinstance(data, dict):
         return str(data)
     parts = []
-    for name, value in data.items():
+    for name, value in sorted(data.items(), key=lambda item: (isinstance(item[1], dict), str(item[0]))):
         shown = _compact(value)
         if value is not None and shown:
             parts.append(f"{name}({shown})" if isinstance(value, dict) else f"{name}={shown}")

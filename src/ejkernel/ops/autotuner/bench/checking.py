@@ -16,6 +16,7 @@ from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.errors import CandidateError, DeviceLostError, TuningError
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.formatting import compact
 
 
 def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None:
@@ -31,11 +32,17 @@ def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None
     """
     limit = oracle.limits.run
     oracle.watch.begin("running", [candidate.config], limit.seconds)
+    with oracle.settings.during(repr(candidate.config)):
+        _run_and_judge(oracle, candidate, compiled)
+
+
+def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None:
+    limit = oracle.limits.run
     at: Workload | None = None
     try:
         peaks = [peak_bytes(program) for program in compiled]
         candidate.peak_bytes = None if None in peaks else max(peak for peak in peaks if peak is not None)
-        check_room(candidate.peak_bytes or 0, "it")
+        check_room(candidate.peak_bytes or 0, "the candidate")
         for at in oracle.workloads:
             start = time.perf_counter()
             results = jax.block_until_ready(compiled[at.number](*at.arrays))
@@ -83,6 +90,6 @@ def check_device(oracle: Oracle, culprit: Candidate) -> None:
         jax.block_until_ready(jnp.zeros((), jnp.float32) + 1)
     except BaseException as error:
         raise DeviceLostError(
-            f"{oracle.inv.op_id}: the device does not work in this process any more, after {culprit.config!r}: "
+            f"{oracle.inv.op_id}: the device does not work in this process any more, after {compact(culprit.config)}: "
             f"{culprit.reason}; tune in a worker process (AutotunePolicy(isolate=True), or the command)."
         ) from error

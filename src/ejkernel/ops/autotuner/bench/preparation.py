@@ -24,6 +24,7 @@ from ejkernel.ops.core.examples import example_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError
+from ejkernel.ops.utils.formatting import compact
 
 # Bytes of registers that a thread spills, from which on a candidate is not run if there is another: such ones took 2.5
 # times as long as the best, and more, while one that spilled 20 was the best (benchmarks/results/spills_h200.json).
@@ -39,7 +40,7 @@ def _spills_much(spilled: int | None) -> bool:
 
 class _SameProgram(CandidateError):
     def __init__(self, owner: Candidate) -> None:
-        super().__init__(f"the same program as {owner.config!r}")
+        super().__init__(f"the same program as {compact(owner.config)}")
         self.owner = owner
 
 
@@ -89,7 +90,7 @@ class Preparation:
         inv, watch = self.oracle.inv, self.oracle.watch
         check_room(
             sum(num_bytes(like) for oracle in self.oracle.all for like in example_types(oracle.inv)),
-            f"{inv.op_id}: its inputs{' of all calls together' * (len(self.oracle.all) > 1)}",
+            f"the inputs of {inv.op_id}{', all calls together,' * (len(self.oracle.all) > 1)}",
         )
         jobs = [in_callers_context(functools.partial(self._compile, candidate)) for candidate in candidates]
 
@@ -157,6 +158,10 @@ class Preparation:
 
     def _compile(self, candidate: Candidate) -> Any:
         candidate.damage = self.oracle.watch.damage()
+        with self.oracle.settings.during(repr(candidate.config)):
+            return self._compile_for_all(candidate)
+
+    def _compile_for_all(self, candidate: Candidate) -> Any:
         found = [self._program(number, oracle.inv, candidate) for number, oracle in enumerate(self.oracle.all)]
         digests, programs = zip(*found, strict=True)
         if all(digests):

@@ -58,7 +58,8 @@ class Timing:
             runners[index].fail(Status.FAILED, error)
             check_device(oracle, runners[index])
 
-        measurements = interleaved(functions, race=race, warmup=self.warmup, stop=self.stop, on_error=left)
+        with oracle.settings.during(*(repr(runner.config) for runner in runners)):
+            measurements = interleaved(functions, race=race, warmup=self.warmup, stop=self.stop, on_error=left)
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:
                 # Which the runner does not know: it was compiled long before.

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,8 @@ from ejkernel.ops.core.kernel import candidates_of, check_config, overrides
 from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, ConfigError, SerializationError, TuningWarning
+from ejkernel.ops.utils.formatting import compact
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.sealed import digest_of, read_object, sealed_json
 from ejkernel.ops.utils.storage.serialize import describe, from_plain, to_data
 
@@ -175,7 +176,7 @@ def compile_bundle(
                 configs = _configs(aimed, candidates, max_candidates)
                 if not configs:
                     text = f"{inv.op_id}: there is nothing to compile; config_space(inv) returned no configuration."
-                    warnings.warn(text, TuningWarning, stacklevel=2)
+                    warn(text, TuningWarning)
                     continue
                 ended = _compile_call(aimed, configs, how, progress)
                 written.append(_written(aimed, configs, ended, folder, number))
@@ -264,7 +265,7 @@ def _written(
         program = done.result
         row = _row(config, done)
         if program is not None and program.digest in first:
-            reason = f"the same program as {first[program.digest]!r}"
+            reason = f"the same program as {compact(first[program.digest])}"
             rows.append(dataclasses.replace(row, status=Status.SAME, reason=reason))
             continue
         if program is not None and program.digest:
@@ -389,7 +390,7 @@ def _whole(program: Program | None) -> tuple[Program | None, str]:
         # The digests tell which file belongs to which row.
         program.code.read()
     except CandidateError as error:
-        warnings.warn(f"a candidate is compiled here: {error}", TuningWarning, stacklevel=2)
+        warn(f"a candidate is compiled here: {error}", TuningWarning)
         return None, str(error)
     return program, ""
 

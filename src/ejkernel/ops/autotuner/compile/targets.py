@@ -16,6 +16,7 @@ import jax
 from ejkernel import compat, settings
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.fingerprint import device_fingerprint, fingerprint_of
+from ejkernel.ops.utils.messages.names import did_you_mean
 
 _FOLDER = resources.files("ejkernel") / "data" / "targets"
 _SUFFIX = ".txtpb"
@@ -50,7 +51,8 @@ class Target:
         if name == "here":
             return cls(name, device_fingerprint())
         if name not in target_names():
-            raise ConfigError(f"target must be one of here, {', '.join(target_names())}; got {name!r}.")
+            names = ("here", *target_names())
+            raise ConfigError(f"target must be one of {', '.join(names)}; got {name!r}{did_you_mean(name, names)}")
         description = (_FOLDER / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
         return cls(name, fingerprint_of("gpu", _field(description, "device_description_str")), description)
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +39,7 @@ from ejkernel.ops.config.policy import PolicyChange
 from ejkernel.ops.core.context import Scope, current_scope
 from ejkernel.ops.errors import CandidateError, TuningError, TuningWarning
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.messages.warn import warn
 
 _LOOK = 0.2  # seconds between two looks at a line
 _BACK_OFF = 1.0  # seconds before a task that was refused is sent again, and more each time
@@ -132,7 +132,7 @@ class _Dispatch:
                 return self._executor.submit(carry_out, sent)
             except Exception as error:  # noqa: BLE001 - broken, shut down, or whatever else the user's own says
                 text = f"the executor takes no more tasks, and the rest is tuned in this process: {error_text(error)}"
-                warnings.warn(text, TuningWarning, stacklevel=2)
+                warn(text, TuningWarning)
                 self._here = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ejkernel-here")
         return self._here.submit(carry_out, sent)
 
@@ -190,7 +190,7 @@ class _Dispatch:
         if isinstance(message, Happened):
             self._journal.note(message.event)
         elif isinstance(message, Warned):
-            warnings.warn(message.warning, stacklevel=2)
+            warn(message.warning)
 
     # --- again ---
 
@@ -320,5 +320,5 @@ def _read(program: Program | None) -> Program | None:
     try:
         return dataclasses.replace(program, code=program.code.read())
     except CandidateError as error:
-        warnings.warn(f"a candidate is compiled anew: {error}", TuningWarning, stacklevel=2)
+        warn(f"a candidate is compiled anew: {error}", TuningWarning)
         return None

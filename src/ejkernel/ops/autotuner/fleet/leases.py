@@ -8,12 +8,12 @@ import fcntl
 import os
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ejkernel import settings
 from ejkernel.ops.errors import TuningError, TuningWarning
+from ejkernel.ops.utils.messages.warn import warn
 
 _LOOK = 0.2  # seconds between two looks at whether a device is free
 _PATIENCE = 60.0  # seconds after which whoever waits says so
@@ -66,7 +66,7 @@ def leased(devices: Sequence[Device], is_asked_to_end: Callable[[], bool]) -> It
         waited += _LOOK
         if waited - _LOOK < _PATIENCE <= waited:
             names = ", ".join(device.name for device in devices)
-            warnings.warn(f"waiting for {names}, which other searches have", TuningWarning, stacklevel=3)
+            warn(f"waiting for {names}, which other searches have", TuningWarning)
 
 
 def _is_locked(part: str, held: contextlib.ExitStack) -> bool:

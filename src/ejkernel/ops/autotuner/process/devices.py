@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -14,6 +13,7 @@ from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, close_first, in_slot, shared_worker, worker_session
 from ejkernel.ops.errors import TuningError, TuningWarning
 from ejkernel.ops.utils.fingerprint import device_fingerprint
+from ejkernel.ops.utils.messages.warn import warn
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,7 +46,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, devices: int, fingerpr
         raise TuningError(f"there is no {fingerprint} to measure on: {'; '.join(team.absent)}")
     if team.absent:
         text = f"{len(team.absent)} of {len(slots)} devices could not be used: {'; '.join(team.absent)}"
-        warnings.warn(text, TuningWarning, stacklevel=2)
+        warn(text, TuningWarning)
     return [team.results[index] for index in range(len(items))]
 
 

@@ -135,6 +135,7 @@ def begin_serving(
     ignore_interrupts()
     outputs.to_standard_error()  # results on stdout are the parent's to print
     settings.share_device(environ)
+    settings.unknown_variables_are_told()
     _reports.append(Reports(pipe, pulse, Outputs(is_ours=True)))
     warnings.showwarning = _reports[0].warn
     threading.Thread(target=_wake_up, args=(pulse,), name="ejkernel-awake", daemon=True).start()

@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,6 +58,7 @@ from ejkernel.ops.autotuner.process.serve import pickled as pickled
 from ejkernel.ops.autotuner.process.serve import reports as reports
 from ejkernel.ops.autotuner.process.signals import interrupts_held_back
 from ejkernel.ops.errors import DeviceLostError, TuningError
+from ejkernel.ops.utils.messages.warn import warn
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -279,7 +279,7 @@ class Worker:
             case Compiling():
                 self.doing.compiling = message.configs
             case Warned():
-                warnings.warn(message.warning, stacklevel=2)
+                warn(message.warning)
             case Happened() if on_event is not None:
                 on_event(message.event)
 

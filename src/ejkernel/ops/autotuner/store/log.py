@@ -165,7 +165,7 @@ class _Header:
         outcomes: How many lines follow.
         columns: What they hold.
         twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
-        why, standing, undecided, interrupted, rule_fault: As in `AutotuneData`.
+        why, standing, undecided, interrupted, rule_fault, input_sets: As in `AutotuneData`.
         cases: What candidates were measured on, if that is more than one thing.
     """
 
@@ -185,6 +185,7 @@ class _Header:
     undecided: bool = False
     interrupted: bool = False
     rule_fault: str = ""
+    input_sets: int = 0
     cases: list[_Case] | None = None
 
 
@@ -240,6 +241,7 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         undecided=data.undecided,
         interrupted=data.interrupted,
         rule_fault=shortened(data.rule_fault),
+        input_sets=data.input_sets,
         cases=[_Case(call=c.call, arguments=c.arguments, draw=c.draw, weight=c.weight) for c in data.cases] or None,
     )
     rows = (
@@ -324,6 +326,7 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         undecided=header.undecided,
         interrupted=header.interrupted,
         rule_fault=header.rule_fault,
+        input_sets=header.input_sets,
     )
 
 

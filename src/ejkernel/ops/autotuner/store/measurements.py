@@ -10,7 +10,6 @@ import hashlib
 import logging
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +39,7 @@ from ejkernel.ops.core.declared_names import note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import CacheWarning, ConfigError
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
 
@@ -98,7 +98,7 @@ class MeasurementStore:
         # What is larger would not be read again.
         if len(text.encode()) > _LARGEST:
             message = f"the search of {data.key.op} is not stored: it takes more than {_LARGEST} bytes"
-            warnings.warn(message, CacheWarning, stacklevel=2)
+            warn(message, CacheWarning)
             return
         folder = self.cache.path
         try:

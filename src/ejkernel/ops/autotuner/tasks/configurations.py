@@ -13,7 +13,7 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import candidates_of, overrides
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.utils.formatting import arguments, counted
+from ejkernel.ops.utils.formatting import arguments, compact, counted
 from ejkernel.ops.utils.validation import asked, check_candidates
 
 _LOOKED_AT: Final = 256  # configurations of a space, for the first that all calls can share
@@ -64,7 +64,8 @@ class Configurations:
             raise TuningError(f"{op_id}: there is nothing to measure; config_space(inv) returned no configuration.")
         raise TuningError(
             f"{op_id}: none of {counted(len(looked_at), 'configuration')} runs for all of {calls} calls; the first, "
-            f"{looked_at[0]!r}, {self.why_refused(looked_at[0]).rstrip('.')}; tune fewer calls together, or each alone."
+            f"{compact(looked_at[0])}, {self.why_refused(looked_at[0]).rstrip('.')}; tune fewer calls together, or "
+            "each alone."
         )
 
     def why_refused(self, config: object) -> str:

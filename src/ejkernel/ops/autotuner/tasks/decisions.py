@@ -11,6 +11,7 @@ from ejkernel.ops.autotuner.measure.duels import MARGIN, Verdict, compare
 from ejkernel.ops.autotuner.measure.race import CLOCK, PROCESSOR
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Standing
+from ejkernel.ops.utils.formatting import compact
 
 _CLEAR = 0.1  # share of the heuristic's time that a winner saves at least where there is no time to make sure
 _FINALISTS = 7  # the best of a search that are measured again, beside the heuristic
@@ -76,9 +77,8 @@ def why_it_stays(standing: Standing | None) -> str:
     verdict = standing.verdict
     what = "did not beat it" if verdict.settled else "was not certainly faster, nor slower,"
     where = " in a race of the two alone" if standing.alone else ""
-    return (
-        f"{standing.rival!r} {what}{where} ({verdict.speedup:.2f}x, ahead in {verdict.ahead} of {verdict.pairs} rounds)"
-    )
+    rounds = f"{verdict.speedup:.2f}x, ahead in {verdict.ahead} of {verdict.pairs} rounds"
+    return f"{compact(standing.rival)} {what}{where} ({rounds})"
 
 
 def faster_than(decision: Decision, tried: Sequence[Candidate]) -> list[Candidate]:

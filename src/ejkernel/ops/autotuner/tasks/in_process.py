@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import Event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
 from ejkernel.ops.errors import TuningWarning
+from ejkernel.ops.utils.messages.warn import warn
 
 
 def tune_here(
@@ -67,7 +67,7 @@ def _within_budget(task: TuningTask, cancellation: Cancellation, outputs: Output
             text = (
                 f"{task.inv.op_id}: {error}{named(attempt.accused)}; it cannot be ended in this process, and is left "
             )
-            warnings.warn(f"{text}(AutotunePolicy(isolate=True) ends it).", TuningWarning, stacklevel=4)
+            warn(f"{text}(AutotunePolicy(isolate=True) ends it).", TuningWarning)
             # What Ctrl-C asks for is an end, and not another attempt.
             if journal.is_over or cancellation.is_requested:
                 return journal.conclude(f"{error}{named(attempt.accused)}")

@@ -16,7 +16,7 @@ from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, Searc
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.errors import TuningError
-from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.formatting import compact
 
 _GRACE = 5.0  # seconds beyond its budget, at least, in which a search confirms its winner
 _GRACE_SHARE = 0.25  # of the budget, if that is more
@@ -199,7 +199,7 @@ class Journal:
 
 def named(accused: Iterable[object]) -> str:
     """Return candidates in words, to follow what was done with them; nothing for none."""
-    listed = [value_text(config) for config in accused]
+    listed = [compact(config) for config in accused]
     return f": {', '.join(listed)}" if listed else ""
 
 

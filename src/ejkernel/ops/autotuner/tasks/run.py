@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.ops.autotuner.bench.confirmation import confirm
+from ejkernel.ops.autotuner.bench.confirmation import confirm, pair_fault
 from ejkernel.ops.autotuner.bench.gradients import rule_fault
 from ejkernel.ops.autotuner.bench.oracle import Oracle
 from ejkernel.ops.autotuner.bench.preparation import Preparation
@@ -48,7 +48,7 @@ from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.formatting import compact, counted
 from ejkernel.ops.utils.validation import named
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class TuningRun:
         for candidate in self._tried:
             if candidate.status == Status.READY:  # compiled, and then time was up
                 candidate.status = Status.SKIPPED
+        self._oracle.settings.tell()
         return AutotuneData(
             inv=inv,
             calls=task.calls if task.others else (),
@@ -128,18 +129,26 @@ class TuningRun:
             outcomes=tuple(candidate.outcome() for candidate in self._tried),
             seconds=self._clock() - start,
             checked=decision.checked,
+            input_sets=decision.winner.input_sets,
             why=why_it_stays(decision.standing) if decision.winner is self._tried[0] else "",
             standing=decision.standing,
             undecided=decision.undecided,
             interrupted=self._cancellation.is_requested,
-            rule_fault=self._rule_fault,
+            rule_fault=self._rule_fault or self._pair_fault(decision),
         )
 
     def _set_up(self, baseline: object, compiler: Compiler | None) -> None:
         """Make the bench: what is right, what compiles and checks candidates, and what times them."""
         task = self.task
         self._oracle = self._oracle_of(
-            SharedCall(inv=task.inv, weight=task.weight, inputs=task.inputs, reference=task.reference), baseline
+            SharedCall(
+                inv=task.inv,
+                weight=task.weight,
+                inputs=task.inputs,
+                reference=task.reference,
+                partners=task.partners,
+            ),
+            baseline,
         )
         self._oracle.others = [self._oracle_of(other, baseline) for other in task.others]
         programs = (task.programs, *(other.programs for other in task.others))
@@ -171,6 +180,7 @@ class TuningRun:
             limits=self.task.limits,
             left=self._left,
             weight=call.weight,
+            partners=call.partners,
         )
 
     def _found_configurations(self) -> Configurations:
@@ -340,6 +350,11 @@ class TuningRun:
             return f"its gradients are wrong: {first.reason}"
         return rule_fault(self._oracle) if first.compiled is not None else ""
 
+    def _pair_fault(self, decision: Decision) -> str:
+        """Return how forward and backward disagree on residuals, as far as there was time to look."""
+        kept = self._tried[0] if decision.winner is self._tried[0] and not self._must_end() else None
+        return pair_fault(self._oracle, kept) if self.task.policy.validate is True else self._oracle.contract_fault
+
     def _decide(self) -> Decision:
         """Return who wins, after those that look faster all the same were measured again beside it.
 
@@ -378,6 +393,7 @@ class TuningRun:
                 return Decision(rival, checked, standing)
             else:
                 return self._stays(standing)
+        self._oracle.settings.tell()
         text = _nobody_left(self.task.inv, self._tried)
         if any(NOT_FINITE in candidate.reason for candidate in self._tried):
             text = f"{text}; {why_not_finite(self.task.kernel, self.task.inputs)}"
@@ -441,7 +457,7 @@ class TuningRun:
     def _note_suspicion(self, winner: Candidate) -> None:
         times = [c.measurement.median for c in self._ranking if c.measurement is not None]
         if 0 in suspiciously_fast(times):
-            logger.info("%s: %r is suspiciously fast; looking again", self.task.inv.op_id_v, winner.config)
+            logger.info("%s: %s is suspiciously fast; looking again", self.task.inv.op_id_v, compact(winner.config))
 
 
 def _release_losers(tried: Sequence[Candidate]) -> None:

@@ -35,6 +35,7 @@ class Candidate:
     measurement: Measurement | None = None
     twin: Candidate | None = None  # whose program is the same
     deferred: Sequence[Any] | None = None  # its programs, which spill much, until the others have been checked
+    input_sets: int = 0  # on which it was right, if it was about to win
     damage: int = 0  # what the watch knew of damage when it was begun
 
     @property

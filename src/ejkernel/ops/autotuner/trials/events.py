@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import TuningWarning
 from ejkernel.ops.utils.error_text import error_text
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.printable import printable_lines
 from ejkernel.ops.utils.validation import check_argument
 
@@ -142,4 +142,4 @@ def emit(event: Event) -> None:
             listener(event)
         except Exception as error:  # noqa: BLE001 - a search does not end because somebody looks on
             text = f"a listener failed on {type(event).__name__}: {error_text(error)}"
-            warnings.warn(text, TuningWarning, stacklevel=2)
+            warn(text, TuningWarning)

@@ -134,8 +134,10 @@ class Findings:
             could not be measured.
         undecided: Whether the evidence was too little to tell who is the fastest, for all the rounds there was time
             for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
-        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
-            empty if they do not, or if that could not be known.
+        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes,
+            or how forward and backward configurations disagree on residuals; empty if nothing is known to be wrong.
+        input_sets: On how many sets of inputs the winner's outputs were right; 0 if the heuristic stays, or if nothing
+            was validated.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -145,6 +147,7 @@ class Findings:
     standing: Standing | None = None
     undecided: bool = False
     rule_fault: str = ""
+    input_sets: int = 0
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -236,6 +239,7 @@ class AutotuneData(Findings):
             "candidates": len(self.outcomes),
             "seconds": round(self.seconds, 3),
             "checked": list(self.checked),
+            "input_sets": self.input_sets,
             "confidence": None if self.confidence is None else round(self.confidence, 4),
             "interrupted": self.interrupted,
             "undecided": self.undecided,
@@ -304,6 +308,8 @@ def remarks(search: Findings) -> list[str]:
     """Return what else is to be said of a search: its cases, the figures that decided, what cut it short, faults."""
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
     lines += [] if search.standing is None else [search.standing.line()]
+    if search.input_sets:
+        lines.append(f"the winner is right on {counted(search.input_sets, 'set')} of inputs")
     if search.undecided:
         lines.append("undecided: the evidence was too little to tell which is the fastest")
     if search.interrupted:

@@ -16,7 +16,6 @@ part of the digest.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -34,6 +33,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.errors import AgreementError, AgreementWarning, ConfigError, SerializationError, UnstableKeyError
+from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import from_data, stable_json, to_data
 from ejkernel.ops.utils.values.signature import describe
 
@@ -119,7 +119,7 @@ def _book_or_warning() -> Book | None:
             "the processes of this program cannot agree on configurations, so each chooses for itself. If the choices "
             f"differ, the program may hang: {error}. Give all processes the same cache folder."
         )
-        warnings.warn(text, AgreementWarning, stacklevel=2)
+        warn(text, AgreementWarning)
         return None
 
 

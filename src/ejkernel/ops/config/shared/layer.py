@@ -9,7 +9,6 @@ import logging
 import math
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
@@ -22,6 +21,7 @@ from ejkernel.ops.config.shared.stores import MOST, REMEDY, Store, shown
 from ejkernel.ops.errors import CacheWarning, EjkernelError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import counted
+from ejkernel.ops.utils.messages.warn import warn
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class SharedLayer:
         if not self._warned:
             self._warned = True
             text = f"the copy of the shared cache {self} is out of date and is used anyway: {reason}"
-            warnings.warn(text, CacheWarning, stacklevel=4)
+            warn(text, CacheWarning)
 
 
 def copy_folder(url: str, cache_dir: Path) -> Path:

@@ -19,6 +19,7 @@ from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.hooks import has_residual_form, hook, overrides, writes_residual_form
 from ejkernel.ops.core.transformations.kept import forward_keeping, gradients_from
 from ejkernel.ops.core.transformations.naming import array_names
+from ejkernel.ops.core.transformations.rules import call_rule
 from ejkernel.ops.errors import GradientError
 from ejkernel.ops.utils.values.signature import HasType, is_array
 
@@ -214,9 +215,11 @@ class Forward:
             choice = dataclasses.replace(choice, config=config, platform=platform, config_for_types=None)
         if self.residuals and not writes_residual_form(kernel):
             return self._keeping(choice, args, kwargs)
-        name = "fwd_with_residuals" if self.residuals else "run"
-        out = hook(kernel, name, choice.platform, choice.config)(*args, cfg=choice.config, **kwargs)
-        if self.residuals and not (isinstance(out, tuple) and len(out) == 2):
+        if not self.residuals:
+            return hook(kernel, "run", choice.platform, choice.config)(*args, cfg=choice.config, **kwargs)
+        form = (choice.platform, choice.config)
+        out = call_rule(kernel, "fwd_with_residuals", form, args, {"cfg": choice.config, **kwargs})
+        if not (isinstance(out, tuple) and len(out) == 2):
             raise GradientError(f"{kernel.op_id}: fwd_with_residuals must return (out, residuals), got {type(out)}.")
         return out
 
@@ -246,8 +249,9 @@ class Forward:
             primals, cts = arrays[: self.spec.num_arrays], arrays[self.spec.num_arrays :]
             args, kwargs = self.spec.join(primals)
             cotangents = as_outputs(self._out_tree(choice, primals), cts)
-            rule = hook(self.spec.kernel, "custom_vjp", choice.platform, choice.config)
-            return flat_gradients(self.spec, primals, rule(args, choice.config, kwargs, cotangents))
+            given = (args, choice.config, kwargs, cotangents)
+            found = call_rule(self.spec.kernel, "custom_vjp", (choice.platform, choice.config), given, {})
+            return flat_gradients(self.spec, primals, found)
 
         return gradients
 
@@ -286,8 +290,9 @@ def run_vjp(
     out = jax.tree.unflatten(out_tree, saved[: out_tree.num_leaves])
     residuals = jax.tree.unflatten(residual_tree, saved[out_tree.num_leaves :])
     args, kwargs = spec.join(primals)
-    rule = hook(spec.kernel, "vjp", choice.platform, choice.config)
-    found = rule(residuals, out, as_outputs(out_tree, cts), *args, cfg=choice.config, **kwargs)
+    given = (residuals, out, as_outputs(out_tree, cts), *args)
+    form = (choice.platform, choice.config)
+    found = call_rule(spec.kernel, "vjp", form, given, {"cfg": choice.config, **kwargs})
     return flat_gradients(spec, primals, found)
 
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages about unknown names: the closest known name, and the arguments that do not fit a signature."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from ejkernel.ops.errors import CallError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def nearest(name: object, names: Iterable[str]) -> str | None:
+    """Return the known name closest to a misspelt name; `None` if no name is close."""
+    if not isinstance(name, str):
+        return None
+    by_lower = {known.lower(): known for known in names}
+    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    return by_lower[close[0]] if close else None
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: `"; did you mean 'cudnn'?"`, or `"."` if no name is close."""
+    found = nearest(name, names)
+    return "." if found is None else f"; did you mean {found!r}?"
+
+
+def misfit(
+    called: str,
+    signature: inspect.Signature,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    aliases: Mapping[str, str] | None = None,
+) -> CallError | None:
+    """Return an error if arguments do not fit a signature; `None` if they fit.
+
+    Args:
+        called: The name of the function, for the message.
+        signature: Its signature.
+        args, kwargs: The arguments.
+        aliases: Names of its arguments in other libraries, such as `{"is_causal": "causal"}`. A value may also be a
+            sentence of advice.
+    """
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        problem = _unknown_names(called, signature, kwargs, aliases or {}) or _too_many(called, signature, args)
+        return CallError(problem or f"{called}: {error}")
+    return None
+
+
+def raise_if_misfit(
+    called: str, function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise if a call failed because of its arguments, rather than inside the function; see `misfit`.
+
+    Raises:
+        CallError: they do not fit the function's signature.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Python knows none
+        return
+    wrong = misfit(called, signature, args, kwargs)
+    if wrong is not None:
+        raise wrong from None
+
+
+def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function name the right argument when a call uses an unknown name; see `misfit`.
+
+    Type checkers see the function itself. A call pays for one more Python call.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        called, signature = getattr(function, "__name__", repr(function)), inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                wrong = misfit(called, signature, args, kwargs, aliases)
+                if wrong is None:  # the function itself raised it
+                    raise
+            raise wrong
+
+        return checked
+
+    return decorate
+
+
+def _unknown_names(
+    called: str, signature: inspect.Signature, kwargs: Mapping[str, object], aliases: Mapping[str, str]
+) -> str:
+    parameters = signature.parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return ""
+    known = [p.name for p in parameters if p.kind in _NAMED]
+    unknown = [name for name in kwargs if name not in known]
+    return " ".join(
+        f"{'It' if index else called} has no argument `{name}`{_advice(name, known, aliases)}"
+        for index, name in enumerate(unknown)
+    )
+
+
+def _advice(name: str, known: Sequence[str], aliases: Mapping[str, str]) -> str:
+    alias = aliases.get(name, "")
+    if alias in known:
+        return f"; use `{alias}=`."
+    if alias and not alias.isidentifier():  # else it is an argument of another function of the module
+        return f": {alias}"
+    close = nearest(name, known)
+    if close is not None:
+        return f"; did you mean `{close}=`?"
+    return f"; its arguments are {', '.join(known)}." if known else "; it takes none by name."
+
+
+def _too_many(called: str, signature: inspect.Signature, args: Sequence[object]) -> str:
+    parameters = signature.parameters.values()
+    positional = [p.name for p in parameters if p.kind in _POSITIONAL]
+    if len(args) <= len(positional) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return ""
+    count = f"{len(positional)} argument{'s' * (len(positional) != 1)}"
+    which = f" ({', '.join(positional)})" if positional else ""
+    by_name = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
+    rest = f"; pass the others by name: {', '.join(by_name)}." if by_name else "."
+    return f"{called} takes {count} by position{which}, got {len(args)}{rest}"

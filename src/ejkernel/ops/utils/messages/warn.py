@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings that point at the user's own line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import jax
+
+import ejkernel
+
+
+def warn(message: str | Warning, category: type[Warning] | None = None) -> None:
+    """Warn at the user's line: the first frame outside ejkernel and JAX.
+
+    In a thread of ejkernel, without a user's frame, the warning points at the thread's outermost frame.
+
+    Args:
+        message: The text, or a warning from another process.
+        category: The warning's class; `None` if `message` is a warning.
+    """
+    frame = _frame_of_user(sys._getframe(1))
+    names = frame.f_globals
+    # `warnings.warn` has skip_file_prefixes from Python 3.12 on alone.
+    warnings.warn_explicit(
+        message,  # type: ignore[arg-type] # the stubs of Python pair texts with classes, and warnings with none
+        category,  # type: ignore[arg-type] # a warning brings its own
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=names.get("__name__", "<unknown>"),
+        registry=names.setdefault("__warningregistry__", {}),
+    )
+
+
+def _frame_of_user(frame: FrameType) -> FrameType:
+    found: FrameType | None = frame
+    while found is not None:
+        if not _is_inside(found.f_code.co_filename):
+            return found
+        frame, found = found, found.f_back
+    return frame
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_inside(file: str) -> bool:
+    """Return whether a file belongs to ejkernel or JAX, or to a standard module that calls them."""
+    return file.startswith("<frozen") or os.path.realpath(file).startswith(_folders())
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    packages = [f"{Path(os.path.realpath(str(module.__file__))).parent}{os.sep}" for module in (ejkernel, jax)]
+    through = [os.path.realpath(str(module.__file__)) for module in (contextlib, functools, threading)]
+    return (*packages, *through)
