@@ -560,7 +560,9 @@ def test_a_decision_is_of_a_type_that_was_registered(monkeypatch):
     monkeypatch.setattr(agreement, "type_name", lambda config: f"{HERE}.Fires")
     inv = Invocation(kernel=Untyped(), args=(X,))
     decision = agreement.decision_of(1, inv, Resolution(Config(2), "memory", inv.key))
-    with pytest.raises(AgreementError, match=r"process 1 decided for all processes cannot be used here: .*files may name here"):
+    with pytest.raises(
+        AgreementError, match=r"process 1 decided for all processes cannot be used .*files may name here"
+    ):
         agreement.decoded("untyped", decision, inv)
 
 

@@ -386,7 +386,9 @@ def test_a_configuration_with_fields_that_a_process_does_not_know_is_an_error(ra
     decided = next(name for name in ranks.values if name.startswith("ejkernel/decided/"))
     newer = dataclasses.replace(ranks[0].book.find(decided.split("/")[2]), config={"factor": 1, "newer": 2})
     ranks.values[decided] = stable_json(newer)
-    with pytest.raises(AgreementError, match=r"process 0 decided for all processes cannot be used here: .*newer.*same version"):
+    with pytest.raises(
+        AgreementError, match=r"process 0 decided for all processes cannot be used .*newer.*same version"
+    ):
         ranks[1].run(typed, x)
 
 

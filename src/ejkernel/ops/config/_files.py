@@ -130,7 +130,7 @@ def check_inside(root: str | Path, file: str | Path) -> None:
 
 
 def files(folder: Path, suffix: str) -> Iterator[Path]:
-    """Yield the files of a cache's folder whose names end with `suffix`, sorted."""
+    """Yield the files with `suffix` in a cache's folder, sorted."""
     return (Path(str(place.where)) for place in places(folder, suffix))
 
 

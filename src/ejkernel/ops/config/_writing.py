@@ -48,7 +48,7 @@ _ATTEMPTS: Final = 8  # attempts of a write, while `ejkernel cache clear` remove
 
 Seen = tuple[object, ...]  # see `seen`
 
-_tidied: set[str] = set()  # folders in which this process has removed abandoned temporary files
+_tidied: set[str] = set()  # folders that this process has cleaned of abandoned temporary files
 
 
 def write_file(file: Path, text: str, *, durable: bool = True, root: Path | None = None) -> None:
@@ -93,7 +93,7 @@ def write_chunks(
 
 
 def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], object]) -> None:
-    """Write files of a cache, all or none, if the existing files are still the ones that were judged.
+    """Write files of a cache, all or none, if the existing files have not changed since they were judged.
 
     Args:
         texts: The new content of each file.
@@ -218,7 +218,7 @@ def _beside(file: Path, chunks: Iterable[bytes], root: Path | None, durable: boo
 
 
 def _made(folder: Path) -> list[Path]:
-    """Create a folder and return the parents of all folders that were created."""
+    """Create a folder and return the parents of all created folders."""
     if folder.is_dir():
         return []
     new = [parent.parent for parent in (folder, *folder.parents) if not parent.exists()]

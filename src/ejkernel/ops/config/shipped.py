@@ -67,7 +67,7 @@ class ShippedConfigs:
             return None
 
     def find_of_sister(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
-        """Return the configuration that is shipped for the call on another device with the same chip."""
+        """Return the shipped configuration of another device with the same chip."""
         sister = sister_of(key.device)
         return None if sister is None else self.find(key._replace(device=sister), cfg_type)
 

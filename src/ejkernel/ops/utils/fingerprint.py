@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of devices and shardings that are equal on all machines with the same hardware."""
+"""Names of devices and shardings, equal on all machines with the same hardware."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def default_device() -> jax.Device:
 
 def platform_of(arrays: Sequence[Any]) -> str:
     """Return the platform that JAX computes on for these concrete arrays."""
-    # Uncommitted arrays are computed on the default device, wherever their data is.
+    # Uncommitted arrays are computed on the default device, regardless of where their data is.
     committed = next((array for array in arrays if getattr(array, "committed", False)), None)
     device: jax.Device = default_device() if committed is None else next(iter(committed.devices()))
     return str(device.platform)

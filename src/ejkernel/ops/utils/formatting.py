@@ -108,7 +108,7 @@ def compact(config: object) -> str:
     """
     try:
         return _cut(_compact(to_data(config)))
-    except SerializationError:  # a candidate that is not plain data is rejected; the message uses this text
+    except SerializationError:  # for the message that rejects a candidate without plain data
         return value_text(config)
 
 

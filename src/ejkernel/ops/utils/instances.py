@@ -26,7 +26,7 @@ class Noted:
 
 
 def living(cls: type) -> list[Any]:
-    """Return the instances of `cls` that are alive, oldest first."""
+    """Return the live instances of `cls`, oldest first."""
     with _lock:
         found = [(identity, reference()) for identity, reference in _living.items()]
         for identity, instance in found:

@@ -40,7 +40,7 @@ def printable_lines(value: object) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Return a JSON text with JSON escapes for all characters that are not printable."""
+    """Return a JSON text with JSON escapes for all unprintable characters."""
     return text if text.isascii() and "\x7f" not in text else _JSON_ODD.sub(_escaped, text)
 
 

@@ -39,7 +39,7 @@ def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _normal(seed: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> jax.Array:
     """Return normally distributed numbers generated on the device. Generating them on the host takes seconds."""
-    # "rbg" is fast on devices and compiles quickly, unlike JAX's default, which is designed for splitting
+    # "rbg" is fast on devices and compiles quickly, unlike JAX's default generator
     return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, dtype)
 
 

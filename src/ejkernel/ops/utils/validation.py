@@ -12,7 +12,7 @@ from ejkernel.ops.utils.error_text import error_text, value_text
 
 T = TypeVar("T")
 
-_NAMED = (ArgumentError, ConfigError, KernelError, TuningError)  # not subclasses, whose constructors may differ
+_NAMED = (ArgumentError, ConfigError, KernelError, TuningError)  # without subclasses: their constructors may differ
 
 
 def check_argument(is_right: bool, name: str, wanted: str, value: object) -> None:

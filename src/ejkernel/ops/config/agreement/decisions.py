@@ -20,7 +20,7 @@ from ejkernel.ops.utils.storage.serialize import from_plain, parse_json, stable_
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-NO_OVERLAY: Final = ""  # the state in which no overlay has an answer for the call
+NO_OVERLAY: Final = ""  # the state without an overlay's answer for the call
 _DECIDED: Final = "ejkernel/decided"
 _USED: Final = "ejkernel/used"
 

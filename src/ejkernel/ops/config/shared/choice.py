@@ -113,7 +113,7 @@ def best_of_classes(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
 
 
 def by_preference(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
-    """Return the entries of a key in the order in which lookups on this machine use them.
+    """Return the entries of a key in lookup order: lookups on this machine use the first.
 
     The order: measured before set by hand; then fewest differences from the current environment; then tuned together
     with other calls, so that these keep one configuration; then the newest.

@@ -144,7 +144,7 @@ class LocalCopy:
         warn_of(str(path), error)
 
     def find(self, key: object) -> list[StoredEntry]:
-        """Return the best entry of a key per provenance class, in the order in which lookups use them."""
+        """Return the best entry of a key per provenance class, in lookup order."""
         token = token_of(key)
         found = []
         for line, pack in self._found(token).items():

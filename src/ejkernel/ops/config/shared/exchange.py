@@ -369,5 +369,7 @@ def place_of(name: str, cache_dir: Path) -> FolderPlace | SharedPlace:
         return SharedPlace(name, cache_dir)
     folder = expanded(name)
     if not folder.is_dir():
-        raise ConfigError(f"the folder {folder} does not exist; pass a folder or a URL such as s3://bucket/{folder.name}.")
+        raise ConfigError(
+            f"the folder {folder} does not exist; pass a folder or a URL such as s3://bucket/{folder.name}."
+        )
     return FolderPlace(folder)

@@ -72,7 +72,7 @@ class SharedLayer:
         return shown(self.url)
 
     def find(self, key: object) -> list[StoredEntry]:
-        """Return the copy's entries for a key, in the order in which lookups use them."""
+        """Return the copy's entries for a key, in lookup order."""
         return [] if self.copy is None else self.copy.find(key)
 
     def entries(self, operation: str | None = None) -> Iterator[StoredEntry]:

@@ -127,7 +127,7 @@ def _encode_object(value: object, path: str, depth: int) -> Any:
 
 
 def _fields(value: object) -> Mapping[object, object] | None:
-    """Return the fields of an object that is encoded as a JSON object; `None` for other objects."""
+    """Return the items of an object with a JSON object as its encoding; `None` for other objects."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -238,7 +238,7 @@ def _is_mutable_dataclass(value: object) -> bool:
 
 
 def _shows_content(value: object) -> bool:
-    """Return whether a value compares by content that is visible to Python, or is a mutable dataclass."""
+    """Return whether a value is a mutable dataclass or compares by content visible to Python."""
     kind: Any = type(value)
     if _is_mutable_dataclass(value) or kind is types.SimpleNamespace:
         return True

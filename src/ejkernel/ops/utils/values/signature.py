@@ -165,7 +165,7 @@ def _describe_object(value: object) -> Any:
         return _describe_node(value, describe_static)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: describe_static(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        # An attribute that is no field may affect the result, but a key would not contain it.
+        # An extra attribute may affect the result, but a key would not contain it.
         if not fields.keys() >= dict(state_of(value)).keys():
             raise _unstable(value)
         return {"dataclass": _type_name(type(value)), "fields": fields}
@@ -178,7 +178,7 @@ def _describe_object(value: object) -> Any:
 
 def _describe_node(value: object, describe: Callable[[Any], Any] = describe) -> dict[str, Any]:
     flat = jax.tree_util.default_registry.flatten_one_level(value)
-    # A node that is its own static data (`register_static`) would recurse forever.
+    # A node serving as its own static data (`register_static`) would recurse forever.
     if flat is None or flat[1] is value:
         raise _unstable(value)
     children, aux = flat
@@ -214,7 +214,7 @@ def name_of(function: object) -> str:
 
 @functools.cache
 def _public_jax_names() -> dict[int, str]:
-    """Return the public names of JAX's functions by id; `__module__` is a private path that changes between releases."""
+    """Return the public names of JAX's functions by id; `__module__` is a private, unstable path."""
     names: dict[int, str] = {}
     for path in (*JAX_MODULES, "jax"):
         for name, value in sorted(vars(importlib.import_module(path)).items()):
