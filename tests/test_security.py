@@ -588,7 +588,7 @@ def test_reading_a_bundle_runs_none_of_it(tmp_path, monkeypatch):
 def test_a_program_that_is_a_link_is_not_read(tmp_path):
     (tmp_path / "elsewhere").write_bytes(b"code")
     (tmp_path / "000-0000.bin").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CandidateError, match="it is a link, not a regular file"):
+    with pytest.raises(CandidateError, match="not a regular file but a link"):
         CodeFile(tmp_path / "000-0000.bin", digest_of(b"code")).read()
 
 

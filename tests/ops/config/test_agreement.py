@@ -321,7 +321,7 @@ def test_two_overlays_that_differ_are_an_error_also_for_a_call_that_is_decided(r
         ranks[0].run(kernel, x)
     with (
         overlay_cache({key: 4}),
-        pytest.raises(AgreementError, match=r"with 3 \(from overlay .* with 4 \(from overlay"),
+        pytest.raises(AgreementError, match=r"with 3 \(from overlay .* use 4 \(from overlay"),
     ):
         ranks[1].run(kernel, x)
 
@@ -334,8 +334,8 @@ def test_who_enters_an_overlay_first_hears_of_those_that_do_not_follow(ranks, ke
         (timer,) = ranks.timers
         with ranks[0]:
             timer.function(*timer.args)
-        assert "process 0 runs it with 3 (from overlay" in caplog.text
-        assert caplog.text.endswith("which these processes have not: 1\n")
+        assert "process 0 has run it with 3 (from overlay" in caplog.text
+        assert caplog.text.endswith("but these processes have not: 1\n")
         caplog.clear()
         ranks[1].run(kernel, x)
     with ranks[0]:

@@ -169,7 +169,7 @@ def test_a_linked_file_is_not_read_and_is_replaced_itself(cache, file, outside):
     target = outside.path.joinpath(*location(KEY))
     file.unlink()
     file.symlink_to(target)
-    with pytest.warns(CacheWarning, match="it is a link, not a regular file"):
+    with pytest.warns(CacheWarning, match="not a regular file but a link"):
         assert cache.get(KEY) is None
     cache.put(KEY, {"rows": 8})
     assert (cache.get(KEY), outside.get(KEY), file.is_symlink()) == ({"rows": 8}, {"rows": 7}, False)

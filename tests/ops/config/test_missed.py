@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(store):
     run = executor(store, note_misses=True)
     with pytest.warns(CacheWarning, match="cannot write notes of missed calls to") as caught:
         run(TIMES, X)
-    assert len([w for w in caught if "noted" in str(w.message)]) == 1
+    assert len([w for w in caught if "missed calls" in str(w.message)]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(TIMES, X[:2])

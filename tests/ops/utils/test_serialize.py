@@ -533,7 +533,7 @@ def test_a_union_of_configurations_says_why_each_does_not_fit():
 
 
 def test_two_configurations_that_fit_alike_are_not_guessed_between():
-    assert "fits Left and Right" in refused('{"a": 1}', Left | Right)
+    assert "fits both Left and Right" in refused('{"a": 1}', Left | Right)
 
 
 @dataclasses.dataclass(frozen=True)

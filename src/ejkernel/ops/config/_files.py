@@ -208,7 +208,7 @@ def opened(path: str | Path, *, follow_links: bool = False) -> Iterator[tuple[in
         descriptor = os.open(path, _READ if follow_links else _READ | _NO_LINK)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
-            raise UnusableError("it cannot be read: it is a link, not a regular file") from error
+            raise UnusableError("it cannot be read: it is not a regular file but a link") from error
         raise
     try:
         # Check the open descriptor, since another file may get this name at any time.

@@ -148,7 +148,7 @@ def test_a_pack_that_is_too_large_keeps_no_other_from_being_fetched(layer, store
 
 def test_a_copy_has_a_limit(layer, monkeypatch):
     monkeypatch.setattr(layers, "_MOST", 10)
-    with pytest.warns(CacheWarning, match="more than 10 bytes"):
+    with pytest.warns(CacheWarning, match="larger than 10 bytes"):
         layer.look_again()
 
 

@@ -111,7 +111,7 @@ def test_a_damaged_copy_has_the_right_answer_or_none(tmp_path_factory, position,
     [
         ([], "no entries"),
         (sorted(map(line_of, map(entry, range(4))), reverse=True), "not sorted"),
-        ([b"x" * 10 + b"\n"], "no line of a pack"),
+        ([b"x" * 10 + b"\n"], "form of an entry"),
         ([line_of(entry()).replace(b'"rows":64', b'"rows":65')], "digest"),
     ],
 )

@@ -245,6 +245,6 @@ def test_a_place_that_is_too_large_for_programs_is_made_small_by_whoever_is_aske
     with pytest.raises(UnreachableError, match="too many"):
         SharedPlace("fake://team", tmp_path / "mine")
     assert upkeep.merge(SharedPlace("fake://team", tmp_path / "mine", bounded=False)) == 4
-    with pytest.raises(OSError, match="more than 10 bytes; run `ejkernel cache prune URL` to merge them"):
+    with pytest.raises(OSError, match="larger than 10 bytes; run `ejkernel cache prune URL` to merge them"):
         SharedPlace("fake://team", tmp_path / "theirs")
     assert rows(SharedPlace("fake://team", tmp_path / "theirs", bounded=False)) == [0, 1, 2, 3, 4]
