@@ -118,8 +118,8 @@ def ranks(monkeypatch):
     monkeypatch.setattr(threading.Timer, "start", start)
     monkeypatch.setattr(jax, "process_index", lambda: found.now.index)
     monkeypatch.setattr(compat, "coordination_store", lambda: found.now.store)
-    monkeypatch.setattr(agreement, "book_in_force", lambda: found.now.book)
-    monkeypatch.setattr("ejkernel.ops.config.agreement.digest.book_in_force", lambda: found.now.book)
+    monkeypatch.setattr(agreement, "current_book", lambda: found.now.book)
+    monkeypatch.setattr("ejkernel.ops.config.agreement.digest.current_book", lambda: found.now.book)
     return found
 
 
@@ -462,7 +462,7 @@ def test_without_a_service_each_process_chooses_and_says_so(ranks, kernel, x, mo
     def missing():
         raise LookupError("jax.distributed.initialize() was not called")
 
-    monkeypatch.setattr(agreement, "book_in_force", missing)
+    monkeypatch.setattr(agreement, "current_book", missing)
     with pytest.warns(AgreementWarning, match=r"cannot agree .*initialize\(\) was not called"):
         assert ranks[0].run(kernel, x) == 1
 

@@ -49,7 +49,7 @@ _ATTEMPTS: Final = 8  # attempts of a write, while `ejkernel cache clear` remove
 
 Seen = tuple[object, ...]  # see `seen`
 
-_tidied: set[str] = set()  # folders that this process has cleaned of abandoned temporary files
+_cleaned: set[str] = set()  # folders that this process has cleaned of abandoned temporary files
 
 
 def write_file(file: Path, text: str, *, durable: bool = True, root: Path | None = None) -> None:
@@ -88,8 +88,8 @@ def write_chunks(
     placing = contextlib.nullcontext if root is None else functools.partial(shared, root)
     modified = _retried(lambda: _written({file: chunks}, root, placing, durable=durable))
     # Done by writers, since readers may lack permission to remove; once per folder, since it lists the folder.
-    if (folder := str(file.parent)) not in _tidied:
-        _tidied.add(folder)
+    if (folder := str(file.parent)) not in _cleaned:
+        _cleaned.add(folder)
         remove_left_over(file.parent, modified)
 
 

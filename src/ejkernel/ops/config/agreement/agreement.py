@@ -22,7 +22,7 @@ from typing import Any, Final
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.config.agreement.decisions import NO_OVERLAY, SCHEMA, Book, Decision, book_in_force, unusable
+from ejkernel.ops.config.agreement.decisions import NO_OVERLAY, SCHEMA, Book, Decision, current_book, unusable
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import Consulted, Resolution
@@ -82,7 +82,7 @@ def agreed_before(inv: Invocation[Cfg, Out], own: Resolution[Cfg] | None) -> Con
     """
     key = _key_of(inv)
     try:
-        book = book_in_force()
+        book = current_book()
     except LookupError:
         return None
     if inv.span is None or key is None or inv.override_cfg is not None:
@@ -113,7 +113,7 @@ def is_from_elsewhere(resolution: Resolution[Any]) -> bool:
 
 def _book_or_warning() -> Book | None:
     try:
-        return book_in_force()
+        return current_book()
     except LookupError as error:
         text = (
             "the processes of this program cannot agree on configurations, so each chooses for itself. If the choices "

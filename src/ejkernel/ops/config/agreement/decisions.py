@@ -175,7 +175,7 @@ _books: list[Book] = []
 _making = threading.Lock()
 
 
-def book_in_force() -> Book:
+def current_book() -> Book:
     """Return the `Book` of the coordination service that this process has joined.
 
     Raises:

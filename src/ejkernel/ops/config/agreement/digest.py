@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Final
 
-from ejkernel.ops.config.agreement.decisions import book_in_force
+from ejkernel.ops.config.agreement.decisions import current_book
 from ejkernel.ops.errors import AgreementError
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.validation import check_argument
@@ -58,7 +58,7 @@ def configuration_digest(process: int | None = None) -> ConfigurationDigest:
         AgreementError: `process` is another process, and the coordination service is missing or fails.
     """
     try:
-        book = book_in_force()
+        book = current_book()
     except LookupError as error:
         if process is None:
             return ConfigurationDigest({})

@@ -88,7 +88,7 @@ class LocalCopy:
             except FileNotFoundError:
                 raise
             except (OSError, UnusableError) as error:
-                self._leave_out(self.folder / name, error)
+                self._mark_unusable(self.folder / name, error)
         return found
 
     def whole_packs(self) -> list[Pack]:
@@ -137,7 +137,7 @@ class LocalCopy:
         if self._root is not None:
             check_inside(self._root, self.folder / SUFFIX)
 
-    def _leave_out(self, path: Path, error: Exception) -> None:
+    def _mark_unusable(self, path: Path, error: Exception) -> None:
         """Warn that a pack, or a part of it, cannot be used. A damaged pack is marked, to be fetched again."""
         if isinstance(error, DamagedError):
             self._damaged.add(path.name)
@@ -151,7 +151,7 @@ class LocalCopy:
             try:
                 found.append(entry_in_line(line, key))
             except UnusableError as error:
-                self._leave_out(pack.path, error)
+                self._mark_unusable(pack.path, error)
         return by_preference(found) if len(found) > 1 else found
 
     def entries(self, operation: str | None = None) -> Iterator[StoredEntry]:
@@ -233,7 +233,7 @@ class LocalCopy:
         try:
             yield from pack.walk()
         except (OSError, UnusableError) as error:
-            self._leave_out(pack.path, error)
+            self._mark_unusable(pack.path, error)
 
     def _checked(self, pack: Pack) -> Iterator[bytes]:
         """Yield the lines of a pack and raise at the first damaged line; see `best_lines`."""
@@ -261,7 +261,7 @@ class LocalCopy:
                 except FileNotFoundError:  # another process has merged it
                     is_whole, self._listed = False, None
                 except (OSError, UnusableError) as error:
-                    self._leave_out(pack.path, error)
+                    self._mark_unusable(pack.path, error)
             if is_whole:
                 break
         return found

@@ -289,7 +289,7 @@ class _Planner:
         if self._target.has_classes:
             choices = [[entry] for variants in source.variants() for entry in variants]
         else:
-            choices = self._without_torn(list(source.variants()))
+            choices = self._without_incomplete(list(source.variants()))
         sets: dict[str, list[list[StoredEntry]]] = {}
         for choice in choices:
             search = search_of(choice[0])
@@ -300,7 +300,7 @@ class _Planner:
         for members in sets.values():
             self._take_set(members)
 
-    def _without_torn(self, choices: list[list[StoredEntry]]) -> list[list[StoredEntry]]:
+    def _without_incomplete(self, choices: list[list[StoredEntry]]) -> list[list[StoredEntry]]:
         """Remove the sets tuned together of which a call is missing or prefers an entry of another set.
 
         Two sets may share a call. The worse set is removed, and its other calls use their next entry.
@@ -309,10 +309,10 @@ class _Planner:
             firsts = collections.defaultdict(list)
             for choice in choices:
                 firsts[search_of(choice[0])].append(choice[0])
-            torn = {name: found for name, found in firsts.items() if name and len(found) < len(calls_of(found[0]))}
-            if not torn:
+            incomplete = {name: found for name, found in firsts.items() if name and len(found) < len(calls_of(found[0]))}
+            if not incomplete:
                 return choices
-            worst = min(torn, key=lambda name: max(map(evidence, torn[name])))
+            worst = min(incomplete, key=lambda name: max(map(evidence, incomplete[name])))
             verdict = Verdict(
                 False, "tuned together with a call that has no entry or one of another set", is_conflict=True
             )

@@ -56,7 +56,7 @@ def mend(place: SharedPlace) -> int:
     parts = damaged - own
     if parts:
         sources = list(dict.fromkeys(held[name] for name in sorted(parts)))
-        _put_instead(place, place.copy.best_lines(sources), parts, there=listed - parts)
+        _replace_packs(place, place.copy.best_lines(sources), parts, there=listed - parts)
     return len(damaged)
 
 
@@ -99,7 +99,7 @@ def prune(
         fewer = len(known) + len(damaged) - len(dict(packed(kept)))
     else:
         gone = known | _damaged(place, damaged)  # check again: another machine may have repaired a pack
-        fewer = _put_instead(place, kept, gone, there=listed.keys() - damaged)
+        fewer = _replace_packs(place, kept, gone, there=listed.keys() - damaged)
     return Pruned(entries=len(every.union(saved)) - len(kept), packs=fewer, damaged=len(damaged))
 
 
@@ -139,7 +139,7 @@ def _is_unwanted(line: bytes, unwanted: Callable[[StoredEntry], bool]) -> bool:
         return False
 
 
-def _put_instead(place: SharedPlace, lines: Iterable[bytes], gone: Collection[str], there: Collection[str]) -> int:
+def _replace_packs(place: SharedPlace, lines: Iterable[bytes], gone: Collection[str], there: Collection[str]) -> int:
     """Write packs of `lines` that are not `there` yet, then remove those `gone`; return the fall in their number."""
     new = dict(packed(lines))
     added = new.keys() - set(there)
