@@ -149,10 +149,10 @@ def test_verify_looks_at_the_spaces_of_the_kernels_that_are_named(tmp_path, caps
     arguments = ("verify", "--import", "kernels_of_test_cache")
     assert len(run(capsys, *arguments, cache=store.path)[1].splitlines()) == 1
     monkeypatch.setattr(type(module.spaced), "config_space", lambda self, inv: [{"rows": 1}])
-    assert run(capsys, *arguments, cache=store.path)[1].startswith("1 entry: its space has changed since\n")
+    assert run(capsys, *arguments, cache=store.path)[1].startswith("1 entry: its search space has changed since\n")
     assert len(run(capsys, "verify", cache=store.path)[1].splitlines()) == 1
     by_path = run(capsys, "verify", "--import", "./kernels_of_test_cache.py", cache=store.path)[1]
-    assert by_path.startswith("1 entry: its space has changed since\n")
+    assert by_path.startswith("1 entry: its search space has changed since\n")
 
 
 def test_prune_removes_what_is_older(folder, capsys):

@@ -92,7 +92,7 @@ def test_differences_name_what_is_here(monkeypatch):
     found = differences(entry(jax="0.0.1", driver="570.2"), None)
     assert {difference.field for difference in found} == {"jax", "driver"}
     assert "measured with driver 570.2, not 580.1" in staleness.text_of_differences(found)
-    assert str(Difference("space", "a", "b")) == "its space has changed since"
+    assert str(Difference("space", "a", "b")) == "its search space has changed since"
 
 
 @pytest.mark.parametrize("field", ["jax", "jaxlib"])
@@ -178,7 +178,7 @@ def test_explain_says_which_and_why(cache, inv):
     chain = ConfigSelectorChain(persistent=cache)
     said = {c.tier: c.note for c in chain.consult(inv, KERNEL)}
     assert "measured with jax 0.0.1, not" in said["persistent"]
-    assert "its space has changed since" in said["persistent"]
+    assert "its search space has changed since" in said["persistent"]
     chain.policy = AutotunePolicy(stale=StalePolicy(jax="refuse"))
     said = {c.tier: c.note for c in chain.consult(inv, KERNEL)}
     assert said["persistent"].endswith("the policy says refuse")

@@ -404,7 +404,7 @@ def test_the_path_goes_through_dataclasses_and_named_tuples():
 def test_a_container_that_holds_itself_is_an_error():
     loop: list[object] = []
     loop.append(loop)
-    with pytest.raises(SerializationError, match="or a container that holds itself"):
+    with pytest.raises(SerializationError, match="or a container that contains itself"):
         to_data(loop)
 
 

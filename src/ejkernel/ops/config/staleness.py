@@ -27,7 +27,7 @@ UNKNOWN: Final = "unknown"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StalePolicy:
-    """How to treat a saved configuration that was measured with other versions or another search space.
+    """How to treat a saved configuration measured with other versions or another search space.
 
     `"use"`: the configuration counts as tuned. `"retune"`: the configuration answers until the call is tuned. The call
     counts as a miss: it is tuned where tuning is allowed, and noted as missed. `"refuse"`: the configuration is
@@ -67,7 +67,7 @@ def usual_stale_policy() -> StalePolicy:
 
 
 class Difference(NamedTuple):
-    """A stored version and the current version; `here` is `None` if there is no such component on this machine."""
+    """A stored version and the current version; `here` is `None` if this machine lacks the component."""
 
     field: str
     stored: str
@@ -75,12 +75,12 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         if self.field == "space":
-            return "its space has changed since"
+            return "its search space has changed since"
         return printable(f"measured with {self.field} {self.stored}, not {self.here or 'none'}")
 
 
 def made_with(entry: StoredEntry) -> dict[str, str]:
-    """Return the versions that an entry was measured with; `UNKNOWN` where the entry has no information."""
+    """Return the versions stored with a measurement; `UNKNOWN` where the entry has no information."""
     measured: Any = entry.measured or {}
     said = {**entry.provenance, "space": measured.get("space")}
     found = {field.name: said.get(field.name) for field in dataclasses.fields(StalePolicy)}

@@ -95,9 +95,7 @@ def test_a_store_that_is_down_is_one_warning_and_the_copy_answers(layer, store, 
     layer.look_again()
     store.down = "no network"
     clock.now += AGAIN
-    with pytest.warns(
-        CacheWarning, match=r"fake://team is out of date .*UnreachableError: no network"
-    ):
+    with pytest.warns(CacheWarning, match=r"fake://team is out of date .*UnreachableError: no network"):
         layer.look_again()
     clock.now += AGAIN
     layer.look_again()  # where warnings are errors

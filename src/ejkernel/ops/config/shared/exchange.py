@@ -99,7 +99,7 @@ class FolderPlace:
     def put(
         self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
     ) -> Sequence[StoredEntry]:
-        """See `Place`. Calls that were tuned together are written together, or not at all."""
+        """See `Place`. Calls tuned together are written together, or not at all."""
         together = collections.defaultdict[str, list[StoredEntry]](list)
         for entry in entries:
             together[search_of(entry) or identity(entry.key)].append(entry)
@@ -224,7 +224,7 @@ class Plan:
 def plan(sources: Iterable[Place], target: Place) -> Plan:
     """Decide which entries of some places to copy to a target, without changing anything.
 
-    Calls that were tuned together are copied together, or not at all if the target keeps its entry for one of them.
+    Calls tuned together are copied together, or not at all if the target keeps its entry for one of them.
     """
     planner = _Planner(target)
     for source in sources:
@@ -309,7 +309,9 @@ class _Planner:
             firsts = collections.defaultdict(list)
             for choice in choices:
                 firsts[search_of(choice[0])].append(choice[0])
-            incomplete = {name: found for name, found in firsts.items() if name and len(found) < len(calls_of(found[0]))}
+            incomplete = {
+                name: found for name, found in firsts.items() if name and len(found) < len(calls_of(found[0]))
+            }
             if not incomplete:
                 return choices
             worst = min(incomplete, key=lambda name: max(map(evidence, incomplete[name])))
@@ -334,7 +336,7 @@ class _Planner:
         why = f"tuned together with a call that keeps its entry: {stays[0].verdict.why}"
         verdict = Verdict(False, why, is_conflict=True)
         self._note([step if step.action in ("kept", "same") else step._replace(verdict=verdict) for step in steps])
-        for choice in members:  # entries of the same calls that were tuned alone may still be copied
+        for choice in members:  # copy entries of the same calls tuned alone, if any
             alone = next((entry for entry in choice[1:] if not together(entry)), None)
             if alone is not None:
                 self._note([self._step(alone)])

@@ -119,7 +119,7 @@ class SharedLayer:
             fetched += self._fetch(store, listed)
             gone = [pack for pack in self.copy.packs() if not pack.names <= listed.keys()]
             before, listed = listed, store.sizes(most) if gone else listed
-            # After a concurrent merge, the entries of a removed pack may be in a pack that is not listed yet.
+            # After a concurrent merge, the entries of a removed pack may be in an unlisted pack.
             if listed == before:
                 # Remove packs that the store has removed or merged. An empty store may just not be mounted.
                 self.copy.remove(gone if listed else [])

@@ -82,7 +82,7 @@ def read_line(line: bytes) -> StoredEntry:
 
 
 def entry_in_line(line: bytes, key: object) -> StoredEntry:
-    """Return the entry of a line that was found for a key.
+    """Return the entry of a line found for a key.
 
     Raises:
         UnusableError: The line is damaged, or holds no usable entry of this key.

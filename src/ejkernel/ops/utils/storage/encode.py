@@ -85,7 +85,7 @@ def _encode(value: Any, path: str, depth: int, *, objects: bool = True) -> Any:
     if kind is str:
         return _text(value, path)
     if depth >= MAX_DEPTH:
-        raise SerializationError(f"{path}: nested deeper than {MAX_DEPTH} levels, or a container that holds itself.")
+        raise SerializationError(f"{path}: nested deeper than {MAX_DEPTH} levels, or a container that contains itself.")
     if kind is dict:
         return _object(value, path, depth, objects)
     if kind is list or kind is tuple:

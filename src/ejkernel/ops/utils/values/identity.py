@@ -97,7 +97,7 @@ def held_weakly(value: object) -> Held:
 
 
 def by_is(value: object) -> Weak | Strong:
-    """Return a reference that is equal only for the same object."""
+    """Return a reference; references are equal only for the same object."""
     try:
         return Weak(value)
     except TypeError:
