@@ -163,7 +163,7 @@ def test_explain_decides_nothing(ranks, kernel, x):
     assert ("agreed", "the first process that lowers the call decides") in [(t.tier, t.note) for t in why.tiers]
 
 
-def test_what_is_decided_stays_whatever_is_put_or_retuned_later(ranks, kernel, x):
+def test_a_decision_stays_despite_later_puts_or_tuning(ranks, kernel, x):
     ranks[0].run(kernel, x)
     for rank in (ranks[0], ranks[1]):
         rank.chain.cache.put(key_of(kernel, x), 5)
@@ -275,7 +275,7 @@ def test_nothing_is_tuned_while_others_would_wait(ranks, kernel, x):
         assert ranks[0].run(kernel, x) == 1
 
 
-def test_a_process_that_may_not_guess_takes_what_another_decided(ranks, kernel, x):
+def test_a_process_without_heuristic_uses_the_decision_of_another(ranks, kernel, x):
     ranks[0] = {"policy": AutotunePolicy(heuristic=False)}
     with pytest.raises(NoConfigError):
         ranks[0].run(kernel, x)
@@ -326,7 +326,7 @@ def test_two_overlays_that_differ_are_an_error_also_for_a_call_that_is_decided(r
         ranks[1].run(kernel, x)
 
 
-def test_who_enters_an_overlay_first_hears_of_those_that_do_not_follow(ranks, kernel, x, caplog):
+def test_the_first_process_in_an_overlay_logs_the_processes_that_do_not_follow(ranks, kernel, x, caplog):
     for rank in (ranks[0], ranks[1]):
         rank.run(kernel, x)
     with overlay_cache({key_of(kernel, x): 3}):
@@ -350,7 +350,7 @@ def test_overlays_that_speak_of_other_calls_do_not_matter(ranks, kernel, x):
     assert ranks[1].run(kernel, x) == 1
 
 
-def test_an_overlay_that_says_what_is_decided_anyway_is_no_error(ranks, kernel, x):
+def test_an_overlay_with_the_decided_configuration_is_no_error(ranks, kernel, x):
     ranks[0].run(kernel, x)
     with overlay_cache({key_of(kernel, x): 1}):
         assert ranks[1].run(kernel, x) == 1
@@ -467,7 +467,7 @@ def test_without_a_service_each_process_chooses_and_says_so(ranks, kernel, x, mo
         assert ranks[0].run(kernel, x) == 1
 
 
-def test_a_version_of_jax_that_has_no_such_store_is_told_from_a_missing_service(monkeypatch):
+def test_a_jax_without_the_store_is_distinguished_from_a_missing_service(monkeypatch):
     from jax._src import distributed
 
     with pytest.raises(LookupError, match=r"initialize\(\) was not called"):
@@ -510,7 +510,7 @@ def test_a_process_without_others_has_used_nothing():
         configuration_digest(1)
 
 
-def test_what_is_compared_must_be_a_digest(ranks):
+def test_difference_requires_a_digest(ranks):
     with ranks[0], pytest.raises(ArgumentError, match="other must be a ConfigurationDigest"):
         configuration_digest().difference("0123456789abcdef")
     with ranks[0], pytest.raises(ArgumentError, match="process must be the index"):

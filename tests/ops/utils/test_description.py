@@ -130,7 +130,7 @@ def name_of(value):
 
 
 @pytest.mark.parametrize("value", VALUES, ids=name_of)
-def test_a_value_comes_back_as_it_was(value):
+def test_values_survive_a_round_trip(value):
     got = again(value)
     assert type(got) is type(value)
     assert got == value
@@ -142,7 +142,7 @@ def test_a_value_comes_back_as_it_was(value):
     [({1, 2}, frozenset({1, 2})), (jnp.float32, np.dtype("float32")), (np.int8, np.dtype("int8"))],
     ids=name_of,
 )
-def test_values_of_one_description_come_back_as_one_of_them(value, expected):
+def test_values_with_equal_descriptions_decode_to_one_value(value, expected):
     assert again(value) == expected
     assert describe(again(value)) == describe(value)
 
@@ -164,7 +164,7 @@ def test_pytrees_come_back_with_arrays_in_them():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "complex64", "uint8"])
-def test_arrays_come_back_as_their_types(dtype):
+def test_arrays_decode_to_their_types(dtype):
     got = again(jax.ShapeDtypeStruct((0, 3), dtype, weak_type=True))
     assert (got.shape, str(got.dtype), got.weak_type) == ((0, 3), dtype, True)
 
@@ -191,7 +191,7 @@ ANY = st.recursive(
 
 
 @given(ANY)
-def test_a_description_describes_what_is_made_of_it(value):
+def test_describing_a_decoded_value_gives_the_same_description(value):
     assert describe(again(value)) == describe(value)
 
 
@@ -223,7 +223,7 @@ def test_only_registered_and_harmless_functions_are_found(name):
         undescribe({"name": name}, HERE)
 
 
-def test_what_a_module_has_beside_what_is_registered_is_not_found():
+def test_unregistered_attributes_of_a_module_are_not_found():
     with pytest.raises(DescriptionError, match="may not be named here"):
         undescribe({"name": f"{__name__}.given"}, HERE)
     assert callable(given)

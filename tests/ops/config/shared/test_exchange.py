@@ -66,7 +66,7 @@ def test_an_entry_that_cannot_be_used_is_replaced_with_a_warning(tmp_path):
         assert actions(plan([theirs], ours)) == {64: "added"}
 
 
-def test_what_was_pushed_is_pulled(tmp_path, store, shared):
+def test_pushed_entries_are_pulled(tmp_path, store, shared):
     mine = folder(tmp_path / "mine", *(entry(number, number) for number in range(5)))
     shared.put(plan([mine], shared).entries)
     assert plan([mine], shared).entries == ()
@@ -88,7 +88,7 @@ def test_a_shared_cache_keeps_the_best_of_each_class(tmp_path, shared):
     assert rows(shared) == [1, 2]
 
 
-def test_what_others_push_meanwhile_stays(tmp_path, store, shared):
+def test_entries_pushed_during_a_merge_stay(tmp_path, store, shared):
     other = SharedPlace("fake://team", tmp_path / "theirs")
     shared.put([entry(1, 1)])
     other.put([entry(1, 2, speedup=1.9), entry(2, 3)])
@@ -96,7 +96,7 @@ def test_what_others_push_meanwhile_stays(tmp_path, store, shared):
     assert len(store.objects) == 2
 
 
-def test_packs_are_merged_without_losing_what_others_push_meanwhile(tmp_path, store, shared):
+def test_merging_loses_no_concurrent_push(tmp_path, store, shared):
     for number in range(6):
         shared.put([entry(number, number)])
     late = pack(entry(9, 9))
@@ -126,7 +126,7 @@ def test_a_damaged_copy_damages_nothing_in_the_store(store, shared):
     assert store.objects == before
 
 
-def test_to_merge_what_is_merged_already_changes_nothing(store, shared):
+def test_merging_merged_packs_changes_nothing(store, shared):
     shared.put([entry(1)])
     before = dict(store.objects)
     assert upkeep.merge(shared) == 0
@@ -228,7 +228,7 @@ def test_a_folder_without_packs_is_there(tmp_path, url):
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
-def test_what_a_writer_left_half_written_is_left_out(tmp_path, url):
+def test_partly_written_files_are_skipped(tmp_path, url):
     SharedPlace(url, tmp_path / "theirs", may_be_new=True).put([entry(1, 1)])
     name, raw = pack(entry(2, 2))
     (tmp_path / "team" / name).write_bytes(raw[:-9])

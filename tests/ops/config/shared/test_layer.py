@@ -61,7 +61,7 @@ def test_a_lookup_asks_the_store_nothing(cache, store):
     assert store.asked == []
 
 
-def test_what_was_fetched_is_found_without_the_store(cache, layer, store):
+def test_fetched_entries_are_found_without_the_store(cache, layer, store):
     layer.look_again()
     store.asked.clear()
     store.down = "no network"
@@ -150,7 +150,7 @@ def test_a_copy_has_a_limit(layer, monkeypatch):
         layer.look_again()
 
 
-def test_what_was_removed_or_merged_there_is_removed_here_too(layer, store):
+def test_packs_removed_or_merged_in_the_store_are_removed_from_the_copy(layer, store):
     layer.refresh()
     store.objects = dict([pack(entry(2), entry(3))])
     layer.refresh()
@@ -160,7 +160,7 @@ def test_what_was_removed_or_merged_there_is_removed_here_too(layer, store):
     assert layer.find(entry(2).key) == [entry(2)]
 
 
-def test_what_others_merge_while_it_is_listed_is_not_lost(layer, store):
+def test_packs_merged_during_the_listing_are_not_lost(layer, store):
     layer.refresh()
     merged = pack(entry(1), entry(2), entry(9))
     listings = [dict([pack(entry(5))]), dict([pack(entry(5)), merged])]  # the first has neither the old nor the new
@@ -220,7 +220,7 @@ def share(store, inv, rows):
     store.objects.update([pack(dataclasses.replace(entry(), key=inv.key, config={"rows": rows}))])
 
 
-def test_a_miss_asks_the_store_and_what_is_there_answers(cache, store, inv):
+def test_a_miss_refreshes_the_copy_and_uses_new_entries(cache, store, inv):
     share(store, inv, 2)
     found = ConfigSelectorChain(persistent=cache).resolve(inv, doubled)
     assert (found.config, found.source) == ({"rows": 2}, "shared")
@@ -241,7 +241,7 @@ def test_a_miss_everywhere_goes_on_and_asks_once(cache, store, inv):
     assert store.asked.count("list") == 1
 
 
-def test_explain_says_what_the_shared_cache_had(cache, inv):
+def test_explain_shows_the_answer_of_the_shared_cache(cache, inv):
     said = {c.tier: c.note for c in ConfigSelectorChain(persistent=cache).consult(inv, doubled)}
     assert said["shared"] == "no entry"
     assert "shared" not in {c.tier for c in ConfigSelectorChain().consult(inv, doubled)}
@@ -261,7 +261,7 @@ def test_layers_of_the_environment_are_read(tmp_path, monkeypatch):
     assert PersistentCache(tmp_path).layers == ()
 
 
-def test_a_kind_of_store_that_is_not_there_is_a_warning_that_says_what_to_install(tmp_path, monkeypatch):
+def test_a_missing_store_package_is_a_warning_with_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     monkeypatch.setitem(sys.modules, "fsspec", None)
     cache = PersistentCache(tmp_path, layers=["s3://team/x"], shipped=False)
