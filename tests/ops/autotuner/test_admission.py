@@ -48,7 +48,7 @@ def test_a_winner_that_is_measured_right_and_confirmed_is_saved():
         ({"standing": Standing(2, WINS, alone=True)}, "was not compared with the heuristic"),
         ({"standing": Standing(1, WINS)}, "is not confirmed"),
         ({"standing": Standing(1, dataclasses.replace(WINS, settled=False), alone=True)}, "is not confirmed"),
-        ({"config": 7}, "is none of the candidates"),
+        ({"config": 7}, "is not among the candidates"),
     ],
 )
 def test_any_other_winner_is_a_fault_that_is_raised(fields, says):

@@ -41,7 +41,7 @@ def test_a_program_is_for_the_first_device():
     program = made(lambda x: x + 1, np.ones(3, np.float32))
     with (
         jax.default_device(jax.devices()[-1]),
-        pytest.raises(TuningError, match=r"first device alone, not on .*; .*CUDA_VISIBLE_DEVICES"),
+        pytest.raises(TuningError, match=r"only on the first device, not on .*; .*CUDA_VISIBLE_DEVICES"),
     ):
         program.load()
 

@@ -297,7 +297,7 @@ def test_programs_travel_with_their_code_and_one_whose_file_is_gone_is_compiled_
         for config, program in ((HEURISTIC, here), (BEST, gone))
     ]
     compiled = {CALL.key: BundledCall(description=CALL.description, candidates=tuple(candidates), reference=here)}
-    with pytest.warns(TuningWarning, match=r"compiled anew: its program 0-1\.bin is not there"):
+    with pytest.warns(TuningWarning, match=r"compiled anew: its program 0-1\.bin is missing"):
         _, _, executor = tuned_by(find, compiled=compiled)
     task = executor.assignments[0].task
     assert [(config, program.code) for config, program in task.programs] == [(HEURISTIC, b"code")]

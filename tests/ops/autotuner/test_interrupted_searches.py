@@ -77,7 +77,7 @@ class Scenario:
     Attributes:
         sampled: Configurations that were timed.
         checked: Configurations whose results were found right on fresh inputs.
-        beaten: Configurations that were faster than the heuristic in a race of the two alone.
+        beaten: Configurations that were faster than the heuristic in the confirmation run.
     """
 
     def __init__(self, fates, events):

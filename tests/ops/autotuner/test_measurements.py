@@ -215,7 +215,7 @@ def test_a_log_tells_why_a_search_came_out_so(flags):
     assert data.rule_fault in stored.summary()
     lines = stored.summary().splitlines()
     assert lines[2].endswith("candidates in 1.5 s; the heuristic stays: a tie")
-    assert lines[3].startswith("order=row rows=2 in a race of the two alone: 1.0 us, the heuristic 2.0 us; faster in 9")
+    assert lines[3].startswith("order=row rows=2 in the confirmation run: 1.0 us, the heuristic 2.0 us; faster in 9")
     assert [line.partition(":")[0] for line in lines[4:-3]] == list(flags)
 
 

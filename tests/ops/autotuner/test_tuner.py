@@ -464,7 +464,7 @@ def test_a_heuristic_that_stays_tells_how_the_best_other_stood_against_it(race):
     race({1: 1.0, 2: 1.1, 3: 2.0})
     tuned = tune(Double())
     assert (tuned.standing.rival, tuned.standing.came_out, tuned.standing.alone) == (2, "stays", False)
-    assert "2 in the race of all: 1100.0 ms, the heuristic 1000.0 ms; faster in 0 of 15 rounds" in tuned.summary()
+    assert "2 in the run of all candidates: 1100.0 ms, the heuristic 1000.0 ms; faster in 0 of 15 rounds" in tuned.summary()
 
 
 def test_a_loser_whose_few_samples_were_lucky_is_measured_again_beside_the_winner(monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configurations may be saved as tuned: those that are measured, correct and confirmed against the heuristic."""
+"""Admission to the cache: a tuned configuration must be measured, correct and confirmed against the heuristic."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ejkernel.ops.errors import TuningError
 
 
 class AdmissionError(TuningError):
-    """A search names a winner that it has not measured, checked or confirmed: a defect of the search itself."""
+    """The search named a winner without measuring, checking or confirming it: a defect of the search."""
 
 
 def why_not_saved(data: AutotuneData, *, validated: bool, earlier: object = None) -> str:
-    """Return why the configuration of a search is not saved; empty if it is.
+    """Return why the configuration of a search is not saved; empty if it is saved.
 
-    A partial search has an answer only if another candidate beat the heuristic. That one replaces an earlier
-    configuration only if the search has measured the earlier one, too.
+    A partial search has a result only if a candidate beat the heuristic. Its winner replaces a saved configuration
+    only if the search measured that configuration too.
 
     Args:
         data: The search.
         validated: Whether candidates were compared with the reference.
-        earlier: The configuration that is saved now; `None` without one.
+        earlier: The configuration saved so far; `None` without one.
 
     Raises:
-        AdmissionError: the winner is not measured, not correct, or not confirmed.
+        AdmissionError: The winner is not measured, not correct, or not confirmed.
     """
     progress, winner = data.progress, _winner(data)
     if progress.state == SearchState.FAILED:
@@ -35,7 +35,7 @@ def why_not_saved(data: AutotuneData, *, validated: bool, earlier: object = None
         return progress.not_finished
     _check(data, winner, validated=validated)
     if progress.state == SearchState.PARTIAL and earlier is not None and not _has_tried(data, earlier):
-        return f"{progress.not_finished}, and the configuration that is saved was not measured again"
+        return f"{progress.not_finished}, and the saved configuration was not measured again"
     return ""
 
 
@@ -43,7 +43,7 @@ def _winner(data: AutotuneData) -> Outcome:
     token = config_id(data.config)
     found = [outcome for outcome in data.outcomes if config_id(outcome.config) == token]
     if not found:
-        raise AdmissionError(f"the winner {data.config!r} is none of the candidates")
+        raise AdmissionError(f"the winner {data.config!r} is not among the candidates")
     return found[0]
 
 

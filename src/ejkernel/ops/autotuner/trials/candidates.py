@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates: configurations under way, with their programs, and what tells either from others."""
+"""The candidates of a running search, with their programs and identities."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, NoConfigError, SerializationError, TuningError
 from ejkernel.ops.utils.error_text import error_text, message_of
 
-LISTED = 24  # configurations up to which a space is measured whole, as a list always is
+LISTED = 24  # a space of at most so many configurations is measured completely, like a list
 
 
-# By identity: neither configurations nor programs need have a hash, or be comparable.
+# Compared by identity: configurations and programs may be neither hashable nor comparable.
 @dataclasses.dataclass(slots=True, eq=False)
 class Candidate:
-    """A candidate under way."""
+    """A candidate of a running search."""
 
     config: Any
-    compiled: Sequence[Callable[..., Any]] | None = None  # its program for each call that it is a candidate of
+    compiled: Sequence[Callable[..., Any]] | None = None  # one program per call of the search
     status: Status = Status.SKIPPED
     reason: str = "the budget was spent before its turn"
     compile_seconds: float | None = None
     peak_bytes: int | None = None
     spilled: int | None = None
     measurement: Measurement | None = None
-    twin: Candidate | None = None  # whose program is the same
-    deferred: Sequence[Any] | None = None  # its programs, which spill much, until the others have been checked
-    is_recalled: bool = False  # whether its times are of an earlier attempt, or an earlier search
-    input_sets: int = 0  # on which it was right, if it was about to win
-    damage: int = 0  # what the watch knew of damage when it was begun
+    twin: Candidate | None = None  # the candidate with the same program
+    deferred: Sequence[Any] | None = None  # programs with many spills, put off until the others are checked
+    is_recalled: bool = False  # its times come from an earlier attempt or search
+    input_sets: int = 0  # sets of inputs on which it was correct; only potential winners are checked on several
+    damage: int = 0  # the watch's damage count when this candidate began
 
     @property
     def seconds(self) -> float | None:
-        """How long a call takes; that of its twin if it has one; `None` if it was not measured, or failed since."""
+        """Seconds per call (of its twin, if it has one); `None` if not measured, or failed since."""
         measured = self if self.twin is None else self.twin
         return None if measured.measurement is None else measured.measurement.median
 
     def fail(self, status: Status, error: BaseException) -> None:
-        """Note the reason alone: a traceback would keep the candidate's arrays alive."""
+        """Record the reason only: a traceback would keep the candidate's arrays alive."""
         self.status, self.compiled, self.measurement, self.deferred = status, None, None, None
         self.reason = message_of(error) if isinstance(error, CandidateError) else error_text(error)
 
     def take_over(self, known: Outcome) -> None:
-        """Become what an earlier attempt found out."""
+        """Copy the outcome of an earlier attempt."""
         self.status, self.reason, self.measurement = Status(known.status), known.reason, known.measurement
         self.compile_seconds, self.peak_bytes, self.spilled = known.compile_seconds, known.peak_bytes, known.spilled
 
     def outcome(self) -> Outcome:
-        """Return what became of it; one that was measured before and is compiled again stays measured."""
+        """Return its outcome; a measured candidate that was compiled again stays measured."""
         was_measured = self.status == Status.READY and self.measurement is not None
         return Outcome(
             config=self.config,
@@ -71,10 +71,10 @@ class Candidate:
 
 
 def config_id(config: object) -> Any:
-    """Return what tells a configuration from others.
+    """Return a hashable identity of a configuration.
 
     Raises:
-        TuningError: it is not plain data.
+        TuningError: The configuration is not plain data.
     """
     try:
         return config_token(config)
@@ -83,7 +83,7 @@ def config_id(config: object) -> Any:
 
 
 def distinct(configs: Iterable[object], but: Sequence[Candidate] = ()) -> list[Candidate]:
-    """Return one candidate for each configuration, in their order, leaving out those of `but`."""
+    """Return one candidate per distinct configuration, in order, without those of `but`."""
     found: dict[Any, Candidate] = {}
     known = {config_id(candidate.config) for candidate in but}
     for config in configs:
@@ -94,7 +94,7 @@ def distinct(configs: Iterable[object], but: Sequence[Candidate] = ()) -> list[C
 
 
 def exchange(one: Candidate, other: Candidate) -> None:
-    """Swap all that was found out about two candidates that are the same program."""
+    """Swap the results of two candidates with the same program."""
     for field in dataclasses.fields(Candidate):
         if field.name != "config":
             mine, theirs = getattr(one, field.name), getattr(other, field.name)
@@ -103,7 +103,7 @@ def exchange(one: Candidate, other: Candidate) -> None:
 
 
 def heuristic_of(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> list[Any]:
-    """Return the heuristic's configuration, if the kernel has any to offer."""
+    """Return a list of the heuristic's configuration; empty if the kernel has none."""
     try:
         config = hook(kernel, "heuristic_cfg", inv.platform)(inv)
     except NoConfigError:

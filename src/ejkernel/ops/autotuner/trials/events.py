@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens while kernels are tuned, as typed events for whoever wants to count, show or log it."""
+"""Typed events of tuning: subscribe with `on_event` to count, show or log them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ejkernel.ops.utils.validation import check_argument
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened in a search.
+    """The base of all events of a search.
 
     Attributes:
-        key: The call that is tuned.
+        key: The key of the tuned call.
     """
 
     key: ConfigKey
@@ -35,8 +35,8 @@ class SearchStarted(Event):
     """A search began.
 
     Attributes:
-        candidates: How many candidates it looks at, at most.
-        first: The candidate that the others are compared with: the heuristic's, where there is one.
+        candidates: The largest number of candidates that it tries.
+        first: The candidate that all others are compared with: the heuristic, if the kernel has one.
     """
 
     candidates: int
@@ -45,10 +45,12 @@ class SearchStarted(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CandidateFinished(Event):
-    """A candidate was compiled and checked, or failed; its times come later, and it may yet fail while it is timed.
+    """A candidate was compiled and checked, or failed.
+
+    Its times follow in a later event. It may still fail during timing.
 
     Attributes:
-        outcome: What is known of it by now.
+        outcome: Its outcome so far.
     """
 
     outcome: Outcome
@@ -56,10 +58,10 @@ class CandidateFinished(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerRestarted(Event):
-    """A worker process died, or was ended because it did nothing for too long; a new one goes on.
+    """A worker process died, or was ended after a long silence; a new worker continues.
 
     Attributes:
-        reason: How it ended, and what it was doing.
+        reason: How it ended, and during which step.
     """
 
     reason: str
@@ -73,7 +75,7 @@ class SearchFinished(Event):
     """A search ended.
 
     Attributes:
-        data: What it found.
+        data: Its result.
     """
 
     data: AutotuneData
@@ -89,7 +91,7 @@ _lock = threading.Lock()
 def on_event(listener: Listener) -> Iterator[None]:
     """Call `listener` with every `Event` of every search, in any thread, inside the `with` block.
 
-    What the listener raises does not reach the search; it is a `TuningWarning`.
+    Exceptions of the listener become a `TuningWarning` and do not reach the search.
     """
     check_argument(callable(listener), "listener", "a function of an event", listener)
     with _lock:
@@ -102,44 +104,44 @@ def on_event(listener: Listener) -> Iterator[None]:
 
 
 class Counter:
-    """A listener that counts the candidates of searches which are done.
+    """A listener that counts finished candidates.
 
     Args:
-        tell: Called with the call, how many of its candidates are compiled and checked, and how many there are: each
-            number once.
+        tell: Called with the key, the number of candidates compiled and checked so far, and the total. It is called
+            once for each new count.
     """
 
     def __init__(self, tell: Callable[[ConfigKey, int, int], object]) -> None:
         self._tell = tell
         self._totals: dict[ConfigKey, int] = {}
         self._done: dict[ConfigKey, set[Any]] = {}
-        self._told: dict[ConfigKey, int] = {}
+        self._reported: dict[ConfigKey, int] = {}
 
     def __call__(self, event: Event) -> None:
-        """Take note of what happened."""
+        """Count an event."""
         if isinstance(event, SearchStarted):
             self._totals[event.key] = event.candidates
         elif isinstance(event, CandidateFinished):
-            # A set, since an attempt that replaces another may tell of a candidate again.
+            # A set: a second attempt reports candidates of the first again.
             self._done.setdefault(event.key, set()).add(config_id(event.outcome.config))
         total = self._totals.get(event.key)
         if total is None:
             return
-        is_over = isinstance(event, SearchFinished)  # be it that time was up before all had their turn
+        is_over = isinstance(event, SearchFinished)  # also when the budget ended before all candidates ran
         done = total if is_over else min(total, len(self._done.get(event.key, ())))
-        if done != self._told.get(event.key):
-            self._told[event.key] = done
+        if done != self._reported.get(event.key):
+            self._reported[event.key] = done
             self._tell(event.key, done, total)
 
 
 def emit(event: Event) -> None:
-    """Tell all listeners."""
+    """Pass an event to all listeners."""
     with _lock:
-        # Called without the lock, for a listener may tune, or add another.
+        # Listeners are called without the lock: they may tune, or add a listener.
         listeners = list(_listeners)
     for listener in listeners:
         try:
             listener(event)
-        except Exception as error:  # noqa: BLE001 - a search does not end because somebody looks on
+        except Exception as error:  # noqa: BLE001 - a failing listener must not end the search
             text = f"a listener failed on {type(event).__name__}: {error_text(error)}"
             warn(text, TuningWarning)

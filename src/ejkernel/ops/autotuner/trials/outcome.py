@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search found out: the fate of every candidate, and the winner."""
+"""The results of a search: the outcome of every candidate, and the winner."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from ejkernel.ops.utils.formatting import arguments, compact, counted, duration,
 from ejkernel.ops.utils.printable import printable, printable_lines
 from ejkernel.ops.utils.storage.serialize import stable_json, to_data
 
-_REASON = 100  # characters of a reason that a table shows
-_KEPT_REASON = 400  # characters of one that a file keeps: a compiler's message may have thousands
-_FAILURES = 100  # candidates whose failure the entry tells of; the search's log has all of them
-_TWINS = 2  # configurations that a table names beside the first of a program
+_REASON = 100  # characters of a reason in a table
+_STORED_REASON = 400  # characters of a reason in a file: compiler messages may have thousands
+_FAILURES = 100  # failures listed in a cache entry; the log of the search has all
+_TWINS = 2  # configurations that a table lists after the first of a program
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one candidate.
+    """The outcome of one candidate.
 
     Attributes:
-        config: The candidate.
-        status: What became of it; a log of a later version may have a word for it that is none of `Status`.
+        config: Its configuration.
+        status: Its status; logs of later versions may contain values missing from `Status`.
         reason: Why it was not measured.
-        twin: Of one that is `same`, the candidate whose program it is.
+        twin: For status `same`: the configuration with the same program.
         measurement: Its times.
-        compile_seconds: How long lowering and compiling took.
-        peak_bytes: Memory that a call takes, inputs and results included, where the compiler tells.
-        spilled: Bytes of registers that a thread spills to memory, where the compiler tells: on GPUs, of programs that
-            were compiled in a process of their own.
+        compile_seconds: Seconds of lowering and compiling.
+        peak_bytes: Memory of one call with inputs and results, if the compiler reports it.
+        spilled: Bytes of registers that a thread spills to memory, if the compiler reports it: on GPUs, for programs
+            compiled in a separate process.
     """
 
     config: Any
@@ -52,33 +52,33 @@ class Outcome:
     spilled: int | None = None
 
     def __post_init__(self) -> None:
-        if self.status in list(Status):  # as a file, or a tuner of the user's, says it
+        if self.status in list(Status):  # files and custom tuners pass a string
             object.__setattr__(self, "status", Status(self.status))
-        object.__setattr__(self, "reason", printable_lines(self.reason))  # a file's, or a candidate's exception's
+        object.__setattr__(self, "reason", printable_lines(self.reason))  # from a file or an exception
 
     @property
     def seconds(self) -> float | None:
-        """How long a call takes, or the mean of several cases; `None` if it was not measured."""
+        """Seconds per call, or the mean over several cases; `None` if not measured."""
         return None if self.measurement is None else self.measurement.median
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What it was measured on, if that is more than one thing, with its times."""
+        """The measured cases with their times; empty if the search has a single case."""
         return () if self.measurement is None else self.measurement.cases
 
     def seconds_on(self, call: str) -> float | None:
-        """Return how long the call of that key takes, of several that it was measured on."""
+        """Return the seconds of the call with the key `call`, one of the calls of the search."""
         return None if self.measurement is None else seconds_on(call, self.measurement.median, self.measurement.cases)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """How the best of the others stands against the heuristic, by the last race of them that counted.
+    """The best challenger compared with the heuristic, by their last decisive measurement.
 
     Attributes:
-        rival: Its configuration.
-        verdict: Its figures; `wins` says whether it replaces the heuristic, and `settled` whether that is certain.
-        alone: Whether the race was of the two alone, and not one of all.
+        rival: The challenger's configuration.
+        verdict: The figures. `wins`: the challenger replaces the heuristic. `settled`: the evidence is sufficient.
+        alone: Whether this was the confirmation run of the two, rather than a run with all candidates.
     """
 
     rival: Any
@@ -87,13 +87,13 @@ class Standing:
 
     @property
     def came_out(self) -> CameOut:
-        """What came out."""
+        """The result of the comparison."""
         if not self.verdict.settled:
             return CameOut.UNDECIDED
         return CameOut.WINS if self.verdict.wins else CameOut.STAYS
 
     def data(self) -> dict[str, Any]:
-        """Return it as plain data, times in microseconds; the verdict is what `came_out`."""
+        """Return it as plain data, with times in microseconds and `came_out` as the verdict."""
         verdict = self.verdict
         return {
             "rival": to_data(self.rival),
@@ -111,10 +111,10 @@ class Standing:
         }
 
     def line(self) -> str:
-        """Return it as a line for people."""
+        """Return it as one line of text."""
         verdict = self.verdict
-        where = "in a race of the two alone" if self.alone else "in the race of all"
-        by = " of processor time, for other processes disturbed the clock" if verdict.judged_by == PROCESSOR else ""
+        where = "in the confirmation run" if self.alone else "in the run of all candidates"
+        by = " of processor time, since other processes disturbed the clock" if verdict.judged_by == PROCESSOR else ""
         return (
             f"{compact(self.rival)} {where}: {duration(verdict.challenger)}, the heuristic "
             f"{duration(verdict.incumbent)}{by}; faster in {verdict.ahead} of {verdict.pairs} rounds, slower in "
@@ -124,24 +124,24 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What came out of a search, of this process or from a file.
+    """The results of a search, from this process or from a file.
 
     Attributes:
-        outcomes: What became of each candidate; the heuristic is the first.
-        seconds: How long the search took.
+        outcomes: The outcome of each candidate; the heuristic comes first.
+        seconds: Duration of the search.
         why: Why the heuristic stays, if it does.
-        interrupted: Whether it was stopped before its end, and this is the best so far.
-        standing: How the best of the others stands against the heuristic; `None` if there is none, or if the heuristic
+        interrupted: Whether the search was stopped early, so that this is the best result so far.
+        standing: The best challenger compared with the heuristic; `None` without a challenger, or if the heuristic
             could not be measured.
-        undecided: Whether the evidence was too little to tell who is the fastest, for all the rounds there was time
-            for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
-        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes,
-            or how forward and backward configurations disagree on residuals; empty if nothing is known to be wrong.
-        input_sets: On how many sets of inputs the winner's outputs were right; 0 if the heuristic stays, or if nothing
-            was validated.
-        planned: How many candidates the search is about; `outcomes` may lack those whose turn never came.
-        unconfirmed: Whether it ended before its best candidate was compared with the heuristic.
-        not_saved: Why its configuration is not saved; empty if it is.
+        undecided: Whether all rounds within the time left it open which candidate is the fastest. The heuristic then
+            stays, unless the measured times put the challenger clearly ahead.
+        rule_fault: How the kernel's gradients under the heuristic differ from JAX's derivatives, or how forward and
+            backward configurations disagree on residuals; empty if no fault is known.
+        input_sets: Number of input sets on which the winner's outputs were correct; 0 if the heuristic stays, or
+            without validation.
+        planned: Number of candidates in the search; `outcomes` may lack candidates that were never started.
+        unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
+        not_saved: Why the configuration is not saved; empty if it is.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -158,13 +158,13 @@ class Findings:
 
     @property
     def progress(self) -> SearchProgress:
-        """How far the search came."""
+        """The progress of the search."""
         statuses = [outcome.status for outcome in self.outcomes]
         return SearchProgress.of(statuses, planned=self.planned, unconfirmed=self.unconfirmed)
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What every candidate was measured on, if that is more than one thing."""
+        """The cases of the search; empty if it has a single case."""
         return next((outcome.cases for outcome in self.outcomes if outcome.cases), ())
 
 
@@ -173,10 +173,10 @@ class AutotuneData(Findings):
     """A search that found a configuration.
 
     Attributes:
-        inv: The call; of several that share the configuration, the first.
-        calls: All of them, if there are several.
+        inv: The call, or the first of several that share the configuration.
+        calls: All calls, if the search has several.
         config: The winner.
-        checked: What of the winner was checked: `outputs`, and `gradients` where the call is a forward that has one.
+        checked: The checks that the winner passed: `outputs`, and `gradients` for a differentiable forward call.
     """
 
     inv: Invocation[Any, Any]
@@ -186,7 +186,7 @@ class AutotuneData(Findings):
 
     @property
     def confidence(self) -> float | None:
-        """Probability that the winner is not ahead of the heuristic by accident, of their race of the two alone.
+        """Probability that the winner's lead in the confirmation run is not accidental.
 
         `None` if the heuristic stays, or could not be measured.
         """
@@ -209,29 +209,26 @@ class AutotuneData(Findings):
 
     @property
     def before(self) -> float | None:
-        """Seconds that the call takes with the heuristic; `None` if it was not measured."""
+        """Seconds per call with the heuristic; `None` if not measured."""
         return self.heuristic.seconds_on(self.inv.call_key if self.calls else "")
 
     @property
     def after(self) -> float | None:
-        """Seconds that the call takes with the winner."""
+        """Seconds per call with the winner."""
         return self.winner.seconds_on(self.inv.call_key if self.calls else "")
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster than the heuristic the winner is; `None` if the heuristic was not measured."""
+        """Speed-up of the winner over the heuristic; `None` if the heuristic was not measured."""
         return None if self.before is None or self.after is None else self.before / self.after
 
     def of_each_call(self) -> tuple[AutotuneData, ...]:
-        """Return the search as that of each call that shares the configuration: `inv`, `before` and `after` differ."""
+        """Return one copy per call of the search; `inv`, `before` and `after` differ."""
         return tuple(dataclasses.replace(self, inv=inv) for inv in self.calls) or (self,)
 
     @property
     def in_a_word(self) -> str:
-        """What the search brought: how many times faster the winner is, or that the heuristic was kept.
-
-        The heuristic is kept only if the others were measured; until then the search is not finished.
-        """
+        """The result in brief: the speed-up, `kept` (the heuristic), `undecided` or `not finished (n of m)`."""
         if self.winner is self.heuristic:
             if self.progress.state != SearchState.COMPLETE:
                 return self.progress.not_finished
@@ -239,12 +236,12 @@ class AutotuneData(Findings):
         return ratio(self.speedup)
 
     def summary(self, *, width: int | None = None) -> str:
-        """Return the fate of every candidate as a table for people, the fastest first, of at most `width` columns."""
+        """Return a table of all candidates, the fastest first, at most `width` characters wide."""
         title = f"{self.inv.op_id_v}  {arguments(self.inv.description)}", f"{self.key.device}, call {self.key.call}"
         return summary_of(title, self, self.winner, width=width)
 
     def summary_data(self) -> dict[str, Any]:
-        """Return what a cache entry keeps of the search, as plain data."""
+        """Return the part of the search stored in a cache entry, as plain data."""
         failures = [
             {"config": to_data(outcome.config), "status": str(outcome.status), "reason": shortened(outcome.reason)}
             for outcome in self.outcomes
@@ -270,7 +267,7 @@ class AutotuneData(Findings):
         }
 
     def _cases_data(self) -> dict[str, Any]:
-        """Return what the winner was chosen for, and how long each took; nothing if that is the call alone."""
+        """Return the cases and their times; empty if the search has a single case."""
         before, after = self.heuristic, self.winner
         if not after.cases:
             return {}
@@ -291,18 +288,18 @@ class AutotuneData(Findings):
 
 
 def shortened(reason: str) -> str:
-    """Return a reason as files keep it."""
-    return reason if len(reason) <= _KEPT_REASON else reason[: _KEPT_REASON - 3] + "..."
+    """Return a reason, shortened for files."""
+    return reason if len(reason) <= _STORED_REASON else reason[: _STORED_REASON - 3] + "..."
 
 
 def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width: int | None = None) -> str:
-    """Return a search as text: `title`, what came out, and a table of its programs, the fastest first.
+    """Return a search as text: `title`, the result, and a table of its programs, the fastest first.
 
     Args:
-        title: What was searched for, line by line.
-        search: What came out.
-        winner: One of its outcomes.
-        width: How wide the table may be; `None`: as wide as it is.
+        title: Lines that describe the call.
+        search: The results.
+        winner: The winner's outcome.
+        width: Largest width of the table in characters; `None` for no limit.
     """
     outcomes = search.outcomes
     heuristic = outcomes[0].seconds
@@ -326,13 +323,13 @@ def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width
 
 
 def remarks(search: Findings) -> list[str]:
-    """Return what else is to be said of a search: its cases, the figures that decided, what cut it short, faults."""
+    """Return further lines about a search: its cases, the decisive figures, interruptions and faults."""
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
     lines += [] if search.standing is None else [search.standing.line()]
     if search.input_sets:
         lines.append(f"the winner is right on {counted(search.input_sets, 'set')} of inputs")
     if search.undecided:
-        lines.append("undecided: the evidence was too little to tell which is the fastest")
+        lines.append("undecided: the machine was too noisy to tell which candidate is the fastest")
     if search.interrupted:
         lines.append("interrupted: this is the best so far")
     if search.not_saved:
@@ -341,7 +338,7 @@ def remarks(search: Findings) -> list[str]:
 
 
 def named_cases(cases: Sequence[Case]) -> str:
-    """Return what a configuration was chosen for, as words of a sentence, with the weights where they differ."""
+    """Return the cases as a phrase, with their weights if these differ."""
     calls = len({case.call for case in cases})
     weighted = len({round(case.weight, 9) for case in cases}) > 1
     names = [case.name + f" (weight {case.weight:.3g})" * weighted for case in cases]
@@ -350,13 +347,13 @@ def named_cases(cases: Sequence[Case]) -> str:
 
 
 def in_cases(outcome: Outcome) -> str:
-    """Return the times of each case, in their order; `-` without any."""
+    """Return the time of each case, in order; `-` without cases."""
     return " | ".join(duration(case.median) for case in outcome.cases) or "-"
 
 
 def programs(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ...]]]:
-    """Return the programs of a search, in order: the outcome of each, and those of the candidates that are the same."""
-    # A configuration need not be hashable, and one from a file is plain data.
+    """Return the programs of a search in order, each as its first outcome and the outcomes of its duplicates."""
+    # Configurations may be unhashable, and those from a file are plain data.
     tokens = [stable_json(to_data(outcome.config)) for outcome in outcomes]
     twins: dict[str, list[Outcome]] = {token: [] for token in tokens}
     owners = []
@@ -375,7 +372,7 @@ def ranked(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, tuple[Outcome, ..
 
 
 def program_name(program: tuple[Outcome, tuple[Outcome, ...]]) -> str:
-    """Return the configuration of a program, with the others that make the same one, in short."""
+    """Return the configuration of a program, and some of those that compile to the same program."""
     first, others = program
     if not others:
         return compact(first.config)

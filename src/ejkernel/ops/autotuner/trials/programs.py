@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that were compiled ahead of time: in another process, or on another machine."""
+"""Programs compiled ahead of time, in another process or on another machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CodeFile:
 
     Attributes:
         path: The file.
-        sha256: The digest of what was written to it.
+        sha256: Digest of its content when it was written.
     """
 
     path: Path
@@ -36,32 +36,32 @@ class CodeFile:
         """Return the machine code.
 
         Raises:
-            CandidateError: the file is not there, or is not the one that was written.
+            CandidateError: The file is missing, or its content has changed.
         """
         try:
             code = read_file(self.path, _LARGEST)
         except UnusableError as error:
             raise CandidateError(f"its program {self.path.name} cannot be used: {error}") from error
         if code is None:
-            raise CandidateError(f"its program {self.path.name} is not there")
-        # It runs as it is, so that a damaged file, or another row's, must not.
+            raise CandidateError(f"its program {self.path.name} is missing")
+        # Machine code runs unchecked: never load a damaged file or the program of another row.
         if digest_of(code) != self.sha256:
-            raise CandidateError(f"its program {self.path.name} is not the one that was written for it")
+            raise CandidateError(f"its program {self.path.name} was changed after it was written")
         return code
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program that was compiled, or left to be compiled where it runs.
+    """A compiled program, or a program left to the machine that runs it.
 
     Attributes:
-        digest: What tells it from others; empty if nothing does, or if nobody asks any more.
-        code: Its machine code; `None` if it is left.
-        inputs: How many arrays it takes.
-        outputs: How many it returns.
-        mosaic: Whether it needs the runtime of Mosaic GPU.
-        spilled: Bytes of registers that a thread of it spills to memory, as far as that is known.
-        why_left: Why it is left.
+        digest: Identity of the program; empty if unknown or no longer needed.
+        code: Machine code; `None` if the compilation is left to the other machine.
+        inputs: Number of input arrays.
+        outputs: Number of output arrays.
+        mosaic: Whether it needs the Mosaic GPU runtime.
+        spilled: Bytes of registers that a thread spills to memory, if known.
+        why_left: Why it was not compiled here.
     """
 
     digest: str = ""
@@ -73,40 +73,40 @@ class Program:
     why_left: str = ""
 
     def load(self) -> Any:
-        """Return it, ready to run on the default device.
+        """Load the program onto the default device.
 
         Raises:
-            CandidateError: its file is not there, or is not the one that was written for it.
-            TuningError: the default device is not the first, which is the one that programs are compiled for.
+            CandidateError: The file is missing, or its content has changed.
+            TuningError: The default device is not device 0, the target of all such programs.
         """
-        assert self.code is not None  # who loads it has seen that it is not left
+        assert self.code is not None  # callers check
         code = self.code.read() if isinstance(self.code, CodeFile) else self.code
         if not is_first(default_device()):
             raise TuningError(
-                "a program that another process compiled runs on the first device alone, not on "
-                f"{default_device()}; let this process see no other, such as with CUDA_VISIBLE_DEVICES."
+                "a program compiled by another process runs only on the first device, not on "
+                f"{default_device()}; make that device the only visible one, e.g. with CUDA_VISIBLE_DEVICES."
             )
-        # A program that was compiled elsewhere expects the runtime of its kernels in the process.
+        # Code compiled elsewhere expects the runtime of its kernels in this process.
         if self.mosaic:
-            _bring_mosaic_runtime()
+            _load_mosaic_runtime()
         return compat.loaded(code, inputs=self.inputs, outputs=self.outputs)
 
 
 def is_first(device: jax.Device) -> bool:
-    """Return whether it is the device that programs which are compiled elsewhere run on."""
+    """Return whether `device` is device 0, the target of programs compiled elsewhere."""
     return int(device.id) == 0
 
 
 @functools.cache
-def _bring_mosaic_runtime() -> None:
+def _load_mosaic_runtime() -> None:
     compat.load_mosaic_gpu_runtime()
 
 
 def program_digest(text: str) -> str | None:
-    """Return what tells a lowered program from others; `None` where its text does not tell.
+    """Return the digest of a lowered program; `None` if the text does not identify the program.
 
-    The text of a program that calls back to the host does not say which function it calls.
+    The text of a program with host callbacks does not name the functions that it calls.
     """
-    # The text decides, because configurations that differ may be one program all the same: block sizes larger than the
-    # array, fields that a platform ignores.
+    # Different configurations may compile to one program: e.g. block sizes larger than the array, or fields that a
+    # platform ignores.
     return None if "callback" in text else hashlib.sha256(text.encode()).hexdigest()

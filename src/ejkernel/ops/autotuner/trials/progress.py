@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a search came: complete, partial (n of m), or failed; every command reports it in these words."""
+"""Progress of a search: complete, partial (n of m) or failed. Every command uses these words."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ejkernel.ops.autotuner.trials.status import Status
 
 
 class SearchState(enum.StrEnum):
-    """How far a search came; the values are what files and commands show.
+    """State of a search; files and commands show these values.
 
     Attributes:
-        COMPLETE: Every candidate was measured or rejected, and the best one was compared with the heuristic.
-        PARTIAL: The budget, Ctrl-C or a lost worker ended it earlier. The next run goes on with the rest.
-        FAILED: Nothing was measured.
+        COMPLETE: Every candidate was measured or rejected, and the best was compared with the heuristic.
+        PARTIAL: The budget, Ctrl-C or a lost worker ended the search early. The next run continues it.
+        FAILED: No candidate was measured.
     """
 
     COMPLETE = "complete"
@@ -25,17 +25,17 @@ class SearchState(enum.StrEnum):
     FAILED = "failed"
 
 
-_OPEN: Final = frozenset({Status.SKIPPED, Status.READY, Status.LEFT})  # not measured, and not rejected either
+_OPEN: Final = frozenset({Status.SKIPPED, Status.READY, Status.LEFT})  # neither measured nor rejected
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchProgress:
-    """How far a search came.
+    """Progress of a search.
 
     Attributes:
-        state: In a word.
-        done: Candidates that were measured or rejected.
-        candidates: Candidates that the search is about.
+        state: Complete, partial or failed.
+        done: Number of candidates measured or rejected.
+        candidates: Number of candidates in the search.
     """
 
     state: SearchState
@@ -47,9 +47,9 @@ class SearchProgress:
         """Return the progress of a search.
 
         Args:
-            statuses: The status of each candidate that the search knows of.
-            planned: How many candidates it is about; those that it knows of, if they are more.
-            unconfirmed: Whether it ended before its best candidate was compared with the heuristic.
+            statuses: The status of each known candidate.
+            planned: Number of candidates in the search; at least the number of known candidates counts.
+            unconfirmed: Whether the search ended before the best candidate was compared with the heuristic.
         """
         done, candidates = sum(status not in _OPEN for status in statuses), max(planned, len(statuses))
         if Status.MEASURED not in statuses:
@@ -60,7 +60,7 @@ class SearchProgress:
 
     @classmethod
     def stored_in(cls, measured: Mapping[str, Any] | None) -> SearchProgress | None:
-        """Return the progress that a cache entry tells of; `None` if no search led to the entry."""
+        """Return the progress stored in a cache entry; `None` if the entry does not come from a search."""
         if not measured or "candidates" not in measured:
             return None
         stored = measured.get("search")
@@ -73,12 +73,12 @@ class SearchProgress:
 
     @property
     def in_words(self) -> str:
-        """The state, for people: `complete`, `partial (3 of 12)` or `failed`."""
+        """The state as text: `complete`, `partial (3 of 12)` or `failed`."""
         return f"{self.state} ({self._counted})" if self.state == SearchState.PARTIAL else str(self.state)
 
     @property
     def not_finished(self) -> str:
-        """What stands in place of a result where there is none yet: `not finished (3 of 12)`."""
+        """The text shown while a result is missing: `not finished (3 of 12)`."""
         return f"not finished ({self._counted})"
 
     @property
@@ -92,5 +92,5 @@ class SearchProgress:
 
 
 def _count(value: object) -> int:
-    """Return a number of candidates; an entry says whatever its file says."""
+    """Return a stored count; 0 if the file contains anything but a count."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0

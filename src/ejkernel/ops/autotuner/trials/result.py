@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AutotuningResult`: configurations that were found, to apply, store, send and merge."""
+"""`AutotuningResult`: tuned configurations to apply, store, send and merge."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Entry:
         )
 
     def __hash__(self) -> int:
-        return hash((self.op_id_v, self.call_key))  # a configuration need not have one
+        return hash((self.op_id_v, self.call_key))  # configurations may be unhashable
 
 
 class _Entered(threading.local):
-    """The contexts that this thread has entered; a result may be entered again inside itself."""
+    """The contexts entered by this thread; a result may be entered again inside itself."""
 
     def __init__(self) -> None:
         self.stack: list[contextlib.AbstractContextManager[None]] = []
@@ -61,15 +61,15 @@ _entered = _Entered()
 
 @dataclasses.dataclass(frozen=True)
 class AutotuningResult:
-    """Configurations that were found on one device.
+    """Configurations tuned on one device.
 
-    `with result:` puts them in force in this thread, also in functions that `jit` has already compiled; leaving the
-    block brings the old executables back. Executables compiled ahead of time never change.
+    `with result:` applies them in this thread, also to functions that `jit` has already compiled. Leaving the block
+    restores the old executables. Executables compiled ahead of time never change.
 
     Attributes:
         device: Fingerprint of the device.
         entries: The configurations.
-        searches: How they were found; not part of the result's value, and not serialised.
+        searches: The searches behind them; neither compared nor serialised.
     """
 
     device: str
@@ -82,7 +82,7 @@ class AutotuningResult:
             check_argument(isinstance(entry, Entry), "each of entries", "an Entry", entry)
 
     def __str__(self) -> str:
-        """Return a table: of each call its configuration and, of those that were tuned here, what that brought."""
+        """Return a table with the configuration of each call, and the speed-up of calls tuned here."""
         tuned = {(search.key.op, search.key.call): search for search in self.searches}
         rows = [_cells(entry, tuned.get((entry.op_id_v, entry.call_key))) for entry in self.entries]
         title = f"{counted(len(rows), 'configuration')} for {printable(self.device)}"
@@ -92,7 +92,7 @@ class AutotuningResult:
     def __enter__(self) -> AutotuningResult:
         overlay = Overlay({ConfigKey(self.device, e.op_id_v, e.call_key): e.cfg for e in self.entries})
         scope = current_scope()
-        # A context of its own for each entry, on this thread's stack: JAX leaks one that is entered twice.
+        # Each entry gets a new context on this thread's stack: JAX leaks a context entered twice.
         context = entered(dataclasses.replace(scope, layers=(*scope.layers, overlay)))
         context.__enter__()
         _entered.stack.append(context)
@@ -102,14 +102,14 @@ class AutotuningResult:
         _entered.stack.pop().__exit__(*error)
 
     def __or__(self, other: AutotuningResult) -> AutotuningResult:
-        """Return both results' entries; where they name the same call, those of `other`.
+        """Return the entries of both results; for a call in both, the entry of `other`.
 
         Raises:
-            ConfigError: the results are of different devices.
+            ConfigError: The results come from different devices.
         """
         if not isinstance(other, AutotuningResult):
             return NotImplemented
-        # Times of two devices are not comparable, and an overlay is for one.
+        # Times of two devices are not comparable, and an overlay serves one device.
         if other.device != self.device:
             raise ConfigError(f"results of different devices cannot be merged: {self.device!r} and {other.device!r}.")
         merged = {(e.op_id_v, e.call_key): e for e in (*self.entries, *other.entries)}
@@ -125,7 +125,7 @@ class AutotuningResult:
             cache.put(ConfigKey(self.device, entry.op_id_v, entry.call_key), entry.cfg)
 
     def dumps(self) -> str:
-        """Return the result as JSON that ends with its digest."""
+        """Return the result as JSON with its digest at the end."""
         entries = [
             {"op": e.op_id_v, "call": e.call_key, "config_type": type_name(e.cfg), "config": to_data(e.cfg)}
             for e in self.entries
@@ -134,19 +134,19 @@ class AutotuningResult:
 
     @classmethod
     def loads(cls, text: str) -> AutotuningResult:
-        """Return the result that `dumps` wrote.
+        """Return the result written by `dumps`.
 
-        The configurations' types must be there: kernel classes name them, `nameable` marks them, or this process has
-        stored configurations of them.
+        This process must know the configuration types: from kernel classes, from `nameable`, or because it has stored
+        configurations of these types.
 
         Raises:
-            SerializationError: the text is not such a result, is of another version, or was changed.
-            ConfigError: a configuration's type may not be named in this process.
+            SerializationError: The text is not such a result, comes from another version, or was changed.
+            ConfigError: A configuration type may not be named in this process.
         """
         if not isinstance(text, str):
             raise SerializationError(f"text must be what AutotuningResult.dumps() returned, got {describe(text)}.")
-        # The digest is of what ends with a line's end, which `dumps` and many an editor leave out.
-        raw = (text.rstrip() + "\n").encode("utf-8", "surrogatepass")  # what is no Unicode is no UTF-8 either
+        # The digest covers a final newline, which `dumps` and many editors leave out.
+        raw = (text.rstrip() + "\n").encode("utf-8", "surrogatepass")  # lone surrogates are then no valid UTF-8
         try:
             stored = from_plain(read_object(raw, _SCHEMA, "the text of an AutotuningResult"), _StoredResult)
         except SerializationError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may become of a candidate, and of its race against the heuristic."""
+"""The statuses of candidates, and the results of their comparison with the heuristic."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final
 
 
 class Status(enum.StrEnum):
-    """What became of a candidate; the values are what logs, bundles and tables show.
+    """The result of one candidate; logs, bundles and tables show these values.
 
     Attributes:
-        READY: Compiled and checked; while the search goes on, and in bundles.
+        READY: Compiled and checked, but not measured yet; during a search, and in bundles.
         MEASURED: It has times.
-        FAILED: It raised.
-        WRONG: Its results differ from the reference's.
-        SAME: It is the program of another candidate.
-        PRUNED: It was not run, because its program spills many registers.
-        CRASHED: Its process ended, had to be ended, or was left alone.
-        SKIPPED: There was no time for it.
-        LEFT: It must be compiled where it runs; in bundles alone.
+        FAILED: It raised an exception.
+        WRONG: Its results differ from the reference results.
+        SAME: It compiles to the program of another candidate.
+        PRUNED: It was not run because its program spills many registers.
+        CRASHED: Its process died or was killed, or its thread was abandoned.
+        SKIPPED: The time did not suffice for it.
+        LEFT: The machine that runs it must compile it; in bundles only.
     """
 
     READY = "ready"
@@ -34,16 +34,16 @@ class Status(enum.StrEnum):
 
 
 FAULTY: Final = frozenset({Status.FAILED, Status.WRONG, Status.CRASHED})
-REJECTED: Final = FAULTY | {Status.PRUNED}  # another attempt would come to the same
+REJECTED: Final = FAULTY | {Status.PRUNED}  # another attempt would give the same result
 
 
 class CameOut(enum.StrEnum):
-    """What came out of a candidate's race against the heuristic.
+    """The result of comparing a candidate with the heuristic.
 
     Attributes:
-        WINS: The candidate does.
-        STAYS: The heuristic does.
-        UNDECIDED: The evidence was too little.
+        WINS: The candidate wins.
+        STAYS: The heuristic stays.
+        UNDECIDED: The evidence was insufficient.
     """
 
     WINS = "wins"
@@ -52,7 +52,7 @@ class CameOut(enum.StrEnum):
 
     @property
     def in_words(self) -> str:
-        """What a line for people says."""
+        """The result as text."""
         return _IN_WORDS[self]
 
 
