@@ -140,7 +140,7 @@ def test_a_program_none_of_whose_calls_can_be_tuned_is_a_failure(program, capsys
     (program / "broken.py").write_text(PROGRAM.replace("def config_space(self, inv):", BREAKING))
     status, out, err = run(capsys, "tune", "--in-process", "broken:step")
     assert status == 1
-    assert "its configurations cannot be had: config_space raised RuntimeError: no space left" in err
+    assert "its configurations cannot be determined: config_space raised RuntimeError: no space left" in err
     assert "no call could be tuned" in err
     assert out == ""
     del sys.modules["broken"]

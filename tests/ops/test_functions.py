@@ -162,7 +162,7 @@ def test_autotune_finds_the_best_and_the_next_call_runs_with_it():
 
 
 def test_there_is_nothing_to_tune_in_a_call_that_gives_everything():
-    with pytest.raises(ArgumentError, match="the call says its whole configuration"):
+    with pytest.raises(ArgumentError, match="the call fixes its whole configuration"):
         autotune(shows, X, rows=1, cols=8)
 
 

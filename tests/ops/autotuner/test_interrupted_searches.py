@@ -233,7 +233,7 @@ def made_up():
         patch.setattr(runs, "confirm", confirmed)
         patch.setattr(runs, "rule_fault", lambda oracle: "")
         patch.setattr(runs, "pair_fault", lambda oracle, kept: "")
-        patch.setattr(runs.Oracle, "find_truth", lambda oracle: SCENARIO[0].tick())
+        patch.setattr(runs.Oracle, "compute_references", lambda oracle: SCENARIO[0].tick())
         patch.setattr(timing, "interleaved", interleaved)
         patch.setattr(timing, "check_device", device_check)
         patch.setattr(measurement, "choose_timer", lambda functions: timer)

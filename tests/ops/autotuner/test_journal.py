@@ -95,7 +95,7 @@ def test_a_suspect_that_is_alone_the_next_time_is_to_blame_and_the_others_stay_s
 def test_an_end_that_nobody_is_to_blame_for_may_happen_once():
     search = Search()
     search.journal.attribute_crash("it ended", REFERENCE, [])
-    with pytest.raises(TuningError, match="scale: the search ends without any candidate: it ended"):
+    with pytest.raises(TuningError, match="scale: the search was lost twice while no candidate ran: it ended"):
         search.journal.attribute_crash("it ended", REFERENCE, [])
 
 

@@ -61,14 +61,14 @@ def test_candidates_are_measured_and_held_against_the_heuristic(kernel):
 def test_a_rule_is_not_held_against_a_reference_that_cannot_be_had(kernel):
     oracle = Oracle(inv=call(kernel), baseline=1, left=lambda: 600.0)
     with pytest.warns(TuningWarning):
-        oracle.find_truth()
+        oracle.compute_references()
     assert (oracle.has_reference, rule_fault(oracle)) == (False, "")
 
 
 def test_a_derivative_of_a_reference_that_takes_too_long_is_the_heuristics_own(kernel):
     kernel.goes_on.set()
     oracle = Oracle(inv=call(kernel), baseline=1)
-    oracle.find_truth()
+    oracle.compute_references()
     assert oracle.has_reference
     kernel.goes_on.clear()
     oracle.left = lambda: 600.0
@@ -79,6 +79,6 @@ def test_a_derivative_of_a_reference_that_takes_too_long_is_the_heuristics_own(k
 def test_without_a_budget_the_reference_has_all_the_time_it_needs(kernel):
     threading.Timer(0, kernel.goes_on.set).start()
     oracle = Oracle(inv=call(kernel), baseline=1)
-    oracle.find_truth()
+    oracle.compute_references()
     assert oracle.has_reference
-    np.testing.assert_allclose(oracle.truth_about(oracle.inv.node, oracle.arrays)[0], oracle.arrays[0] * 2)
+    np.testing.assert_allclose(oracle.reference_results(oracle.inv.node, oracle.arrays)[0], oracle.arrays[0] * 2)

@@ -221,7 +221,7 @@ def test_the_heuristic_may_fail(race):
 
 
 def test_a_heuristic_that_stands_for_a_reference_must_work():
-    with pytest.raises(TuningError, match="the heuristic, which stands for a reference, failed: NotImplementedError"):
+    with pytest.raises(TuningError, match="the heuristic, used as reference, failed: NotImplementedError"):
         tune(Double(faults={1: fails_at_lowering}))
 
 
@@ -464,7 +464,10 @@ def test_a_heuristic_that_stays_tells_how_the_best_other_stood_against_it(race):
     race({1: 1.0, 2: 1.1, 3: 2.0})
     tuned = tune(Double())
     assert (tuned.standing.rival, tuned.standing.came_out, tuned.standing.alone) == (2, "stays", False)
-    assert "2 in the run of all candidates: 1100.0 ms, the heuristic 1000.0 ms; faster in 0 of 15 rounds" in tuned.summary()
+    assert (
+        "2 in the run of all candidates: 1100.0 ms, the heuristic 1000.0 ms; faster in 0 of 15 rounds"
+        in tuned.summary()
+    )
 
 
 def test_a_loser_whose_few_samples_were_lucky_is_measured_again_beside_the_winner(monkeypatch):

@@ -244,5 +244,7 @@ def test_configurations_that_cannot_be_had_are_this_call_s_error():
         def config_space(self, inv):
             raise RuntimeError("no space left")
 
-    with pytest.raises(TuningError, match="Broken: its configurations cannot be had: config_space raised RuntimeErr"):
+    with pytest.raises(
+        TuningError, match="Broken: its configurations cannot be determined: config_space raised RuntimeErr"
+    ):
         search(Broken("Broken"))

@@ -72,11 +72,15 @@ def test_calls_may_be_measured_on_the_arrays_given(kernel, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [
-        ((SHORT,), {"calls": [(LONG,)]}, "calls stand in place of the arguments of one call; got both, 1 arguments"),
+        (
+            (SHORT,),
+            {"calls": [(LONG,)]},
+            "calls replace the arguments of a single call; got both calls and 1 arguments",
+        ),
         ((), {"calls": []}, r"calls must be a list of tuples of arguments, one for each call, got \[\]"),
         ((), {"calls": {"a": 1}}, "calls must be a list of tuples"),
         ((), {"calls": [SHORT]}, r"calls\[0\] must be a tuple of arguments, or \(args, kwargs\), got"),
-        ((SHORT,), {"weights": [1]}, r"weights are those of calls, which are not given; got \[1\]"),
+        ((SHORT,), {"weights": [1]}, r"weights need calls, which are not given; got \[1\]"),
         ((), {"calls": [(SHORT,)], "weights": [1, 2]}, "weights must be a list of 1 numbers, one for each of calls"),
         ((), {"calls": [(SHORT,)], "weights": [0]}, r"weights\[0\] must be a positive number up to .*, got 0"),
         (

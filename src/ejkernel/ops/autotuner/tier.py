@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `ConfigSelectorChain` asks where nothing is known of a call: a search for its configuration."""
+"""The autotune tier of a `ConfigSelectorChain`: a cache miss starts a search."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from ejkernel.ops.utils.messages.warn import warn
 
 
 class AutotuneTier:
-    """Searches on behalf of one chain."""
+    """The searches of one chain."""
 
     def __init__(self) -> None:
         self._store: MeasurementStore | None = None
-        # A tuner may resolve the very call that it tunes, so the locks are ones that a thread may take twice.
+        # Reentrant, because a tuner may resolve the call that it tunes.
         self._locks: dict[ConfigKey, threading.RLock] = {}
         self._locks_guard = threading.Lock()
 
     @functools.cached_property
     def default_tuner(self) -> Autotuner:
-        """Who measures for a chain that was not given a tuner."""
+        """The tuner of a chain without an explicit tuner."""
         return Autotuner()
 
     def store_beside(self, persistent: object) -> MeasurementStore | None:
-        """Return the store that searches start from; `None` if `persistent` is no `PersistentCache`."""
+        """Return the store of earlier measurements; `None` if `persistent` is no `PersistentCache`."""
         if not isinstance(persistent, PersistentCache):
             return None
         if self._store is None or self._store.cache is not persistent:
@@ -55,8 +55,8 @@ class AutotuneTier:
         tuner, store = chain.tuner if tuner is None else tuner, self.store_beside(chain.persistent)
         if store is not None and _takes(tuner.tune, "records"):
             options["records"] = store.records(inv)
-        # The representative, and not whichever call of its bucket came first: the answer must not depend on the order
-        # of a program's calls.
+        # Tune the representative of the bucket rather than its first call: the result must not depend on the order of
+        # calls in a program.
         if options.get("others"):
             options["others"] = [
                 dataclasses.replace(o, inv=o.inv.representative, partners=partners_in_force(chain, o.inv, kernel))
@@ -75,7 +75,7 @@ class AutotuneTier:
             saver.save_failure(inv, error)
             raise
         tuned = saver.save(inv, tuned)
-        if tuned.interrupted:  # what was measured until then is not lost
+        if tuned.interrupted:  # after saving the measurements so far
             raise KeyboardInterrupt
         return tuned
 
@@ -87,18 +87,18 @@ class AutotuneTier:
         policy: AutotunePolicy,
         known: Callable[[], Resolution[Any] | None],
     ) -> Resolution[Any] | str:
-        """Return what a search finds, or why it finds nothing; of threads that ask for one call, one searches.
+        """Search for a configuration; return it, or the reason if none was found. Concurrent threads share one search.
 
         Args:
-            chain: Who asks.
-            inv: The call, which has a key.
+            chain: The chain that asks.
+            inv: The call; it must have a key.
             kernel: Its kernel.
-            policy: What the search may do.
-            known: Returns what another thread has found meanwhile, or `None`.
+            policy: The policy of the search.
+            known: Returns the result of another thread that finished first, or `None`.
         """
         lock = self._lock_of(inv.key)
-        # A candidate that calls a kernel comes here on a measuring thread. It must not wait for whoever has the lock,
-        # who may be waiting for that thread: better to measure twice.
+        # A candidate that calls a kernel comes here on a measuring thread. The thread with the lock may be waiting for
+        # this measuring thread, so never block here: measuring twice is better than a deadlock.
         held = lock.acquire(blocking=not is_measuring())
         try:
             found = known()
@@ -120,6 +120,6 @@ class AutotuneTier:
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a tuner's method has such a parameter: one of the user's own may have fewer than ours."""
+    """Return whether a tuner's method has a parameter `name`; custom tuners may lack some."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

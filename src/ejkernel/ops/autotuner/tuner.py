@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Autotuner`: measures candidates and names a winner, or keeps the heuristic."""
+"""`Autotuner`: measures candidates and returns the winner, or keeps the heuristic."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 class Autotuner:
-    """Measures the candidates of a call, on inputs made from its signature, and names the fastest right one.
+    """Measures the candidates of a call on inputs generated from its signature, and returns the fastest correct one.
 
-    Candidates are compiled ahead of time, side by side, checked against the kernel's reference, and timed in
-    interleaved rounds on a thread of their own, where no trace of the caller is open. A candidate that fails, or is
-    wrong, is an outcome with its reason; it never ends the search. The heuristic stays unless it is beaten in the
-    same rounds.
+    Candidates are compiled ahead of time in parallel, checked against the kernel's reference, and timed in interleaved
+    rounds. They run on a separate thread, outside the caller's traces. A failing or wrong candidate becomes an outcome
+    with its reason and never ends the search. The heuristic stays unless a candidate beats it in the same rounds.
 
     Args:
-        rounds: Samples of each candidate that stays in the race.
+        rounds: Samples of each candidate that is not dropped early.
         warmup: Calls of each candidate before its first sample.
-        seed: Of the random inputs.
-        width: How many candidates are compiled at a time; one a core by default.
-        limits: How long the parts of a search may take.
+        seed: Seed of the random inputs.
+        width: Number of candidates compiled at a time; by default one per core.
+        limits: Time limits for the steps of a search.
         clock: Source of seconds, for budgets.
     """
 
@@ -89,31 +88,31 @@ class Autotuner:
         partners: Sequence[object] = (),
         progress: Callable[[int, int], object] | None = None,
     ) -> AutotuneData:
-        """Return the search for the best configuration of `inv`, or of several calls that are to share one.
+        """Search for the best configuration of `inv`, or of several calls that share one.
 
-        Ctrl-C ends the search with the best so far, and `interrupted` set; a second one is raised.
+        Ctrl-C ends the search with the best result so far, and `interrupted` set; a second Ctrl-C raises.
 
         Args:
-            inv: The call; it may be derived (a backward) or batched.
+            inv: The call; it may be a backward or batched call.
             kernel: Its kernel.
-            candidates: What to measure beside the heuristic, the kernel's `config_space` by default. A list is
-                measured whole; of a larger `ConfigSpace`, what a search asks for.
-            policy: All is heeded but what concerns the tiers, and `devices`.
-            records: What was measured elsewhere for the same operation, the nearest first.
-            known: Candidates that an earlier search of the call measured before it had to end. They are not measured
-                again, unless they are among the best.
-            compiled: The candidates, compiled before; they replace `candidates`.
-            inputs: What to measure with, in place of what is made from the signature.
-            weight: How much the call counts beside the others.
-            others: Further calls of the kernel. What is best has the least weighted geometric mean of the times of all.
-            partners: Configurations in force for the call's other direction: for a forward, what its backward runs
-                with; for a backward, what its forward runs with. The winner must give the right gradient with each.
-            progress: Called with how many candidates are compiled and checked, and how many there are. Events tell more
-                (`on_event`).
+            candidates: Configurations to measure beside the heuristic; by default the kernel's `config_space`. Lists
+                are measured completely; a strategy samples larger `ConfigSpace`s.
+            policy: Everything applies except `devices` and the choice of tiers.
+            records: Measurements of the same operation from other calls or devices, the nearest first.
+            known: Candidates measured by an earlier search of the call that ended early. Only the best of them are
+                measured again.
+            compiled: Candidates compiled before; they replace `candidates`.
+            inputs: Inputs to measure with; generated from the signature if `None`.
+            weight: Weight of the call's time in the geometric mean.
+            others: Further calls of the kernel. The winner has the least weighted geometric mean of all calls' times.
+            partners: Configurations in force for the call's other direction: of the backward for a forward call, of
+                the forward for a backward call. The winner must give correct gradients with each.
+            progress: Called with the number of candidates compiled and checked, and the total. Events give more
+                detail (`on_event`).
 
         Raises:
-            TuningError: no candidate could be measured, or the reference itself failed.
-            KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
+            TuningError: No candidate could be measured, or the reference failed.
+            KeyboardInterrupt: The user pressed Ctrl-C before the first measurement, or twice.
         """
         check_argument(isinstance(inv, Invocation), "inv", "an Invocation", inv)
         check_argument(isinstance(kernel, Kernel), "kernel", "a Kernel", kernel)
@@ -137,7 +136,7 @@ class Autotuner:
             warmup=self.warmup,
             seed=self.seed,
             width=self.width,
-            limits=copy.deepcopy(self.limits),  # what one call's candidates teach does not hold for another's
+            limits=copy.deepcopy(self.limits),  # adaptive limits must not carry over to other calls
         )
         with contextlib.nullcontext() if progress is None else on_event(_counter_of(inv.key, progress)):
             data = self._carried_out(task)
@@ -173,17 +172,17 @@ def _abstract(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Invocation
 
 
 def _rejected(compiled: BundledCall, *, alone: bool) -> tuple[Outcome, ...]:
-    """Return the candidates that need no measuring; one program of this call may be several of another."""
+    """Return the outcomes that need no measurement; `same` holds only if the call is alone."""
     return tuple(outcome for outcome in compiled.rejected if alone or outcome.status != Status.SAME)
 
 
 def _counter_of(key: ConfigKey, progress: Callable[[int, int], object]) -> Counter:
-    """Return what counts the candidates of one search, and not of those that its candidates begin."""
+    """Return a counter for the candidates of one search, without searches started by its candidates."""
     return Counter(lambda of, done, total: progress(done, total) if of == key else None)
 
 
 def process_session(policy: AutotunePolicy) -> contextlib.AbstractContextManager[None]:
-    """Return a context that keeps the processes that the policy wants for all searches inside."""
+    """Return a context in which all searches share the policy's worker processes."""
     if not policy.isolate and policy.executor is None and policy.compile_processes == 0:
         return contextlib.nullcontext()
     from ejkernel.ops.autotuner.process.worker import worker_session  # imports multiprocessing

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates compiled, checked against what is right, and timed."""
+"""Compiling, checking and timing the candidates of a search."""

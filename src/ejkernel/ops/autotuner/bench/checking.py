@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates run once, and their results compared with what is right."""
+"""Runs each candidate once and compares its results with the reference results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ejkernel.ops.utils.formatting import compact
 
 
 def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None:
-    """Run a candidate on all there is, and take note of what comes of it.
+    """Run a candidate on all inputs of all calls, and record its outcome.
 
     Args:
-        oracle: The call, or several.
+        oracle: The call or calls, with their inputs.
         candidate: The candidate.
         compiled: Its program for each call.
 
     Raises:
-        DeviceLostError: the device no longer works in this process.
+        DeviceLostError: The device no longer works in this process.
     """
     limit = oracle.limits.run
     oracle.watch.begin("running", [candidate.config], limit.seconds)
@@ -46,34 +46,34 @@ def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]
         for at in oracle.workloads:
             start = time.perf_counter()
             results = jax.block_until_ready(compiled[at.number](*at.arrays))
-            # The deadline of those that follow learns from it.
+            # Later deadlines adapt to this time.
             limit.note(time.perf_counter() - start)
             at.judge(results)
     except CandidateError as error:
         candidate.fail(Status.WRONG, error)
     except TuningError as error:
         candidate.fail(Status.FAILED, CandidateError(str(error)))
-    except BaseException as error:  # noqa: BLE001 - a candidate may fail in every way; the reason is kept
+    except BaseException as error:  # noqa: BLE001 - candidates may raise anything; the reason is recorded
         several = at is not None and at.case is not None
         candidate.fail(Status.FAILED, CandidateError(at.named(error_text(error))) if several and at else error)
-        # What was raised may be the device's end, for which every later candidate would be to blame.
+        # If this error broke the device, all later candidates would fail too.
         check_device(oracle, candidate)
     else:
         candidate.compiled, candidate.status = compiled, Status.READY
 
 
 def check_again(oracle: Oracle, candidate: Candidate) -> list[list[jax.ShapeDtypeStruct]]:
-    """Compare a candidate's results on the inputs that there are now, and return their types for each call.
+    """Check a candidate on the current inputs, and return the types of its results for each call.
 
     Raises:
-        CandidateError: they are wrong, or there are none.
+        CandidateError: The results are wrong, or the program fails.
     """
     assert candidate.compiled is not None
     types: dict[int, list[jax.ShapeDtypeStruct]] = {}
     for workload in oracle.workloads:
         try:
             results = jax.block_until_ready(candidate.compiled[workload.number](*workload.arrays))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the candidate's
+        except BaseException as error:  # noqa: BLE001 - every error here is the candidate's
             raise CandidateError(workload.named(f"it fails on other inputs: {error_text(error)}")) from None
         workload.judge(results)
         types[workload.number] = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
@@ -81,15 +81,15 @@ def check_again(oracle: Oracle, candidate: Candidate) -> list[list[jax.ShapeDtyp
 
 
 def check_device(oracle: Oracle, culprit: Candidate) -> None:
-    """Find out whether the device still works: after an illegal access every later call in the process fails.
+    """Check that the device still works: after an illegal access, all later calls of the process fail.
 
     Raises:
-        DeviceLostError: it does not.
+        DeviceLostError: The device no longer works.
     """
     try:
         jax.block_until_ready(jnp.zeros((), jnp.float32) + 1)
     except BaseException as error:
         raise DeviceLostError(
-            f"{oracle.inv.op_id}: the device does not work in this process any more, after {compact(culprit.config)}: "
+            f"{oracle.inv.op_id}: the device no longer works in this process after {compact(culprit.config)}: "
             f"{culprit.reason}; tune in a worker process (AutotunePolicy(isolate=True), or the command)."
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last check of a winner: on inputs that no search has seen, and of its gradient."""
+"""The last check of a winner: its results and its gradient on new inputs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 def confirm(
     oracle: Oracle, candidate: Candidate, *, gradients: bool = True, rule_is_faulty: bool = False
 ) -> tuple[str, ...]:
-    """Check a winner on fresh sets of inputs: its results and, if the call is a forward that has one, its gradient.
+    """Check a winner on new sets of inputs: its results and, for a differentiable forward call, its gradient.
 
     Args:
         oracle: The call.
         candidate: The winner.
-        gradients: Whether anybody wants to know of its gradient.
-        rule_is_faulty: Whether the heuristic's gradient is known to be wrong: then the winner's has to be the same.
+        gradients: Whether to check its gradient.
+        rule_is_faulty: Whether the heuristic's gradient is known to be wrong. The winner's must then agree with it.
 
     Returns:
-        What was checked: nothing, `("outputs",)` or `("outputs", "gradients")`.
+        The checks that it passed: `()`, `("outputs",)` or `("outputs", "gradients")`.
 
     Raises:
-        CandidateError: it is wrong, or fails where the reference does not.
+        CandidateError: Its results are wrong, or it fails where the reference does not.
     """
     try:
         with oracle.settings.during(repr(candidate.config)):
@@ -60,17 +60,17 @@ def confirm(
 def _checked(oracle: Oracle, candidate: Candidate, gradients: bool, rule_is_faulty: bool) -> tuple[str, ...]:
     if not oracle.validate:
         return ()
-    # A candidate may be right for some inputs only: one that computes nothing may find the last one's result in its
-    # memory.
+    # A candidate may be correct on some inputs only. E.g. a kernel that writes nothing may find the results of the
+    # previous candidate in its output buffer.
     oracle.renew()
     oracle.begin("confirming", candidate.config)
     types = check_again(oracle, candidate)
-    # Those of every candidate, the fresh ones, and more.
+    # The sets that all candidates ran on, as many new ones, and further sets.
     candidate.input_sets = 2 * len(oracle.sets) + check_on_more(oracle, candidate)
     check_backward(oracle, candidate)
     if not gradients:
         return ("outputs",)
-    # A configuration that is right forward may break the rule.
+    # A configuration with correct outputs may still break the gradient.
     agrees = [
         _has_right_gradient(one, candidate, own, rule_is_faulty) for one, own in zip(oracle.all, types, strict=True)
     ]
@@ -78,11 +78,11 @@ def _checked(oracle: Oracle, candidate: Candidate, gradients: bool, rule_is_faul
 
 
 def pair_fault(oracle: Oracle, kept: Candidate | None, *, rule_is_faulty: bool = False) -> str:
-    """Return how forward and backward disagree on residuals, as far as the search has found; empty if they agree.
+    """Return how forward and backward disagree on residuals, if the search found a fault; empty otherwise.
 
     Args:
         oracle: The call.
-        kept: The heuristic, if it stays: what was saved earlier for the other direction is checked beside it.
+        kept: The heuristic, if it stays. It is checked with the saved configurations of the other direction.
         rule_is_faulty: See `confirm`.
     """
     if oracle.contract_fault or kept is None or kept.compiled is None or not oracle.validate:
@@ -97,10 +97,10 @@ def pair_fault(oracle: Oracle, kept: Candidate | None, *, rule_is_faulty: bool =
 
 @looking_only()
 def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[HasType], rule_is_faulty: bool) -> bool:
-    """Return whether there is a gradient, which then is right.
+    """Return whether the candidate has a gradient, which then is correct.
 
     Raises:
-        CandidateError: it is wrong, or fails where the reference's does not.
+        CandidateError: The gradient is wrong, or fails where the reference's does not.
     """
     inv = oracle.inv
     choice = dataclasses.replace(oracle.choice, config=candidate.config)
@@ -110,12 +110,12 @@ def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[
     gradient, inputs, names = backward
     try:
         lowered = jax.jit(gradient.flat(choice)).lower(*inputs)
-    except BaseException as error:  # noqa: BLE001 - whether that is the candidate's fault, the heuristic tells
+    except BaseException as error:  # noqa: BLE001 - the heuristic's gradient shows whether this is the candidate's fault
         return _excuse(oracle, gradient, inputs, error)
     try:
         oracle.begin(f"{REFERENCE}'s gradient")
-        truth = (baseline_gradient if rule_is_faulty else Oracle.truth_about)(oracle, gradient, inputs)
-    except BaseException as error:  # noqa: BLE001 - what the reference cannot do, nobody can be compared with
+        expected = (baseline_gradient if rule_is_faulty else Oracle.reference_results)(oracle, gradient, inputs)
+    except BaseException as error:  # noqa: BLE001 - without a reference gradient, nothing can be compared
         logger.info("%s: gradients are not checked, the reference has none: %s", inv.op_id, error_text(error))
         return False
     oracle.begin("confirming", candidate.config)
@@ -123,16 +123,16 @@ def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[
         found = jax.block_until_ready(lowered.compile()(*inputs))
     except BaseException as error:  # noqa: BLE001 - see above
         return _excuse(oracle, gradient, inputs, error)
-    oracle.compare(found, truth, names)
-    check_forward(oracle, candidate, inputs, truth, names)
+    oracle.compare(found, expected, names)
+    check_forward(oracle, candidate, inputs, expected, names)
     return True
 
 
 def _excuse(oracle: Oracle, gradient: Node, inputs: Sequence[object], error: BaseException) -> bool:
-    """Return `False`, there is no gradient, if the heuristic has none either.
+    """Return `False` (no gradient) if the heuristic has no gradient either.
 
     Raises:
-        CandidateError: it has one; so the candidate is to blame.
+        CandidateError: The heuristic has a gradient, so the error is the candidate's.
     """
     if _works(gradient, oracle.choice, inputs):
         raise CandidateError(f"gradient: {error_text(error)}") from None
@@ -143,7 +143,7 @@ def _excuse(oracle: Oracle, gradient: Node, inputs: Sequence[object], error: Bas
 def _works(node: Node, choice: Choice, inputs: Sequence[object]) -> bool:
     try:
         jax.block_until_ready(jax.jit(node.flat(choice))(*inputs))
-    except BaseException as error:  # noqa: BLE001 - that is the question
+    except BaseException as error:  # noqa: BLE001 - any error means that it does not work
         logger.debug("%s: the heuristic's gradient fails too: %s", node.spec.kernel.op_id, error_text(error))
         return False
     return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a kernel's gradient is the derivative of what it computes."""
+"""Checks that a kernel's gradient is the derivative of its outputs."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ logger = logging.getLogger(__name__)
 
 
 def differentiable(spec: CallSpec, arrays: Sequence[jax.Array]) -> tuple[bool, ...]:
-    """Return which of a call's arrays have a gradient: a rule answers for floating-point positional ones alone."""
+    """Return which arrays of a call have a gradient; a gradient rule covers floating-point positional arrays only."""
     own = sum(sum(flags) for _, flags in spec.flags_by_argument())
     count = own if has_gradient_rule(spec.kernel) else len(arrays)
     return tuple(is_inexact(array) and index < count for index, array in enumerate(arrays))
 
 
 class _RunAsReference:
-    """Stands for a kernel whose `reference` is its `run` under one configuration."""
+    """A stand-in for a kernel; its `reference` is the kernel's `run` under one configuration."""
 
     def __init__(self, kernel: Kernel[Cfg, Out], choice: Choice) -> None:
         self.op_id = kernel.op_id
         self._kernel, self._choice = kernel, choice
 
     def reference(self, *args: object, **kwargs: object) -> Any:
-        """Return what `run` returns."""
+        """Return the result of `run`."""
         config = self._choice.config
         return hook(self._kernel, "run", self._choice.platform, config)(*args, cfg=config, **kwargs)
 
 
 def without_rule(node: Node, choice: Choice) -> Node:
-    """Return a node that differentiates `run`, under `choice`, where `node` has the kernel's rule; for truths alone."""
+    """Return a node that differentiates `run` under `choice` instead of using the kernel's rule; for references."""
     spec, stand_in = node.spec, _RunAsReference(node.spec.kernel, choice)
     changed: Node = with_spec(
         node, dataclasses.replace(spec, token=(stand_in, spec.token), held=(Strong(stand_in), *spec.held[1:]))
@@ -60,17 +60,19 @@ def without_rule(node: Node, choice: Choice) -> Node:
 
 
 def gradient_of(oracle: Oracle, results: Sequence[HasType]) -> tuple[Node, list[Any], list[str]] | None:
-    """Return the backward of a forward call, inputs for it, and names for what comes out; `None` if it has none.
+    """Return the backward of a forward call with inputs and names of its results; `None` without a gradient.
 
     Args:
         oracle: The forward call.
-        results: Of the forward, or their types.
+        results: The results of the forward, or their types.
     """
     spec, arrays = oracle.inv.node.spec, oracle.arrays
     wrt, outs = differentiable(spec, arrays), tuple(map(is_inexact, results))
     if not isinstance(innermost(oracle.inv.node), Forward) or not any(wrt) or not any(outs):
         return None
-    rng = np.random.default_rng((oracle.seed, 1))  # not the arguments' numbers again: along these may be no slope
+    rng = np.random.default_rng(
+        (oracle.seed, 1)
+    )  # other numbers than the arguments: the derivative along these may be zero
     cotangents = [random_array(like, rng) for like, has in zip(results, outs, strict=True) if has]
     names = [f"the gradient of {name}" for name, has in zip(array_names(spec), wrt, strict=True) if has]
     return Vjp(oracle.inv.node, len(arrays), wrt, outs), [*arrays, *cotangents], names
@@ -78,17 +80,17 @@ def gradient_of(oracle: Oracle, results: Sequence[HasType]) -> tuple[Node, list[
 
 @looking_only()
 def rule_fault(oracle: Oracle) -> str:
-    """Return how the gradients of the oracle's baseline differ from JAX's of `reference`, or of `run` without one.
+    """Return how the baseline's gradients differ from JAX's derivative of `reference`, or of `run` without reference.
 
-    Nothing is held against a kernel whose gradients, or the others, cannot be had; the log says why.
+    The result is empty if they agree, or if either gradient cannot be computed; the log then gives the reason.
     """
     inv, kernel = oracle.inv, oracle.inv.node.spec.kernel
     has_reference = overrides(kernel, "reference")
-    # Without either, the gradient is JAX's own derivative of `run`, and there is nothing to hold it against.
+    # Without reference and rule, the gradient is JAX's derivative of `run` already.
     if not (has_reference or has_gradient_rule(kernel)) or inv.direction == "jvp":
         return ""
     if has_reference and (inv.direction == "bwd" or not oracle.has_reference):
-        return ""  # the baseline was held against JAX's derivative as each candidate was, or nothing can be
+        return ""  # each candidate, also the baseline, was compared with JAX's derivative; or nothing can be
     choice = oracle.choice
     oracle.begin("checking the gradient rule")
     try:
@@ -102,22 +104,22 @@ def rule_fault(oracle: Oracle) -> str:
     except Exception as error:  # noqa: BLE001 - a kernel need not have a gradient for every call
         logger.info("%s: gradients are not checked, the kernel has none: %s", inv.op_id, error)
         return ""
-    # A rule that is wrong under every configuration alike would pass where candidates are compared with the heuristic,
-    # and would reject them all where they are compared with the reference. So the heuristic's is held against JAX's
-    # derivative before anybody wins; then tuning goes on by the heuristic's, for the fault is no candidate's.
+    # A rule may be equally wrong under every configuration. It would pass a comparison with the heuristic, and reject
+    # all candidates in a comparison with the reference. So the heuristic's gradient is compared with JAX's derivative
+    # before the decision. If it is wrong, tuning continues with the heuristic's gradients as reference.
     try:
         if has_reference:
-            truth = oracle.truth_about(node, inputs)
+            expected = oracle.reference_results(node, inputs)
         else:
             of_run = dataclasses.replace(choice, reference=True)
-            truth = run_once(without_rule(node, choice), of_run, inputs, inv.platform)
-    except Exception as error:  # noqa: BLE001 - what JAX cannot differentiate, nobody can be compared with
+            expected = run_once(without_rule(node, choice), of_run, inputs, inv.platform)
+    except Exception as error:  # noqa: BLE001 - without JAX's derivative, nothing can be compared
         logger.info("%s: gradients are not checked, JAX finds none: %s", inv.op_id, error)
         return ""
     if has_reference and not oracle.has_reference:
-        return ""  # there was no time for it
+        return ""  # the time did not suffice for compiling the reference
     try:
-        oracle.compare(gradients, truth, names)
+        oracle.compare(gradients, expected, names)
     except CandidateError as error:
         whose = "`reference`" if has_reference else "`run`"
         return f"its gradients are not JAX's derivatives of {whose}: {error}"
@@ -125,7 +127,7 @@ def rule_fault(oracle: Oracle) -> str:
 
 
 def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str]] | None:
-    """Return the backward that belongs to an oracle's call: the call itself, if it is one."""
+    """Return the backward of the oracle's call, or the call itself if it is a backward."""
     if oracle.inv.direction == "fwd":
         if not any(differentiable(oracle.inv.node.spec, oracle.arrays)):
             return None
@@ -134,7 +136,7 @@ def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str
 
 
 def baseline_gradient(oracle: Oracle, node: Node, inputs: Sequence[object]) -> Sequence[Any]:
-    """Return the gradients of the oracle's baseline, by the kernel's own rule."""
+    """Return the gradients of the baseline by the kernel's rule."""
     return run_once(node, oracle.choice, inputs, oracle.inv.platform)
 
 

@@ -33,14 +33,14 @@ _TIMES_HEURISTIC: Final = 8.0
 
 
 def check_on_more(oracle: Oracle, candidate: Candidate) -> int:
-    """Check a winner on further sets of inputs, and return on how many it was compared.
+    """Check a winner on further sets of inputs, and return the number of sets compared.
 
     Args:
-        oracle: The call, or several.
+        oracle: The call or calls, with their inputs.
         candidate: The winner, compiled.
 
     Raises:
-        CandidateError: its results are wrong on one of them.
+        CandidateError: Its results are wrong on one of the sets.
     """
     assert candidate.compiled is not None
     start, compared = time.perf_counter(), 0
@@ -51,11 +51,11 @@ def check_on_more(oracle: Oracle, candidate: Candidate) -> int:
                 break
             oracle.begin(REFERENCE)
             for draw, arrays in one.inputs_of(seed, scale).items():
-                truth = one.truth_about(one.inv.node, arrays)
+                expected = one.reference_results(one.inv.node, arrays)
                 oracle.begin("confirming", candidate.config)
                 where = "on other inputs" if scale == 1.0 else f"on inputs multiplied by {scale:g}"
                 try:
-                    counts = _compare(one, candidate.compiled[number], arrays, truth, scale)
+                    counts = _compare(one, candidate.compiled[number], arrays, expected, scale)
                 except CandidateError as error:
                     where = ", ".join(filter(None, (one.called, draw, where)))
                     raise CandidateError(f"{where}: {error}") from None
@@ -64,7 +64,7 @@ def check_on_more(oracle: Oracle, candidate: Candidate) -> int:
 
 
 def _sets(oracle: Oracle) -> Iterator[tuple[int, float]]:
-    """Yield seed and scale of each further set; scaled ones first, which find more."""
+    """Yield seed and scale of each further set; scaled sets first, since they find more errors."""
     if oracle.has_fixed_inputs:
         return
     if oracle.may_be_scaled:
@@ -72,27 +72,27 @@ def _sets(oracle: Oracle) -> Iterator[tuple[int, float]]:
     yield from ((oracle.seed + number, 1.0) for number in range(1, _FRESH + 1 - len(_SCALES) * oracle.may_be_scaled))
 
 
-def _compare(oracle: Oracle, program: Any, arrays: Sequence[Any], truth: Sequence[Any], scale: float) -> bool:
+def _compare(oracle: Oracle, program: Any, arrays: Sequence[Any], expected: Sequence[Any], scale: float) -> bool:
     """Compare results on one set; return `False` if they cannot be compared, e.g. because the reference overflows.
 
     Raises:
-        CandidateError: they are wrong.
+        CandidateError: The results are wrong.
     """
-    if scale != 1.0 and not all(map(is_all_finite, truth)):
+    if scale != 1.0 and not all(map(is_all_finite, expected)):
         return False
     try:
         results = jax.block_until_ready(program(*arrays))
-    except BaseException as error:  # noqa: BLE001 - a candidate may fail in every way
+    except BaseException as error:  # noqa: BLE001 - candidates may raise anything
         raise CandidateError(f"it fails: {error_text(error)}") from None
     if scale == 1.0:
-        oracle.compare(results, truth, result_names(oracle.inv.node))
+        oracle.compare(results, expected, result_names(oracle.inv.node))
         return True
-    wrong = [found for found in _deviations(oracle, results, truth, scale) if _is_far_off(found)]
+    wrong = [found for found in _deviations(oracle, results, expected, scale) if _is_far_off(found)]
     if not wrong:
         return True
     choice = oracle.choice
     usual = jax.block_until_ready(jax.jit(oracle.inv.node.flat(choice))(*arrays))
-    of_heuristic = max(found.error for found in _deviations(oracle, usual, truth, scale))
+    of_heuristic = max(found.error for found in _deviations(oracle, usual, expected, scale))
     for found in wrong:
         if found.error > _TIMES_HEURISTIC * of_heuristic:
             raise CandidateError(found.reason)
@@ -103,15 +103,15 @@ def _is_far_off(found: Deviation) -> bool:
     return bool(found.reason) and found.error > _SLACK * found.allowed
 
 
-def _deviations(oracle: Oracle, results: Sequence[Any], truth: Sequence[Any], scale: float) -> list[Deviation]:
+def _deviations(oracle: Oracle, results: Sequence[Any], expected: Sequence[Any], scale: float) -> list[Deviation]:
     """Return how far floating-point results are off; of zeros, relative to one."""
     shift = 1 if scale == 0.0 else 0
-    pairs = [(jnp.add(r, shift), jnp.add(t, shift)) for r, t in zip(results, truth, strict=True) if is_inexact(r)]
-    names = result_names(oracle.inv.node) or [f"result {index}" for index in range(len(truth))]
+    pairs = [(jnp.add(r, shift), jnp.add(t, shift)) for r, t in zip(results, expected, strict=True) if is_inexact(r)]
+    names = result_names(oracle.inv.node) or [f"result {index}" for index in range(len(expected))]
     return list(
         deviations(
             [result for result, _ in pairs],
-            [true for _, true in pairs],
+            [value for _, value in pairs],
             platform=oracle.inv.platform,
             precision=oracle.inv.precision,
             names=[name for name, result in zip(names, results, strict=True) if is_inexact(result)],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the parts of a search may take."""
+"""Time limits for the steps of a search."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Limits:
-    """How long the parts of a search may take; without a budget only compiling can be given up in this process.
+    """Time limits for the steps of a search; without a budget, only compiling can be abandoned in this process.
 
     Attributes:
-        compile: Lowering and compiling one candidate.
-        run: The first call of one candidate.
-        idle: A race, without a sign of life.
+        compile: For lowering and compiling one candidate.
+        run: For the first call of one candidate.
+        idle: Seconds of silence while measuring.
     """
 
     compile: AdaptiveTimeout = dataclasses.field(default_factory=lambda: AdaptiveTimeout(first=300.0, least=30.0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a call, or of several calls that share a search, and what is right on them."""
+"""The inputs and reference results of a call, or of several calls that share a search."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.formatting import arguments
 from ejkernel.ops.utils.messages.warn import warn
 
-_SHARE: Final = 1 / 3  # of what is left, in which a reference has to be compiled
-_LEAST: Final = 1.0  # second, of that
-REFERENCE: Final = "running the reference"  # what no candidate is to blame for
+_SHARE: Final = 1 / 3  # of the time left, for compiling a reference
+_LEAST: Final = 1.0  # seconds for that, at least
+REFERENCE: Final = "running the reference"  # the step without candidates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Workload:
     """One set of inputs that every candidate runs on.
 
     Attributes:
-        oracle: Of its call.
-        number: Of that call, among those that share a search.
+        oracle: The oracle of its call.
+        number: Index of the call among the calls of the search.
         draw: Name of the set.
-        case: What it is called; `None` if there is no other.
+        case: Its description; `None` if the search has a single set.
     """
 
     oracle: Oracle
@@ -60,34 +60,34 @@ class Workload:
         return self.oracle.sets[self.draw]
 
     def judge(self, results: Sequence[object]) -> None:
-        """Raise a `CandidateError`, which says where, unless the results are right."""
+        """Raise a `CandidateError` with the name of the case unless the results are correct."""
         try:
             self.oracle.judge(results, self.draw)
         except CandidateError as error:
             raise CandidateError(self.named(str(error))) from None
 
     def named(self, text: str) -> str:
-        """Return a text with where it is so, if there is more than one place."""
+        """Prefix a text with the name of the case, if the search has several cases."""
         return text if self.case is None else f"on {self.case.name}: {text}"
 
 
 @dataclasses.dataclass(kw_only=True)
 class Oracle:
-    """Knows a call's inputs, and what is right on them; and those of other calls that share its search.
+    """The inputs and reference results of a call, and of the other calls of its search.
 
     Attributes:
         inv: The call.
-        baseline: The configuration that stands for a reference where the kernel has none; its residuals are used.
-        validate: Whether anybody wants to know what is right.
-        seed: Of the random inputs.
+        baseline: The configuration that replaces a missing reference, and computes the residuals.
+        validate: Whether to compute reference results and compare with them.
+        seed: Seed of the random inputs.
         reference: The kernel's reference for this call, compiled before.
-        inputs: What the user wants to measure with; made from the signature otherwise.
-        watch: Who must know what is under way.
-        limits: How long the parts of the search may take.
-        left: The seconds that are left for the search.
-        weight: How much the call counts beside others.
-        others: Of the other calls.
-        partners: Configurations in force for the call's other direction: a forward's backward, a backward's forward.
+        inputs: The user's inputs; generated from the signature if `None`.
+        watch: Receives the current step and its candidates.
+        limits: Time limits for the steps of the search.
+        left: Returns the seconds left for the search.
+        weight: Weight of the call's time in the geometric mean.
+        others: The oracles of the other calls.
+        partners: Configurations in force for the call's other direction (backward or forward).
     """
 
     inv: Invocation[Any, Any]
@@ -109,13 +109,13 @@ class Oracle:
         self._savers: dict[Any, Save] = {}
         self._references: dict[Node, Callable[..., Any]] = {}
         self._sets: dict[str, list[Any]] | None = None
-        self._truths: dict[str, Sequence[Any]] = {}
-        self._is_doubted = False
+        self._expected: dict[str, Sequence[Any]] = {}
+        self._has_warned = False
         self._lacks_reference = False
 
     @property
     def all(self) -> tuple[Oracle, ...]:
-        """This one and the others, each of one call."""
+        """This oracle and the others, one per call."""
         return (self, *self.others)
 
     @property
@@ -125,13 +125,13 @@ class Oracle:
 
     @functools.cached_property
     def forward_choice(self) -> Choice:
-        """The forward's heuristic, whose residuals a backward is checked with; the baseline without one."""
+        """The forward's heuristic, which computes the residuals for a backward; the baseline without a heuristic."""
         forward, kernel = self.inv.forward, self.inv.node.spec.kernel
         found = [] if forward is None else heuristic_of(forward, kernel)
         return dataclasses.replace(self.choice, config=found[0]) if found else self.choice
 
     def saver_of(self, config: object) -> Save:
-        """Return a compiled function from the forward's arrays to what it leaves under a configuration."""
+        """Return a compiled function from the forward's arrays to its outputs and residuals under `config`."""
         token = config_id(config)
         if token not in self._savers:
             self._savers[token] = saver(self.inv.node.forward, dataclasses.replace(self.choice, config=config))
@@ -139,7 +139,7 @@ class Oracle:
 
     @property
     def sets(self) -> dict[str, list[Any]]:
-        """The sets of inputs, by name; made when first asked for."""
+        """The sets of inputs by name, generated on first use."""
         if self._sets is None:
             self._sets = self.inputs_of(self.seed)
         return self._sets
@@ -151,7 +151,7 @@ class Oracle:
 
     @property
     def workloads(self) -> list[Workload]:
-        """What every candidate runs on: all sets of inputs of all calls."""
+        """All sets of inputs of all calls; every candidate runs on each."""
         total, several = sum(oracle.weight for oracle in self.all), len(self.all) > 1
         if not several and len(self.sets) == 1:
             return [Workload(self, 0, draw) for draw in self.sets]
@@ -165,86 +165,86 @@ class Oracle:
         called = arguments(self.inv.description) if several else ""
         return Case(call=self.inv.call_key, arguments=called, draw=draw, weight=weight / len(self.sets))
 
-    def find_truth(self) -> None:
-        """Make the inputs and the reference's results, if that was not done before.
+    def compute_references(self) -> None:
+        """Generate the inputs and compute the reference results, unless this was done before.
 
         Raises:
-            TuningError: there are no inputs, or no truth about them.
+            TuningError: The example inputs or the reference failed.
         """
         for oracle in self.all:
-            oracle._find_own_truth()
+            oracle._compute_own_references()
 
-    def _find_own_truth(self) -> None:
+    def _compute_own_references(self) -> None:
         if self._sets is not None:
             return
         has_reference = overrides(self.inv.node.spec.kernel, "reference")
-        what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
+        what = "the reference" if has_reference else "the heuristic, used as reference,"
         self.begin(REFERENCE)
         with self.settings.during("the reference"):
-            self._compute_truth(what)
+            self._compute_references(what)
         if self._lacks_reference:
             text = "the reference takes too long to compile for so small a budget; candidates are compared with"
             warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning)
-        self._doubt_truth()
+        self._warn_of_non_finite_references()
 
-    def _compute_truth(self, what: str) -> None:
+    def _compute_references(self, what: str) -> None:
         try:
             self._sets = self.inputs_of(self.seed)
             if self.validate:
-                self._truths = {draw: self.truth_about(self.inv.node, own) for draw, own in self._sets.items()}
+                self._expected = {draw: self.reference_results(self.inv.node, own) for draw, own in self._sets.items()}
         except TuningError:
             raise
-        except BaseException as error:  # whatever it is, without inputs and truth no candidate can be judged
+        except BaseException as error:  # without inputs and reference results, no candidate can be checked
             raise TuningError(f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error)}") from error
 
-    def _doubt_truth(self) -> None:
-        """Warn, once, of results that tell nothing."""
+    def _warn_of_non_finite_references(self) -> None:
+        """Warn once if a reference result is NaN or infinite everywhere."""
         empty = [index for index, result in self._results() if is_nowhere_finite(result)]
-        if empty and not self._is_doubted:
-            self._is_doubted = True
+        if empty and not self._has_warned:
+            self._has_warned = True
             kernel, names = self.inv.node.spec.kernel, result_names(self.inv.node)
             name = names[empty[0]] if names else f"result {empty[0]}"
             text = (
-                f"{self.inv.op_id}: {name} is NaN or infinite everywhere, so that candidates cannot be told from wrong"
+                f"{self.inv.op_id}: {name} is NaN or infinite everywhere, so the search cannot detect wrong candidates"
             )
-            warn(f"{text} ones; {why_not_finite(kernel, self.inputs)}.", TuningWarning)
+            warn(f"{text}; {why_not_finite(kernel, self.inputs)}.", TuningWarning)
 
     def _results(self) -> Iterator[tuple[int, Any]]:
-        for truth in self._truths.values():
-            yield from enumerate(truth)
+        for expected in self._expected.values():
+            yield from enumerate(expected)
 
     def renew(self) -> None:
-        """Put new inputs in place of those that the candidates were checked and measured on so far."""
+        """Replace the inputs used so far by new ones, and recompute the reference results."""
         for oracle in self.all:
-            oracle._sets, oracle._truths = None, {}
+            oracle._sets, oracle._expected = None, {}
             oracle.seed += 1
-        self.find_truth()
+        self.compute_references()
 
     @property
     def has_fixed_inputs(self) -> bool:
-        """Whether every set of inputs is the same: the arrays that the user gave."""
+        """Whether all sets of inputs are the arrays passed by the user."""
         return self.inputs is not None and not callable(self.inputs.source)
 
     @property
     def may_be_scaled(self) -> bool:
-        """Whether the inputs are plain random numbers, which may be multiplied by a factor."""
+        """Whether the inputs are plain random numbers and may be scaled."""
         return may_be_scaled(self.inv, self.inputs)
 
     @property
     def called(self) -> str:
-        """The call's arguments, in short, where several calls share the search."""
+        """The call's arguments in brief; empty unless several calls share the search."""
         return arguments(self.inv.description) if len(self.all) > 1 else ""
 
     def inputs_of(self, seed: int, scale: float = 1.0) -> dict[str, list[Any]]:
-        """Return sets of inputs, by name, made with a seed; `scale` multiplies the call's own floating-point arrays."""
-        # They come from the signature; residuals of a backward are computed from them, so that they belong together.
+        """Return sets of inputs by name for a seed; `scale` multiplies the floating-point arrays of the call."""
+        # A backward's residuals are computed from the generated primals, so that both are consistent.
         choice, rng = self.forward_choice, np.random.default_rng(seed)
         save = self.saver_of(choice.config)
         found = example_sets(self.inv, rng, choice, self.inputs, save=save, scale=scale)
         return {draw: list(jax.block_until_ready(arrays)) for draw, arrays in found.items()}
 
-    def truth_about(self, node: Node, arrays: Sequence[jax.Array]) -> Sequence[Any]:
-        """Return what the reference makes of `arrays`; where the kernel has none, the baseline."""
+    def reference_results(self, node: Node, arrays: Sequence[jax.Array]) -> Sequence[Any]:
+        """Return the reference results for `arrays`; the baseline's results if the kernel has no reference."""
         if node not in self._references:
             self._references[node] = self._compiled_reference(node, arrays)
         return list(jax.block_until_ready(self._references[node](*arrays)))
@@ -255,7 +255,7 @@ class Oracle:
             return loaded
         left = self.left()
         compiled = None
-        if self.has_reference and left < math.inf:  # else it would take what candidates are to be measured in
+        if self.has_reference and left < math.inf:  # a slow compilation must leave time for candidates
             job = in_callers_context(functools.partial(self._compiled, node, arrays, reference=True))
             compiled, in_time = result_within(max(_LEAST, left * _SHARE), job, self.watch.is_abandoned)
             self._lacks_reference = not in_time
@@ -265,7 +265,7 @@ class Oracle:
 
     def _compiled(self, node: Node, arrays: Sequence[jax.Array], *, reference: bool) -> Callable[..., Any]:
         lowered = jax.jit(node.flat(dataclasses.replace(self.choice, reference=reference))).lower(*arrays)
-        # It runs once: XLA's own search for fast algorithms would keep all cores busy for it.
+        # It runs once: XLA's autotuning would occupy all cores for nothing.
         compiled: Callable[..., Any] = compat.compiled_for_one_run(lowered, self.inv.platform)
         if node is not self.inv.node:
             check_room(peak_bytes(compiled) or 0, "the gradient")
@@ -273,21 +273,21 @@ class Oracle:
 
     @property
     def has_reference(self) -> bool:
-        """Whether the kernel says what is right, and that can be had in the time that there is."""
+        """Whether the kernel has a reference that compiles within the time left."""
         return overrides(self.inv.node.spec.kernel, "reference") and not self._lacks_reference
 
     def judge(self, results: Sequence[object], draw: str) -> None:
-        """Raise a `CandidateError` unless results of the call, on a set of inputs, are as near to the truth as can be.
+        """Raise a `CandidateError` unless the results on a set of inputs are within tolerance of the reference results.
 
-        Nothing is said where nobody wants to know.
+        Without validation, all results pass.
         """
-        if draw in self._truths:
-            self.compare(results, self._truths[draw], result_names(self.inv.node))
+        if draw in self._expected:
+            self.compare(results, self._expected[draw], result_names(self.inv.node))
 
-    def compare(self, results: Sequence[object], truth: Sequence[object], names: Sequence[str]) -> None:
-        """Raise a `CandidateError` unless the results are as near to the truth as their dtypes allow."""
-        check_results(results, truth, platform=self.inv.platform, precision=self.inv.precision, names=names)
+    def compare(self, results: Sequence[object], expected: Sequence[object], names: Sequence[str]) -> None:
+        """Raise a `CandidateError` unless the results are within the tolerance of their dtypes."""
+        check_results(results, expected, platform=self.inv.platform, precision=self.inv.precision, names=names)
 
     def begin(self, what: str, *configs: object) -> None:
-        """Say what the device works on, which may take as long as the first compilation."""
+        """Report the current step to the watch; it may take as long as the first compilation."""
         self.watch.begin(what, configs, self.limits.compile.first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations in force for a call's other direction: what its residuals come from, or go to."""
+"""The configurations in force for a call's other direction (backward or forward)."""
 
 from __future__ import annotations
 

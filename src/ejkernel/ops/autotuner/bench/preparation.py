@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates compiled side by side, and each checked as soon as it is there."""
+"""Compiles candidates in parallel and checks each as soon as it is compiled."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ejkernel.ops.core.transformations.nodes import Choice
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.utils.formatting import compact
 
-# Bytes of registers that a thread spills, from which on a candidate is not run if there is another: such ones took 2.5
-# times as long as the best, and more, while one that spilled 20 was the best (benchmarks/results/spills_h200.json).
+# Candidates with at least so many spilled bytes per thread are not run if another candidate is correct. They took 2.5
+# times as long as the best and more, while a candidate with 20 bytes was the best (benchmarks/results/spills_h200.json).
 _SPILLS_MUCH: Final = 512
-_GRACE: Final = 10.0  # seconds in which this process gives a compilation up by itself, before whoever watches ends it
+_GRACE: Final = 10.0  # seconds for abandoning a compilation in this process, before the caller ends the attempt
 
 Finished = Callable[[Candidate], None]
 
@@ -46,17 +46,16 @@ class _SameProgram(CandidateError):
 
 @dataclasses.dataclass(kw_only=True)
 class Preparation:
-    """Compiles candidates side by side, and has each checked as soon as it is there.
+    """Compiles candidates in parallel and checks each as soon as it is compiled.
 
     Attributes:
-        oracle: The call, and what is right.
-        programs: Programs that were compiled before, by the number of their call, and what tells their configurations
-            from others.
+        oracle: The call or calls, with inputs and reference results.
+        programs: Programs compiled before, by index of the call and `config_id` of the configuration.
         compile_elsewhere: Compiles a call in another process; returns `None` if it must be compiled here.
-        width: How many candidates are compiled at a time; one a core by default.
-        left: The seconds that are left for the search.
-        finished: Called with each candidate whose fate is known; it may hear of one of several that are one program
-            twice.
+        width: Number of candidates compiled at a time; by default one per core.
+        left: Returns the seconds left for the search.
+        finished: Called with each candidate when its status is known. A candidate that shares its program with others
+            may be reported twice.
     """
 
     oracle: Oracle
@@ -73,19 +72,19 @@ class Preparation:
         self._some_spill_little = False
 
     def prepare(self, candidates: Sequence[Candidate], *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Compile candidates side by side, run each once as soon as it is there, and compare its results.
+        """Compile candidates in parallel, run each once, and compare its results.
 
-        A failure is noted, whatever it is. Candidates that are the same program are compiled once; of these the
-        first in the order of `candidates` is the one that counts. Those that spill many registers are not run, but
-        for the baseline, if another is right that does not.
+        Failures become outcomes. Candidates with the same program are compiled once; the first of them in
+        `candidates` owns the program. A candidate that spills many registers runs only if it is the baseline, or if
+        no correct candidate spills less.
 
         Args:
-            candidates: What to compile.
-            stop: Whether to end as soon as possible.
+            candidates: The candidates to compile.
+            stop: Returns whether to end as soon as possible.
 
         Raises:
-            TuningError: there are no inputs, or no truth about them.
-            DeviceLostError: the device no longer works in this process.
+            TuningError: The example inputs or the reference failed.
+            DeviceLostError: The device no longer works in this process.
         """
         watch = self.oracle.watch
         check_room(
@@ -95,20 +94,19 @@ class Preparation:
         jobs = [in_callers_context(functools.partial(self._compile, candidate)) for candidate in candidates]
 
         def changed(running: Sequence[int]) -> None:
-            with self._lock:  # threads that were left by an earlier call may still be at work
+            with self._lock:  # threads abandoned by an earlier call may still run
                 self._compiling[id(jobs)] = [candidates[index].config for index in running]
                 watch.compiling([config for configs in self._compiling.values() for config in configs])
 
         timeout = self.oracle.limits.compile
         threads = CompileThreads(jobs, width=self.width, timeout=timeout, left=self.left, on_change=changed)
-        self.oracle.find_truth()  # while the first candidates are compiled
+        self.oracle.compute_references()  # while the first candidates are compiled
         self._watch_compiling()
         harmed = []
         for done in threads.results(stop):
             candidate = candidates[done.index]
             self._take(candidate, done)
-            # Who failed while something was found damaged, such as a stream that another has closed, is tried again
-            # alone.
+            # A candidate may fail because another did damage, e.g. closed an output stream. It is tried again alone.
             if candidate.status == Status.FAILED and len(candidates) > 1 and watch.damage() != candidate.damage:
                 harmed.append(candidate)
             elif candidate.status != Status.SAME and candidate.deferred is None:
@@ -122,10 +120,10 @@ class Preparation:
             if candidate.deferred is not None and not stop():
                 self._prune_or_check(candidate, candidate.deferred)
                 self.finished(candidate)
-        self._tell_of_twins(candidates)
+        self._report_twins(candidates)
 
     def _take(self, candidate: Candidate, done: Done[object]) -> None:
-        """Take note of what became of a candidate when it was compiled, and run it."""
+        """Record the result of a candidate's compilation, and run the candidate."""
         candidate.compile_seconds = done.seconds
         if isinstance(done.error, _SameProgram):
             candidate.status, candidate.reason, candidate.twin = Status.SAME, str(done.error), done.error.owner
@@ -137,14 +135,14 @@ class Preparation:
             self._check(candidate, done.result)
 
     def note_spills(self, spilled: int | None) -> None:
-        """Take note that a candidate which is right spills so much, as far as that is known."""
+        """Record the spilled bytes of a correct candidate, if known."""
         if spilled is not None and not _spills_much(spilled):
             self._some_spill_little = True
 
     def _prune_or_check(self, candidate: Candidate, programs: Sequence[Any]) -> None:
         candidate.deferred = None
         if self._some_spill_little and candidate.config is not self.oracle.baseline:
-            reason = f"it spills {candidate.spilled} bytes of registers a thread, much more than others"
+            reason = f"it spills {candidate.spilled} bytes of registers per thread, much more than others"
             candidate.fail(Status.PRUNED, CandidateError(reason))
             return
         self.oracle.watch.begin("loading", [candidate.config], self.oracle.limits.run.seconds)
@@ -170,15 +168,15 @@ class Preparation:
             self._claim("+".join(digests), candidate)
         known = [program.spilled for program in programs if not isinstance(program, jax.stages.Lowered)]
         candidate.spilled = max((spilled for spilled in known if spilled is not None), default=None)
-        # One that spills much waits until the others are checked, and is run only if none of them is right. What was
-        # measured before is run at once, and the baseline in any case.
+        # A candidate with many spills waits until the others are checked, and runs only if none of them is correct.
+        # Candidates measured before run at once; the baseline always runs.
         if _spills_much(candidate.spilled) and candidate.measurement is None:
             candidate.deferred = programs
             return None
         return _ready(programs)
 
     def _program(self, number: int, inv: Invocation[Any, Any], candidate: Candidate) -> tuple[str | None, Any]:
-        """Return what tells a candidate's program of a call from others, and the program, if only lowered as yet."""
+        """Return the digest of a candidate's program for a call, and the program, which may be lowered only."""
         choice = dataclasses.replace(self.oracle.choice, config=candidate.config)
         program = self.programs.get((number, config_id(candidate.config)))
         if program is not None:
@@ -198,7 +196,7 @@ class Preparation:
         """Make a candidate the owner of its program.
 
         Raises:
-            _SameProgram: it has an owner.
+            _SameProgram: The program has another owner.
         """
         with self._lock:
             owner = self._owners.setdefault(program, candidate)
@@ -206,18 +204,18 @@ class Preparation:
             raise _SameProgram(owner)
 
     def settle(self, candidates: Sequence[Candidate]) -> None:
-        """Give a shared program to the first of those that share it: which one was compiled is a matter of luck."""
+        """Make the first of several candidates with one program its owner, whichever was compiled first."""
         self._reorder(candidates)
-        self._tell_of_twins(candidates)
+        self._report_twins(candidates)
 
-    def _tell_of_twins(self, candidates: Sequence[Candidate]) -> None:
+    def _report_twins(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
             if candidate.status == Status.SAME:
                 self.finished(candidate)
 
     def _reorder(self, candidates: Sequence[Candidate]) -> None:
         order = {id(candidate): index for index, candidate in enumerate(candidates)}
-        with self._lock:  # a thread that was given up may still come to its program
+        with self._lock:  # an abandoned thread may still claim its program
             owners = list(self._owners.items())
         for program, owner in owners:
             twins = [candidate for candidate in candidates if candidate.twin is owner]
@@ -232,5 +230,5 @@ class Preparation:
 
 
 def _ready(programs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return programs that can be run."""
+    """Return the programs compiled or loaded."""
     return tuple(p.compile() if isinstance(p, jax.stages.Lowered) else p.load() for p in programs)

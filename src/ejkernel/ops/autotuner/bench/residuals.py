@@ -109,7 +109,7 @@ def has_other_partners(oracle: Oracle) -> bool:
 
 
 def check_forward(
-    oracle: Oracle, candidate: Candidate, inputs: Sequence[Any], truth: Sequence[Any], names: Sequence[str]
+    oracle: Oracle, candidate: Candidate, inputs: Sequence[Any], expected: Sequence[Any], names: Sequence[str]
 ) -> None:
     """Check a forward candidate with each backward configuration that will run beside it.
 
@@ -117,12 +117,12 @@ def check_forward(
         oracle: The forward call.
         candidate: The candidate.
         inputs: The call's arrays, and cotangents.
-        truth: The reference gradients for these.
+        expected: The reference gradients for these.
         names: The gradients' names in messages.
 
     Raises:
-        ResidualError: its residuals differ from the heuristic's.
-        CandidateError: the gradient of a pair is wrong.
+        ResidualError: Its residuals differ from the heuristic's.
+        CandidateError: The gradient of a pair is wrong.
     """
     if not leaves_residuals(oracle.inv.node):
         return
@@ -137,7 +137,7 @@ def check_forward(
     def check(config: object, saved: Sequence[Any]) -> None:
         choice = dataclasses.replace(oracle.choice, config=config)
         gradients = run_once(found[0], choice, [*saved, *primals, *cotangents], oracle.inv.platform)
-        oracle.compare(gradients, truth, names)
+        oracle.compare(gradients, expected, names)
 
     for config in _backward_configs(oracle):
         if config_id(config) == config_id(candidate.config):
@@ -155,7 +155,7 @@ def check_types(oracle: Oracle, config: object) -> None:
     """Check that a forward configuration leaves residuals of the heuristic's types.
 
     Raises:
-        ResidualError: the types differ, and a program would refuse the configuration.
+        ResidualError: The types differ, and a program would refuse the configuration.
     """
     if not leaves_residuals(oracle.inv.node):
         return
@@ -176,7 +176,7 @@ def check_backward(oracle: Oracle, candidate: Candidate) -> None:
     The search has already checked it with the residuals of the forward's heuristic.
 
     Raises:
-        ResidualError: the gradient is wrong, or fails, with those residuals.
+        ResidualError: The gradient is wrong, or fails, with those residuals.
     """
     assert candidate.compiled is not None
     for workload in oracle.workloads:
@@ -218,7 +218,7 @@ class _Types(NamedTuple):
 
 
 def _types(oracle: Oracle, config: object) -> _Types:
-    """Return the types, as text, of what the forward leaves under a configuration."""
+    """Return the types of the forward's outputs and residuals under a configuration, as text."""
     trees: list[Any] = []
     choice = dataclasses.replace(oracle.choice, config=config, trees=trees)
     node = forward_with_residuals(oracle.inv.node)
@@ -228,7 +228,7 @@ def _types(oracle: Oracle, config: object) -> _Types:
 
 
 def _check_values(oracle: Oracle, own: Sequence[Any], usual: Sequence[Any], outputs: int) -> None:
-    """Compare the floating-point residuals; of others, such as masks, rounding may flip some, and gradients decide."""
+    """Compare the floating-point residuals; rounding may change others, e.g. masks, and there the gradients decide."""
     places = [index for index, one in enumerate(own) if is_inexact(one)]
     try:
         check_results(
@@ -258,10 +258,10 @@ def _others(configs: Sequence[Any], but: object) -> list[Any]:
 
 
 def _why_not(check: Callable[[], None]) -> str:
-    """Return how a check fails; empty if it does not."""
+    """Return the reason why a check fails; empty if it passes."""
     try:
         check()
-    except BaseException as error:  # noqa: BLE001 - a candidate may fail in every way
+    except BaseException as error:  # noqa: BLE001 - candidates may raise anything
         return message_of(error) if isinstance(error, CandidateError) else error_text(error)
     return ""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled candidates timed in turns, on the inputs that they were checked on."""
+"""Times compiled candidates in interleaved rounds, on the inputs that they were checked on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ejkernel.ops.autotuner.process.watch import Watch
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.status import Status
 
-_MOST_SETS: Final = 512  # of inputs for cold caches; inputs so small that they need more are measured warm
+_MOST_SETS: Final = 512  # input sets for cold caches; smaller inputs would need more sets and are measured warm
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ class Timing:
     Attributes:
         oracle: The call, with its inputs.
         warmup: Calls of each candidate before its first sample.
-        cold_cache: Whether caches are cold where that can be had.
-        stop: Whether to end as soon as possible: what was sampled by then decides.
+        cold_cache: Whether to measure with cold caches, if possible.
+        stop: Returns whether to end as soon as possible; the samples so far then decide.
     """
 
     oracle: Oracle
@@ -41,17 +41,17 @@ class Timing:
     def race(
         self, runners: Sequence[Candidate], race: Race, *, stop: Callable[[], bool] | None = None
     ) -> list[Candidate]:
-        """Measure compiled candidates in turns, and return those that have samples, the best first.
+        """Measure compiled candidates in interleaved rounds; return those with samples, the best first.
 
-        One that fails leaves the race.
+        A candidate that fails takes no further part.
 
         Args:
             runners: The candidates.
-            race: Who is sampled how often.
-            stop: In place of the usual one.
+            race: Decides which candidates are sampled in each round.
+            stop: Replaces the attribute `stop`.
 
         Raises:
-            DeviceLostError: the device no longer works in this process.
+            DeviceLostError: The device no longer works in this process.
         """
         oracle = self.oracle
         oracle.watch.begin("measuring", [runner.config for runner in runners], oracle.limits.idle)
@@ -71,28 +71,28 @@ class Timing:
             measurements = interleaved(functions, race=race, warmup=self.warmup, stop=stop or self.stop, on_error=left)
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:
-                # Which the runner does not know: it was compiled long before.
+                # The measurement does not know the compilation time.
                 seconds = runners[index].compile_seconds
                 runners[index].measurement = dataclasses.replace(measurement, compile_seconds=seconds)
                 runners[index].status, runners[index].is_recalled = Status.MEASURED, False
         return [runners[index] for index in race.ranking()]
 
     def _runner(self, runner: Candidate, index: int, workload: Workload, sets: Sequence[Sequence[Any]]) -> Runner:
-        assert runner.compiled is not None  # who has no program is in no race
+        assert runner.compiled is not None  # candidates without a program are not measured
         run = _Run(runner, runner.compiled[workload.number], index, self.oracle.watch)
         return Runner(run, sets, case=workload.case)
 
     def argument_sets(self) -> list[list[list[Any]]]:
-        """Return, of each workload, its inputs and, for cold caches, as many copies as the caches cannot hold.
+        """Return the inputs of each workload and, for cold caches, enough copies to exceed the caches.
 
-        There are none where the device has no room for them. Arrays that workloads share have copies that these share.
+        If the device lacks memory, no copies are made. Workloads that share an array also share its copies.
         """
         workloads = self.oracle.workloads
         sizes = [sum(map(num_bytes, workload.arrays)) for workload in workloads]
         counts = [sets_for_cold(size) if self.cold_cache else 1 for size in sizes]
         room = device_bytes()
         needed = sum(count * size for count, size in zip(counts, sizes, strict=True))
-        # Candidates need room for their results, beside the copies.
+        # Beside the copies, candidates need memory for their results.
         if max(counts) > _MOST_SETS or (room is not None and needed > room / 2):
             counts = [1] * len(counts)
         made: dict[tuple[int, int], Any] = {}

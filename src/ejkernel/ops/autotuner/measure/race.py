@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which candidates deserve another sample: pure logic, without a clock. `duels.py` says whether a winner is one.
+"""Decides which candidates get another sample: pure logic, without a clock. `duels.py` confirms the winner.
 
-`benchmarks/noise.py` replays it on recorded samples of real GPUs; the defaults of `RacePlan` come from there.
+`benchmarks/noise.py` replays this logic on recorded samples of real GPUs, which gave the defaults of `RacePlan`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from collections.abc import Collection, Iterable, Sequence
 from ejkernel.ops.errors import ConfigError
 
 CLOCK, PROCESSOR = "clock", "processor"
-_UNSTEADY = 1.25  # times its least that a share varies by where other processes disturb it
-MOSTLY_WAITS = 250.0  # times its processor time that a call takes which is not a matter of processors at all
+_UNSTEADY = 1.25  # clock time over processor time, relative to its minimum: beyond this, other processes disturb
+MOSTLY_WAITS = 250.0  # a call this many times longer than its processor time mostly waits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """Processor time that a sample took, seconds a call. Whoever preempts the sample does not add to it.
+    """Processor time of a sample in seconds per call; preemption by other processes does not add to it.
 
-    It is noted beside each sample, but not believed by itself: what waits, or is parallel, takes another time than it
-    works. As long as each candidate's clock and work keep their ratio, the clock decides.
+    It complements the clock: waiting and parallel calls take another time than their processor time. As long as the
+    ratio of clock to processor time is constant for each candidate, the clock decides.
 
     Attributes:
-        busiest: Of the thread that worked most: as long as the call takes on a quiet machine, where its threads work
-            side by side.
-        total: Of all threads of the process.
+        busiest: Time of the busiest thread; on a quiet machine with parallel threads, the duration of the call.
+        total: Time of all threads of the process.
     """
 
     busiest: float
@@ -37,9 +36,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """How long a call took, and its processor time where that is known and says something.
+    """The time of one call, and its processor time if known.
 
-    Of a candidate that is measured on several cases these are means, and `cases` has the sample of each.
+    If a candidate is measured on several cases, both are means, and `cases` has one sample for each case.
     """
 
     seconds: float
@@ -48,9 +47,10 @@ class Sample:
 
 
 def work_of(samples: Sequence[Sample]) -> list[float]:
-    """Return the processor time of each sample, that of its busiest thread; nothing where it does not tell the time.
+    """Return the processor time of each sample's busiest thread; empty if it does not reflect the duration.
 
-    It does not where the system is silent, and for calls that wait most of their time, for a callback or a disk.
+    The result is empty if the system does not report processor time, and for calls that mostly wait, e.g. for a
+    callback or a disk.
     """
     work = [sample.work.busiest for sample in samples if sample.work is not None]
     if not samples or len(work) < len(samples) or min(work) <= 0:
@@ -60,16 +60,16 @@ def work_of(samples: Sequence[Sample]) -> list[float]:
 
 
 def is_disturbed(noted: Iterable[Sequence[Sample]]) -> bool:
-    """Return whether other processes held the samples up, so that the clock told of them as much as of the candidates.
+    """Return whether other processes delayed the samples so much that the clock cannot rank the candidates.
 
-    On a quiet machine the clock and the busiest thread agree, but for a factor that each candidate keeps.
+    On a quiet machine, clock time and the time of the busiest thread agree up to a constant factor per candidate.
 
     Args:
         noted: The samples of each candidate.
     """
-    # With 14 busy processes on two cores, a call of 0.2 ms took 0.2 to 30 ms, and of two that were 1.5 times apart each
-    # was ahead in half of the rounds: by the clock alone, a heuristic that was 1.5 times slower than the other was kept
-    # in 13 of 14 searches (benchmarks/under_load.py).
+    # With 14 busy processes on two cores, a call of 0.2 ms took 0.2 to 30 ms. Two candidates that differed by a factor
+    # of 1.5 were each ahead in half of the rounds: by the clock alone, 13 of 14 searches kept a heuristic that was 1.5
+    # times slower than the best candidate (benchmarks/under_load.py).
     excess: list[float] = []
     for samples in filter(None, noted):
         stretches = [s.seconds / busiest for s, busiest in zip(samples, work_of(samples), strict=False)]
@@ -81,32 +81,32 @@ def is_disturbed(noted: Iterable[Sequence[Sample]]) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RacePlan:
-    """How many samples a race spends, and on whom.
+    """The number of samples per candidate, with early stopping.
 
-    The first stage gives every candidate a few samples, and lets go of losers as early as it can. The second measures
-    the finalists in turns, spread over the rest of the race, so that a change of the machine's clock hits all alike.
+    The first stage gives every candidate a few samples and drops losers as early as possible. The second stage measures
+    the finalists in interleaved rounds, so that a change of the clock frequency affects all alike.
 
     Attributes:
-        rounds: Samples of a finalist, those that are discarded apart.
-        discard: First samples of each candidate that do not count: clocks, caches and pages are not warm yet.
-        keep: `(samples, candidates)`: after so many samples, at most so many candidates stay; the incumbents apart.
-        hopeless: `(samples, ratio)`: after so many samples, who was never faster than `ratio` times the leader goes.
-        trim: Share of the samples left out at each end before their mean is taken.
-        median_share: Weight of the median beside that mean, in the figure that candidates are ranked by. Spikes must
-            not count, so it cannot be the mean of all. But where the clock steps between two speeds, the median of
-            samples that are half of the one and half of the other is a coin toss: half-way between the two is better.
+        rounds: Samples of a finalist, without the discarded ones.
+        discard: Number of first samples of each candidate to ignore: clocks, caches and pages are not warm yet.
+        keep: `(samples, candidates)`: after so many samples, at most so many candidates stay, not counting incumbents.
+        hopeless: `(samples, ratio)`: after so many samples, a candidate is dropped if even its fastest sample takes
+            more than `ratio` times the leader's time.
+        trim: Share of the samples left out at each end for the trimmed mean.
+        median_share: Weight of the median in the ranking figure; the trimmed mean has the rest. Both ignore spikes. If
+            the clock frequency steps between two speeds, the median of a half-and-half sample is a coin toss, while
+            the trimmed mean lies between the two.
     """
 
-    # Replayed on six recorded spaces, picking among 100, the pick of these defaults is on average nowhere slower than
-    # that of a median of ten, for 22 to 54 % of its samples: its regret against held-out samples is 0.69 % where that
-    # one's is 1.02 % on the board whose clock steps, 0.21 % for 0.56 % on the one that heats up, and within 0.05 % of
-    # it elsewhere. No way of measuring foresees a step: against samples that come after, this one loses 2.8 %, a median
-    # of ten 3.4 %. The defaults were looked for on these spaces; options chosen on one kernel and replayed on the other
-    # lose 0.05 % to the median of ten on one space of six. What interleaving adds the replay cannot show, because the
-    # samples were not recorded in turns.
+    # Replay on six recorded spaces, choosing among 100 configurations, against the median of ten samples: the defaults
+    # take 22 to 54 % of the samples, and their choice is on average nowhere slower. Their regret on held-out samples is
+    # 0.69 % against 1.02 % on the board with clock steps, 0.21 % against 0.56 % on the board that heats up, and within
+    # 0.05 % elsewhere. No method foresees a clock step: on samples taken afterwards, the defaults lose 2.8 %, the
+    # median of ten 3.4 %. The defaults were fitted to these spaces; options fitted to one kernel and replayed on the
+    # other lose 0.05 % to the median of ten on one space of six. The replay cannot show the benefit of interleaving,
+    # because the samples were not recorded interleaved.
     rounds: int = 15
-    # The first sample is typically 12 % too low on one of the recorded boards, and on another 18 % too high in one case
-    # of twenty.
+    # On one recorded board the first sample is typically 12 % too low, on another 18 % too high in one case of twenty.
     discard: int = 1
     keep: tuple[tuple[int, int], ...] = ((3, 24), (6, 12))
     hopeless: tuple[tuple[int, float], ...] = ((1, 3.0), (2, 2.0), (3, 1.25))
@@ -131,38 +131,38 @@ class RacePlan:
         return cls(rounds=rounds, discard=discard, keep=(), hopeless=())
 
     def center(self, samples: Sequence[float]) -> float:
-        """Return the figure that candidates are ranked by, of one candidate's samples."""
+        """Return the ranking figure of one candidate's samples."""
         count, ordered = len(samples), sorted(samples)
         cut = min((count - 1) // 2, math.ceil(self.trim * count))
         mean = statistics.fmean(ordered[cut : count - cut])
         return self.median_share * statistics.median(ordered) + (1 - self.median_share) * mean
 
     def most(self, samples: int, count: int) -> int:
-        """Return how many of `count` candidates may stay after so many samples."""
+        """Return the largest number of candidates, of `count`, to keep after `samples` samples."""
         return min([count, *(most for after, most in self.keep if after <= samples)])
 
     def ratio(self, samples: int) -> float:
-        """Return the ratio to the leader beyond which a candidate is hopeless after so many samples."""
+        """Return the ratio to the leader's time beyond which a candidate is dropped after `samples` samples."""
         return min((ratio for after, ratio in self.hopeless if after <= samples), default=math.inf)
 
 
 class Race:
-    """Decides round by round which of `count` candidates are sampled, from the samples alone.
+    """Decides round by round which of `count` candidates are sampled.
 
-    Equal samples give equal decisions. An incumbent is sampled in every round, though it may have lost long ago: the
-    winner is compared with it round by round.
+    Decisions depend on the samples only. An incumbent is sampled in every round, even if it is slow: the winner is
+    compared with it round by round.
 
         while indices := race.next_round():
             for index in indices:
                 race.note(index, measure(index))
 
     Args:
-        count: How many candidates there are.
-        plan: How many samples are spent, and on whom.
-        incumbents: Candidates that are never dropped.
+        count: Number of candidates.
+        plan: Number of samples per candidate, and when to drop slow ones.
+        incumbents: Indices of candidates that are never dropped.
 
     Raises:
-        ConfigError: an incumbent is not a candidate.
+        ConfigError: An incumbent is not among the candidates.
     """
 
     def __init__(self, count: int, *, plan: RacePlan | None = None, incumbents: Collection[int] = (0,)) -> None:
@@ -173,48 +173,48 @@ class Race:
         self._samples: list[list[Sample]] = [[] for _ in range(count)]
         self._alive = list(range(count))
         self._failed: set[int] = set()
-        self._stayed: dict[int, int] = {}  # rounds that a candidate stayed for
-        self._round = 0  # the number of samples that each live candidate has, those that are discarded included
+        self._stayed: dict[int, int] = {}  # number of rounds before a candidate was dropped
+        self._round = 0  # number of samples of each live candidate, including discarded ones
         self._pending: set[int] = set()
 
     @property
     def count(self) -> int:
-        """How many candidates there are."""
+        """The number of candidates."""
         return len(self._samples)
 
     @property
     def running(self) -> list[int]:
-        """Who is still in the race, the incumbents included, in order."""
+        """The indices of candidates not dropped, including incumbents, in order."""
         return sorted(self._runners())
 
     @property
     def samples(self) -> list[tuple[float, ...]]:
-        """Seconds that were noted of each candidate, in order, without what is discarded."""
+        """The times of each candidate in seconds, without discarded samples."""
         return [tuple(sample.seconds for sample in samples) for samples in self.noted]
 
     @property
     def noted(self) -> list[tuple[Sample, ...]]:
-        """All that was noted of each candidate, in order, without what is discarded."""
+        """The samples of each candidate, without discarded ones."""
         return [tuple(samples[self.plan.discard :]) for samples in self._samples]
 
     @property
     def judged(self) -> tuple[str, list[tuple[float, ...]]]:
-        """By what candidates are ranked, `clock` or `processor`, and the seconds of each that it tells.
+        """The timer that ranks the candidates, `clock` or `processor`, and their times by it in seconds.
 
-        It is the clock, unless other processes disturb it.
+        The clock is used unless other processes disturb it.
         """
         return self.told_by(PROCESSOR if is_disturbed(self.noted) else CLOCK)
 
     def told_by(self, witness: str) -> tuple[str, list[tuple[float, ...]]]:
-        """Return the name of a witness, `clock` or `processor`, and the seconds of each candidate that it tells."""
+        """Return `witness` (`clock` or `processor`) and the times of each candidate by it, in seconds."""
         if witness == CLOCK:
             return witness, self.samples
         return witness, [tuple(work_of(samples)) for samples in self.noted]
 
     def next_round(self) -> list[int]:
-        """Return who is to be sampled once now, in order; nobody once the race is decided.
+        """Return the indices of the candidates to sample now, in order; empty once the race is decided.
 
-        Before all of a round are noted (or failed), the rest of that round is returned.
+        While samples of a round are missing, this returns the rest of that round.
         """
         if not self._pending and not self._is_decided():
             self._drop_losers()
@@ -224,12 +224,12 @@ class Race:
         return sorted(self._pending)
 
     def note(self, index: int, seconds: float, work: Work | None = None, cases: tuple[Sample, ...] = ()) -> None:
-        """Note a sample of a candidate that this round asked for, and its processor time where that is known.
+        """Record a sample of a candidate of this round, and its processor time if known.
 
-        Where the sample is a mean, `cases` are what it is the mean of.
+        If the sample is a mean over cases, `cases` holds their samples.
 
         Raises:
-            ConfigError: it did not ask, or `seconds` is not a positive finite number.
+            ConfigError: `index` is not in this round, or `seconds` is negative or not finite.
         """
         if index not in self._pending:
             raise ConfigError(f"index must be one of next_round()'s {sorted(self._pending)}, got {index!r}.")
@@ -239,35 +239,36 @@ class Race:
         self._samples[index].append(Sample(seconds, work, cases))
 
     def fail(self, index: int) -> None:
-        """Take a candidate out of the race for good, an incumbent too: it can no longer be measured."""
+        """Remove a candidate that can no longer be measured, even an incumbent."""
         self._failed.add(index)
         self._pending.discard(index)
         self._alive = [other for other in self._alive if other != index]
         self._stayed.pop(index, None)
 
     def drop(self, index: int) -> None:
-        """Give a candidate no further samples, because the caller knows better; an incumbent has them all the same."""
+        """Stop sampling a candidate at the caller's request; an incumbent is still sampled."""
         if index in self._alive:
             self._alive.remove(index)
             self._stayed[index] = len(self.samples[index])
 
     def restart(self) -> None:
-        """Forget all samples, because they cannot be compared with those to come; who failed stays out."""
+        """Discard all samples, because later samples are not comparable; failed candidates stay out."""
         self._samples = [[] for _ in self._samples]
         self._alive = [index for index in range(len(self._samples)) if index not in self._failed]
         self._stayed, self._round, self._pending = {}, 0, set()
 
     def ranking(self) -> list[int]:
-        """Return the candidates that have a sample and did not fail, the best first.
+        """Return the indices of candidates with samples, without failed ones, the best first.
 
-        Those that stayed longer come first; of equals those whose figure, `RacePlan.center`, is less; then by index.
+        Candidates are ordered by rounds before they were dropped (most first), then by `RacePlan.center`, then by
+        index.
         """
         _, samples = self.judged
         stayed = {index: len(values) for index, values in enumerate(samples) if values} | self._stayed
         keys = {
             index: (-rounds, self.plan.center(samples[index][:rounds]))
             for index, rounds in stayed.items()
-            # One that was dropped while it warmed up has no samples: nothing is known of it.
+            # A candidate dropped during warm-up has no samples.
             if rounds and index not in self._failed
         }
         return sorted(keys, key=lambda index: (*keys[index], index))
@@ -276,13 +277,13 @@ class Race:
         return set(self._alive) | (self._incumbents - self._failed)
 
     def _is_decided(self) -> bool:
-        """Return whether the plan is spent, nobody is left, or an incumbent is alone and has shown that it is best."""
+        """Return whether all rounds are done, no candidate is left, or all challengers of the incumbent are dropped."""
         if self._round >= self.plan.rounds + self.plan.discard or not self._runners():
             return True
         return self._round - self.plan.discard >= self._few() and len(self._runners()) == 1
 
     def _few(self) -> int:
-        """Return after how many samples the plan has made all of its distinctions."""
+        """Return the number of samples after which the plan drops no more candidates."""
         return max((after for after, _ in (*self.plan.hopeless, *self.plan.keep)), default=self.plan.rounds)
 
     def _drop_losers(self) -> None:
@@ -299,10 +300,10 @@ class Race:
         self._alive = sorted(staying)
 
     def _near(self, mine: Sequence[Sample], leader: Sequence[Sample]) -> bool:
-        """Return whether a candidate is not hopeless: by the clock or, for that may have been held up, by its work."""
+        """Return whether a candidate is close enough to the leader by the clock, or by processor time."""
         ratio = self.plan.ratio(len(mine))
         if min(sample.seconds for sample in mine) <= ratio * self.plan.center([s.seconds for s in leader]):
             return True
-        # Dropped early by both or not at all.
+        # Other processes may have delayed the clock, so early stopping requires both.
         work, best = work_of(mine), work_of(leader)
         return bool(work and best) and min(work) <= ratio * self.plan.center(best)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that a user asks to tune: their arguments, weights and inputs, checked."""
+"""Checks the calls passed to `autotune`: arguments, weights and inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ejkernel.ops.utils.messages.warn import warn
 
 Inputs = bool | Sequence[Any] | Callable[[np.random.Generator], Any] | None
 
-_MOST_WEIGHT = 1e100  # so that sums of weights are numbers
+_MOST_WEIGHT = 1e100  # keeps sums of weights finite
 
 
 def asked_calls(
@@ -34,18 +34,18 @@ def asked_calls(
     several: tuple[Sequence[Any] | None, Sequence[float] | None],
     inputs: Inputs,
 ) -> list[SharedCall]:
-    """Return the calls that `autotune` was asked to tune together, the first of which may be the only one."""
+    """Return the calls that `autotune` tunes together; at least one."""
     calls, weights = several
     if calls is None:
         if weights is not None:
-            raise ArgumentError(f"weights are those of calls, which are not given; got {weights!r}.")
+            raise ArgumentError(f"weights need calls, which are not given; got {weights!r}.")
         return [_asked_call(kernel, args, kwargs, inputs)]
     if args:
-        raise ArgumentError(f"calls stand in place of the arguments of one call; got both, {len(args)} arguments too.")
+        raise ArgumentError(f"calls replace the arguments of a single call; got both calls and {len(args)} arguments.")
     if not isinstance(calls, list | tuple) or not calls:
         raise ArgumentError(f"calls must be a list of tuples of arguments, one for each call, got {value_text(calls)}.")
     if inputs is not None and not isinstance(inputs, bool):
-        raise ArgumentError("inputs must be True or left out where there are calls, each with arrays of its own.")
+        raise ArgumentError("inputs must be True or left out if calls are given, since each call brings its arrays.")
     found = []
     for number, (call, weight) in enumerate(zip(calls, _weights(weights, len(calls)), strict=True)):
         whole = call if _has_kwargs(call) else (call, {})
@@ -71,10 +71,10 @@ def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def checked_weight(weight: object, what: str) -> float:
-    """Return the weight of a call.
+    """Return the weight of a call as a float.
 
     Raises:
-        ArgumentError: it is no positive number, or a huge one; `what` is its name in the message.
+        ArgumentError: It is not a number in (0, 1e100]; the message calls it `what`.
     """
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= _MOST_WEIGHT:
         raise ArgumentError(f"{what} must be a positive number up to {_MOST_WEIGHT:g}, got {weight!r}.")
@@ -82,7 +82,7 @@ def checked_weight(weight: object, what: str) -> float:
 
 
 def merged_calls(calls: Iterable[SharedCall]) -> list[SharedCall]:
-    """Return calls with those merged that have one key, such as two of one bucket: their weights are added up."""
+    """Merge calls with the same key, e.g. two shapes of one bucket, and add their weights."""
     merged: dict[ConfigKey, SharedCall] = {}
     for call in calls:
         before = merged.get(call.inv.key)
@@ -97,8 +97,8 @@ def _asked_call(
     prepared_args, prepared_kwargs = prepared(kernel, args, kwargs)
     if "cfg" in prepared_kwargs:
         raise ArgumentError(
-            f"{kernel.op_id}: the call says its whole configuration, {prepared_kwargs['cfg']!r}, so nothing is left to "
-            "tune; leave out what is to be found."
+            f"{kernel.op_id}: the call fixes its whole configuration, {prepared_kwargs['cfg']!r}, so nothing is left "
+            "to tune; leave out the parameters to tune."
         )
     inv: Invocation[Any, Any] = Invocation(kernel=kernel, args=prepared_args, kwargs=prepared_kwargs)
     given = _given_inputs(inputs, args, kwargs)
@@ -122,7 +122,7 @@ def _given_inputs(inputs: Inputs, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _warn_of_made_inputs(inv: Invocation[Any, Any]) -> None:
-    """Warn where what is measured is not what was given, and that may matter: of integers zeros and ones are made."""
+    """Warn if generated inputs may mislead: integer arguments become zeros and ones."""
     kernel = inv.node.spec.kernel
     spec, arrays = take_apart(kernel, inv.args, dict(inv.kwargs))
     whole = [

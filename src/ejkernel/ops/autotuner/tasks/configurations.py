@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configurations a search is about: of one call, or those that several calls can share."""
+"""The configurations that a search tries: those of one call, or those that several calls can share."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.formatting import arguments, compact, counted
 from ejkernel.ops.utils.validation import asked, check_candidates
 
-_LOOKED_AT: Final = 256  # configurations of a space, for the first that all calls can share
+_LOOKED_AT: Final = 256  # configurations tried to find the first that all calls can share
 
 
 class Configurations:
-    """What a search measures.
+    """The configurations of a search.
 
-    Of several calls the spaces are taken together: lists are united, and of a space that is too large to be listed the
-    search asks. A configuration that one of the calls cannot run is refused, by what the kernel's `why_not` says of
-    it; a kernel without that is held to the space of each call.
+    Several calls share one search. Their lists are united. If one call has a space too large to list, the search
+    samples that space. A configuration must run for every call: the kernel's `why_not` decides, or without it each
+    call's own space.
 
     Args:
-        task: What is searched for.
+        task: The task.
 
     Attributes:
-        first: What comes first: the heuristics', if there are any, that one first which the others are compared with.
-        others: The others.
+        first: The configurations to measure first: the heuristics, with the baseline in front.
+        others: The other configurations.
 
     Raises:
-        TuningError: there are none, or none that all calls can share.
+        TuningError: The search has no configuration, or none that all calls can share.
     """
 
     def __init__(self, task: TuningTask) -> None:
@@ -53,7 +53,7 @@ class Configurations:
 
     @property
     def baseline(self) -> Any:
-        """What the others are compared with: the first heuristic's, or the first of the others."""
+        """The configuration that all others are compared with: the first heuristic, or the first of `others`."""
         some = itertools.islice(self.others, _LOOKED_AT if self._task.others else 1)
         looked_at = _distinct([*self.first, *some]) if self._task.others else [*self.first, *some]
         for config in looked_at:
@@ -69,7 +69,7 @@ class Configurations:
         )
 
     def why_refused(self, config: object) -> str:
-        """Return why a configuration is none for all of several calls; empty if it may be."""
+        """Return why several calls cannot share a configuration; empty if they can."""
         if not self._task.others:
             return ""
         token = config_id(config)

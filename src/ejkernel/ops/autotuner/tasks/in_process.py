@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning tasks in this process, where what does not end can only be left.
+"""Tuning tasks in this process.
 
-The thread that waits keeps the journal: a measuring thread that does not end is left, and another goes on.
+A hanging candidate cannot be killed here. Its measuring thread is abandoned and another thread continues. The waiting
+thread therefore keeps the journal.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from ejkernel.ops.utils.messages.warn import warn
 def tune_here(
     task: TuningTask, *, cancellation: Cancellation, clock: Callable[[], float] = time.perf_counter
 ) -> AutotuneData:
-    """Carry out a task on the measuring thread; with a budget, go on in another one as often as a candidate hangs.
+    """Run a task on the measuring thread; with a budget, replace that thread each time a candidate hangs.
 
-    After Ctrl-C a candidate that hangs is left, too.
+    After Ctrl-C a hanging candidate is abandoned too.
 
     Args:
-        task: What to search for.
-        cancellation: Requested by Ctrl-C, which ends the search with the best so far.
-        clock: Source of seconds, for the budget. Only by the usual one can anybody wait for the budget's end.
+        task: The task.
+        cancellation: Requested by Ctrl-C, which ends the search with the best result so far.
+        clock: Source of seconds for the budget. Hanging candidates are only detected with the default clock.
 
     Raises:
-        TuningError: no candidate could be measured, or the reference itself failed.
-        KeyboardInterrupt: Ctrl-C came twice.
+        TuningError: No candidate could be measured, or the reference failed.
+        KeyboardInterrupt: The user pressed Ctrl-C twice.
     """
     with _outputs_kept() as outputs:
-        # By another clock than the usual one nobody can wait for the budget's end.
+        # With a custom clock, a thread cannot wait for the end of the budget.
         if clock is not time.perf_counter:
             attempt = _Attempt(cancellation, outputs)
             return attempt.carry_out(TuningRun(task, watch=attempt, cancellation=cancellation, clock=clock))
@@ -49,7 +50,7 @@ def tune_here(
 
 @contextlib.contextmanager
 def _outputs_kept() -> Iterator[Outputs]:
-    """Bring back what candidates have closed of this process's outputs, when the `with` block ends."""
+    """Reopen this process's output streams that candidates closed, at the end of the `with` block."""
     outputs = Outputs(is_ours=False)
     try:
         yield outputs
@@ -67,20 +68,21 @@ def _watched(task: TuningTask, cancellation: Cancellation, outputs: Outputs) -> 
             return attempt.carry_out(run)
         except AbandonedError as error:
             text = (
-                f"{task.inv.op_id}: {error}{named(attempt.accused)}; it cannot be ended in this process, and is left "
+                f"{task.inv.op_id}: {error}{named(attempt.accused)}; it cannot be ended in this process, so its "
+                "thread is abandoned"
             )
-            warn(f"{text}(AutotunePolicy(isolate=True) ends it).", TuningWarning)
-            # What Ctrl-C asks for is an end, and not another attempt.
+            warn(f"{text} (a worker process can be ended: AutotunePolicy(isolate=True)).", TuningWarning)
+            # Ctrl-C asks for the end, not for another attempt.
             if journal.is_over:
                 return journal.conclude(f"{error}{named(attempt.accused)}")
             journal.attribute_crash(str(error), attempt.what, attempt.accused, is_silence=True)
 
 
 class _Attempt:
-    """What one thread does of a task: a `Watch` that knows since when nothing was heard.
+    """The work of one thread on a task: a `Watch` that records the last sign of life.
 
     Attributes:
-        what: What it is at.
+        what: The current step.
     """
 
     def __init__(
@@ -105,12 +107,12 @@ class _Attempt:
 
     @property
     def accused(self) -> list[Any]:
-        """The candidates that are under way."""
+        """The candidates running or compiling now."""
         configs = list(self._configs)
         return [*configs[self._running : self._running + 1], *self._compiling]
 
     def carry_out(self, run: TuningRun) -> AutotuneData:
-        """Have the measuring thread carry out a run, as long as there is time."""
+        """Execute a run on the measuring thread, within the time left."""
         self._alive = time.monotonic()
         try:
             look = None if self._journal is None else self._look
@@ -120,7 +122,7 @@ class _Attempt:
             raise
 
     def tell(self, event: Event) -> None:
-        """Keep what happens; not what happens to one that was left."""
+        """Record an event, unless this attempt was abandoned."""
         self._alive = time.monotonic()
         if self._journal is not None and not self._is_abandoned:
             self._journal.note(event)
@@ -150,13 +152,13 @@ class _Attempt:
         return self._is_abandoned
 
     def _look(self) -> None:
-        """Give up what shows no sign of life.
+        """Abandon the attempt after a long silence, or at the end of its time.
 
         Raises:
-            AbandonedError: nothing is heard any more, or the time is over.
+            AbandonedError: The thread is silent for too long, or the time is over.
         """
-        assert self._journal is not None  # else nobody looks
-        # Without a budget a candidate may take as long as it likes, until Ctrl-C.
+        assert self._journal is not None  # this method is only passed on with a journal
+        # Without a budget a candidate may run until Ctrl-C.
         if self._has_budget:
             self._check_silence(self._journal)
         if self._journal.left() <= 0:

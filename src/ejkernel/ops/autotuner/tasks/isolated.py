@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tuning tasks in worker processes: a candidate that ends its process costs itself, and nothing else."""
+"""Tuning tasks in worker processes: a crashing candidate loses only its worker."""
 
 from __future__ import annotations
 
@@ -33,23 +33,22 @@ from ejkernel.ops.errors import DeviceLostError, TuningError
 
 
 def tune_isolated(task: TuningTask, *, watch: Callable[[str, Sequence[Any]], object] = lambda *_: None) -> AutotuneData:
-    """Carry out a task in a worker process, and go on in a new one as often as a candidate ends it.
+    """Run a task in a worker process; start a new worker each time a candidate ends the last one.
 
     Args:
-        task: What to search for.
-        watch: Called, again and again, with what the worker is at, and its candidates: those that the
-            device works on, in turns, and those that are compiled meanwhile.
+        task: The task.
+        watch: Called repeatedly with the worker's current step and its candidates: those running on the device and
+            those being compiled.
 
     Raises:
-        TuningError: no candidate could be measured; there is no truth to compare with; or a worker ended for no
-            reason that could be found.
-        KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
+        TuningError: No candidate could be measured, the reference failed, or a worker ended for unknown reasons.
+        KeyboardInterrupt: The user pressed Ctrl-C before the first measurement, or twice.
     """
-    # The next worker must know, too, that Ctrl-C has asked for the end.
+    # Later workers must also learn of a Ctrl-C.
     cancellation = Cancellation(within=this_slot().cancellation)
     journal = Journal(task, cancellation=cancellation)
     here = current_scope()
-    # what a candidate tunes in its turn is tuned in the worker itself
+    # A candidate that tunes other calls does so in the same worker.
     policies = (*here.policies, PolicyChange(None, (("isolate", False),)))
     scope = dataclasses.replace(here, policies=policies, recording=())
     attempt = _Attempt(journal, watch, cancellation)
@@ -74,10 +73,10 @@ def tune_isolated(task: TuningTask, *, watch: Callable[[str, Sequence[Any]], obj
 
 
 def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:
-    """Run a task, which was sent at that time, in this process, which is a worker, and tell the parent what happens."""
+    """Run a task in this worker and send its events to the caller; `sent` is the time at which the caller sent it."""
     mine = reports()
-    assert mine is not None  # only workers are sent here
-    task = dataclasses.replace(task, spent=task.spent + time.monotonic() - sent)  # this process had to start
+    assert mine is not None  # runs in workers only
+    task = dataclasses.replace(task, spent=task.spent + time.monotonic() - sent)  # the start of the worker counts
     run = TuningRun(task, watch=mine, cancellation=mine.cancellation)
     with (
         entered(scope),
@@ -89,7 +88,7 @@ def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:
 
 
 class _Attempt:
-    """What a worker does of a task, one after the other until it is done; a `Deadline` for them."""
+    """The attempts of successive workers at a task, and the `Deadline` for these workers."""
 
     def __init__(
         self, journal: Journal, watch: Callable[[str, Sequence[Any]], object], cancellation: Cancellation
@@ -100,7 +99,7 @@ class _Attempt:
         self._cancellation = cancellation
 
     def carry_out(self, scope: Scope) -> AutotuneData:
-        """Have the session's worker go on with the task."""
+        """Continue the task in the session's worker."""
         with shared_worker() as self._worker:
             data: AutotuneData = self._worker.call(
                 _carry_out,
@@ -115,12 +114,12 @@ class _Attempt:
 
     @property
     def what(self) -> str:
-        """What the worker is, or was last, at."""
+        """The worker's current or last step."""
         return "" if self._worker is None else self._worker.doing.what
 
     @property
     def accused(self) -> list[Any]:
-        """The candidates that are, or were last, under way."""
+        """The candidates that run or compile in the worker, or last did."""
         if self._worker is None:
             return []
         culprit = self._worker.culprit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a search whatever becomes of the process or the thread that carries it out."""
+"""The journal of a search: its results so far, which survive the worker or thread that found them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.formatting import compact
 
-_GRACE = 5.0  # seconds beyond its budget, at least, in which a search confirms its winner
+_GRACE = 5.0  # least seconds after the budget for confirming the winner
 _GRACE_SHARE = 0.25  # of the budget, if that is more
-_TURN = 10.0  # seconds beyond the budget, at least, in which the heuristic is measured if it was not before
-_START = 30.0  # seconds in which a worker starts that has a budget, at least
-_STOPPING = 4.0  # seconds after Ctrl-C in which a search confirms its winner
-_LEAST = 1.0  # seconds that a candidate may be silent, however little of the budget is left
-_RUNS = ("compiling", "loading", "running", "measuring")  # what takes each candidate a small part of the time
+_TURN = 10.0  # least seconds after the budget for measuring the heuristic, if it was not measured before
+_START = 30.0  # least seconds for the start of a worker, if the search has a budget
+_STOPPING = 4.0  # seconds after Ctrl-C for confirming the winner
+_LEAST = 1.0  # least seconds that a candidate may be silent, even with little budget left
+_RUNS = ("compiling", "loading", "running", "measuring")  # steps that are short for each candidate
 
 
 class Journal:
-    """What is known of a task, from attempt to attempt.
+    """The results of a task, carried from attempt to attempt.
 
-    With a budget, silence ends an attempt sooner than it would otherwise: when it lasts for half of what is left by
-    then, so that there is time for the other candidates. The heuristic has its turn even where the budget is spent,
-    alone and for as long again. Where the search ends whatever is under way, is a small grace after its budget, or
-    after that turn; what was not confirmed by then does not win. After Ctrl-C it ends within a few seconds, whatever
-    the budget is.
+    A budget shortens the permitted silence: an attempt ends after a silence of half the time left, so that the other
+    candidates still get time. The heuristic is measured even if the budget is spent, alone and for up to the same
+    time again. A short grace period after the budget, or after that measurement, ends the search in any case;
+    unconfirmed candidates do not win. After Ctrl-C the search ends within a few seconds.
 
     Args:
-        task: What to search for.
+        task: The task.
         clock: Source of seconds.
         cancellation: Requested by Ctrl-C.
     """
@@ -54,19 +53,19 @@ class Journal:
         self._clock = clock
         self._cancellation = cancellation or Cancellation()
         self._stopping_since: float | None = None
-        self._is_short_of_time = False  # whether the budget allows less than the attempt has asked for
+        self._is_short_of_time = False  # whether the budget grants less than the attempt requested
         self._start = clock() - task.spent
         self._heard: float | None = None
         self._has_started = False
         self._first: Any = None
         self._planned = 0
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
-        self._told: dict[Any, Outcome] = {}
+        self._reported: dict[Any, Outcome] = {}
         self._suspects = {config_id(config): config for config in task.suspects}
         self._unexplained = 0
 
     def task(self) -> TuningTask:
-        """Return the task as it is left to do, at the beginning of an attempt."""
+        """Return the rest of the task for a new attempt."""
         self._heard = None
         return dataclasses.replace(
             self._task,
@@ -76,11 +75,11 @@ class Journal:
         )
 
     def note(self, event: Event) -> None:
-        """Keep what an attempt says, and pass on what is new."""
-        if event.key != self._task.inv.key:  # of a search that a candidate has begun
+        """Record an event of an attempt; pass it to the listeners if it is new."""
+        if event.key != self._task.inv.key:  # from a search started by a candidate
             emit(event)
             return
-        # An attempt tells again what those before it have told; listeners hear what is new, and nothing twice.
+        # Each attempt repeats events of earlier attempts; listeners get each event once.
         self._heard = self._heard or self._clock()
         is_new = True
         if isinstance(event, SearchStarted):
@@ -88,21 +87,21 @@ class Journal:
             self._planned = max(self._planned, event.candidates)
         elif isinstance(event, CandidateFinished):
             token = config_id(event.outcome.config)
-            is_new = self._told.get(token) != event.outcome
-            self._told[token] = self._known[token] = event.outcome
+            is_new = self._reported.get(token) != event.outcome
+            self._reported[token] = self._known[token] = event.outcome
         if is_new:
             emit(event)
 
     # --- time ---
 
     def silence(self, what: str, accused: Iterable[object], allowed: float, *, is_stuck: bool = False) -> float:
-        """Return the seconds without a sign of life after which an attempt is ended.
+        """Return the seconds of silence after which an attempt is ended.
 
         Args:
-            what: What it is at.
-            accused: The candidates that are under way.
-            allowed: The seconds that it asked for.
-            is_stuck: Whether somebody keeps the interpreter's lock.
+            what: The current step.
+            accused: The candidates running or compiling now.
+            allowed: The seconds that the attempt requested.
+            is_stuck: Whether a thread holds the interpreter's lock.
         """
         granted = self._granted(what, accused, allowed, is_stuck)
         self._is_short_of_time = granted < allowed
@@ -115,18 +114,18 @@ class Journal:
             return min(allowed, max(_START, self._end - self._start))
         left = self._end - self._clock()
         others = [config for config in accused if config_id(config) != config_id(self._first)]
-        # A compilation too. What takes long by its nature, such as the reference or the confirmation of a winner, has
-        # all that is left, unless the worker's counter says that somebody keeps the interpreter's lock.
+        # This includes compilations. Long steps, e.g. the reference or the confirmation run, get all the time left,
+        # unless the worker's counter shows that a thread holds the interpreter's lock.
         if others and (is_stuck or what in _RUNS):
             return min(allowed, max(_LEAST, left / 2))
         return min(allowed, max(0.0, left) + self._grace)
 
     def left(self) -> float:
-        """Return the seconds after which an attempt is ended whatever it does."""
+        """Return the seconds until the attempt is ended in any case."""
         left = self._left_after_ctrl_c()
         if self._end is None or self._heard is None:
             return left
-        # A worker that takes long to start has not used up the heuristic's turn.
+        # A slow start of the worker does not shorten the heuristic's measurement.
         return min(left, max(self._end, self._heard) + self._grace - self._clock())
 
     def _left_after_ctrl_c(self) -> float:
@@ -138,7 +137,7 @@ class Journal:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no time for another attempt."""
+        """Whether the time left is too short for another attempt."""
         if self._cancellation.is_requested:
             return True
         if self._end is None:
@@ -157,18 +156,18 @@ class Journal:
 
     @property
     def _has_answer(self) -> bool:
-        """Whether the heuristic was measured, which then is the answer if nothing else is."""
+        """Whether the heuristic was measured, so that the search has at least this result."""
         return self.was_measured(self._first)
 
     def conclude(self, why: str) -> AutotuneData:
-        """Return what is known now that the time is over: the heuristic stays, for nothing else was confirmed.
+        """Return the result at the end of the time: the heuristic stays, since no other candidate was confirmed.
 
         Args:
-            why: What took the time.
+            why: The step that ran out of time.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C came before the heuristic was measured.
-            TuningError: the heuristic was not measured within the budget.
+            KeyboardInterrupt: The user pressed Ctrl-C before the heuristic was measured.
+            TuningError: The heuristic was not measured within the budget.
         """
         inv, is_stopped = self._task.inv, self._cancellation.is_requested
         spent = "the search was stopped" if is_stopped else f"the budget of {self._task.policy.budget_s:g} s was spent"
@@ -192,61 +191,61 @@ class Journal:
             unconfirmed=any(self.was_measured(outcome.config) for outcome in others),
         )
 
-    # --- blame ---
+    # --- failure attribution ---
 
     def suspect(self, configs: Iterable[object]) -> None:
-        """Have each of these candidates be alone under way in the next attempt."""
+        """Run each of these candidates alone in the next attempt."""
         self._suspects |= {config_id(config): config for config in configs}
 
     def rule_out(self, config: object, reason: str, status: Status = Status.CRASHED) -> None:
-        """Have a candidate be out for the rest of the search, because it ended an attempt."""
+        """Exclude a candidate from the rest of the search because it ended an attempt."""
         self._suspects.pop(config_id(config), None)
         self.note(CandidateFinished(self._task.inv.key, Outcome(config=config, status=status, reason=reason)))
 
     def was_measured(self, config: object) -> bool:
-        """Return whether a candidate has run, and was timed."""
+        """Return whether a candidate has been measured."""
         outcome = self._known.get(config_id(config))
         return outcome is not None and outcome.status == Status.MEASURED
 
     def attribute_crash(self, reason: str, what: str, accused: Iterable[object], *, is_silence: bool = False) -> None:
-        """Find out who was to blame for the end of an attempt.
+        """Attribute the end of an attempt to a candidate.
 
-        One that was alone under way is; the heuristic only if that happens twice. Of several any may be: the one that
-        was announced last need not be the one that keeps the others from going on, such as by holding the interpreter's
-        lock. The next attempt has each of them alone.
+        A candidate that was alone is the cause; the heuristic only on the second time. With several candidates, any
+        of them may be the cause: e.g. an earlier candidate may hold the interpreter's lock and stop the others. The
+        next attempt runs each of them alone.
 
         Args:
-            reason: How it ended.
-            what: What it was at; of a reference, candidates that were compiled meanwhile need not be to blame.
-            accused: The candidates that were under way: those that were compiled, and the one that ran.
-            is_silence: Whether it was ended for its silence. A candidate that had less time than it asked for, because
-                the budget is small, is skipped and no failure.
+            reason: How the attempt ended.
+            what: The step at that time. During the reference, candidates that compile beside it are not accused.
+            accused: The candidates at that time: those being compiled, and the running candidate.
+            is_silence: Whether the attempt was ended after a silence. If the budget granted the candidate less time
+                than requested, its status is `skipped`, not `crashed`.
 
         Raises:
-            TuningError: none was, twice.
+            TuningError: Two attempts ended without any candidate.
         """
         accused = {config_id(config): config for config in accused}
         if len(accused) == 1 and not what.startswith(REFERENCE):
             (culprit,) = accused.values()
             is_first = config_id(culprit) == config_id(self._first)
             if is_first and config_id(culprit) not in self._suspects:
-                # Without the heuristic no winner can be confirmed, and a worker may end for reasons of its own.
+                # Workers may die for unrelated reasons, and no winner can be confirmed without the heuristic.
                 self.suspect([culprit])
             elif is_silence and self._is_short_of_time:
                 self.rule_out(culprit, f"the budget left it too little time: {reason}", Status.SKIPPED)
             else:
                 self.rule_out(culprit, reason)
         elif accused:
-            # A thread that was given up is under way until it ends, and beside a reference that runs nobody is alone.
+            # Abandoned threads still run until they end, and a running reference competes with every candidate.
             self.suspect(accused.values())
         else:
             self._unexplained += 1
             if self._unexplained > 1:
-                raise TuningError(f"{self._task.inv.op_id}: the search ends without any candidate: {reason}")
+                raise TuningError(f"{self._task.inv.op_id}: the search was lost twice while no candidate ran: {reason}")
 
 
 def named(accused: Iterable[object]) -> str:
-    """Return candidates in words, to follow what was done with them; nothing for none."""
+    """Return the candidates as text to append to a message; empty without candidates."""
     listed = [compact(config) for config in accused]
     return f": {', '.join(listed)}" if listed else ""
 

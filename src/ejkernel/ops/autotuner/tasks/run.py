@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tuning task under way: which candidates are prepared, raced and confirmed, and who wins."""
+"""One tuning run: prepares, measures and confirms candidates, and decides the winner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ejkernel.ops.autotuner.tasks.decisions import (
     fastest_first,
     finalists,
     for_so_long,
-    nobody_left,
+    why_no_winner,
     release_losers,
     why_it_stays,
 )
@@ -55,22 +55,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SCREENING = RacePlan.fixed(2)  # of candidates that a search asked for
-_DUEL = 8  # rounds of the winner and the heuristic at least; fewer prove nothing
-_DUEL_SECONDS = 20.0  # for which the two go on at most where those rounds prove nothing
-_LAST_SECONDS = 2.0  # that a race of the two goes on for after the search was asked for its end: a winner needs one
-_PREPARING = 2 / 3  # of the budget, after which those that are compiled by then are measured
-_DOUBTS = 2  # times that candidates which look faster than the winner are measured again, beside it
-_BATCH = 8  # candidates that a search asks for at once, so that they compile side by side and run in turns
+_SCREENING = RacePlan.fixed(2)  # for candidates proposed by a strategy
+_CONFIRMATION_ROUNDS = 8  # least rounds of a confirmation run; fewer prove nothing
+_CONFIRMATION_SECONDS = 20.0  # longest extension of a confirmation run that is not settled after its rounds
+_LAST_SECONDS = 2.0  # extra time for the confirmation run after the end was requested: a winner needs one
+_PREPARING = 2 / 3  # share of the budget for compiling; then the compiled candidates are measured
+_DOUBTS = 2  # times that candidates with shorter times than the winner are measured again beside it
+_BATCH = 8  # candidates requested from a strategy at once: they compile in parallel and run interleaved
 
 
 class TuningRun:
-    """A task under way.
+    """One run of a task.
 
     Args:
-        task: What to search for.
-        watch: Who must know what is under way.
-        cancellation: By which it is asked for its end.
+        task: The task.
+        watch: Receives the current step and its candidates.
+        cancellation: Requests the end of the run.
         tell: Called with every event.
         clock: Source of seconds.
     """
@@ -91,21 +91,23 @@ class TuningRun:
         self._clock = clock
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._rejected = {config_id(outcome.config): outcome for outcome in task.rejected}
-        out = REJECTED | {Status.SKIPPED}  # the latter ended an attempt, because the budget left it too little time
+        out = REJECTED | {
+            Status.SKIPPED
+        }  # a skipped candidate ended an attempt because the budget left it too little time
         self._rejected |= {token: outcome for token, outcome in self._known.items() if outcome.status in out}
         self._suspects = {config_id(config) for config in task.suspects}
         self._plan = RacePlan(rounds=task.rounds)
-        self._rounds = max(_DUEL, task.rounds)  # of a race that decides
+        self._rounds = max(_CONFIRMATION_ROUNDS, task.rounds)
         self._ranking: list[Candidate] = []
         self._tried: list[Candidate] = []
-        self._planned = 0  # candidates that the search is about
-        self._ended_early = False  # before a strategy was asked for all of them
+        self._planned = 0  # number of candidates in the search
+        self._ended_early = False  # the run ended before the strategy proposed all candidates
 
     def run(self) -> AutotuneData:
-        """Return what was found.
+        """Execute the run and return its results.
 
         Raises:
-            TuningError: no candidate could be measured, or there is no truth to compare with.
+            TuningError: No candidate could be measured, or the reference failed.
         """
         task, inv = self.task, self.task.inv
         start = self._clock() - task.spent
@@ -142,9 +144,9 @@ class TuningRun:
         )
 
     def _settle_statuses(self) -> None:
-        """Have every candidate whose turn did not come be skipped, with the reason."""
+        """Mark candidates that were never measured as skipped, with the reason."""
         for candidate in self._tried:
-            if candidate.status == Status.READY and candidate.measurement is None:  # compiled, and then time was up
+            if candidate.status == Status.READY and candidate.measurement is None:  # compiled, but the time was over
                 candidate.status = Status.SKIPPED
             is_given_up = config_id(candidate.config) in self._rejected
             if candidate.status == Status.SKIPPED and self._cancellation.is_requested and not is_given_up:
@@ -156,7 +158,7 @@ class TuningRun:
         return why_it_stays(decision.standing, unconfirmed=decision.unconfirmed)
 
     def _set_up(self, baseline: object, compiler: Compiler | None) -> None:
-        """Make the bench: what is right, what compiles and checks candidates, and what times them."""
+        """Create the oracle (reference results), the preparation (compiling, checking) and the timing."""
         task = self.task
         self._oracle = self._oracle_of(
             SharedCall(
@@ -212,18 +214,18 @@ class TuningRun:
 
     @contextlib.contextmanager
     def _naming_the_kernel(self) -> Iterator[None]:
-        """Say whose configurations something is wrong with; what a hook raises is this call's error alone."""
+        """Turn errors of the kernel's hooks into a `TuningError` that names the kernel."""
         op_id = self.task.inv.op_id
         try:
             with named(op_id):
                 yield
         except KernelError as error:
             why = str(error).removeprefix(f"{op_id}: ")
-            raise TuningError(f"{op_id}: its configurations cannot be had: {why}") from error
+            raise TuningError(f"{op_id}: its configurations cannot be determined: {why}") from error
 
     @contextlib.contextmanager
     def _compiling_elsewhere(self) -> Iterator[Compiler | None]:
-        """Give what compiles in the policy's processes, if there are any, for the `with` block."""
+        """Provide a compiler with the policy's processes for the `with` block; `None` without processes."""
         compiler = None
         if self.task.policy.compile_processes > 0:
             from ejkernel.ops.autotuner.compile.processes import compiler_for  # imports multiprocessing
@@ -236,7 +238,7 @@ class TuningRun:
             if compiler is not None:
                 compiler.close()
 
-    # --- which candidates ---
+    # --- choosing candidates ---
 
     def _take_all(self, first: Sequence[object], others: Iterable[object]) -> None:
         others = list(others)
@@ -251,11 +253,11 @@ class TuningRun:
             self._race_finalists()
 
     def _ask(self, space: ConfigSpace[Any], first: Sequence[object]) -> None:
-        """Measure the candidates that a strategy asks for, and the best of them, beside the heuristic, again."""
+        """Measure the candidates that a strategy proposes, then the best of them again beside the heuristic."""
         points, most = space.points(), self.task.policy.max_candidates
         total = most if points is None else min(len(points), most)
         strategy = default_strategy(space, seeds=first, records=self.task.records, seed=self.task.seed)
-        # The heuristic alone, so that every later time stands beside it.
+        # The heuristic comes first and alone: all later times are compared with it.
         batch = distinct(first) or distinct(strategy.ask(_BATCH))
         self._begin(total, batch)
         while batch:
@@ -265,7 +267,7 @@ class TuningRun:
             self._race([self._tried[0], *(c for c in fresh if c is not self._tried[0])], _SCREENING)
             for candidate in batch:
                 strategy.tell(candidate.config, candidate.seconds)
-            # Programs take memory on the device, which candidates to come may need.
+            # Programs occupy device memory that later candidates may need.
             release_losers(self._tried)
             room = 0 if self._must_end() else min(_BATCH, total - len(self._tried))
             batch = distinct(strategy.ask(room), but=self._tried) if room > 0 else []
@@ -275,16 +277,16 @@ class TuningRun:
         self._race_finalists()
 
     def _race_finalists(self) -> None:
-        """Measure the best again, beside the heuristic: they were measured in different races."""
+        """Measure the best candidates again beside the heuristic, since their times come from different runs."""
         best = finalists(self._tried)
         self._prepare_again(best)
-        if self._must_end():  # a race would have no rounds: what was sampled on the way decides
+        if self._must_end():  # no time for further rounds: the samples so far decide
             self._ranking = [c for c in fastest_first(best) if c.compiled is not None]
         else:
             self._race(best, self._plan)
 
     def _prepare_again(self, finalists: Sequence[Candidate]) -> None:
-        """Compile those that an earlier attempt measured; where time is up, the best of them alone."""
+        """Compile finalists that an earlier attempt measured; only the best of them if the time is over."""
         missing = [candidate for candidate in finalists if candidate.compiled is None and candidate.measurement]
         if missing and self._must_end():
             self._prepare(missing[:1], stop=self._watch.is_abandoned)
@@ -292,8 +294,8 @@ class TuningRun:
             self._prepare(missing)
 
     def _recall(self, candidate: Candidate) -> bool:
-        """Take over what an earlier attempt measured; return whether it did. The heuristic is in every race."""
-        # The heuristic is measured by each attempt: it is in every race, and owns its program.
+        """Copy the outcome of an earlier attempt, if one exists; return whether it did."""
+        # Each attempt measures the heuristic again: it takes part in every run, and owns its program.
         known = self._known.get(config_id(candidate.config))
         if candidate is self._tried[0] or known is None or known.measurement is None or known.status != Status.MEASURED:
             return False
@@ -302,14 +304,14 @@ class TuningRun:
         self._preparation.note_spills(candidate.spilled)
         return True
 
-    # --- what is done with them ---
+    # --- compiling, checking and measuring ---
 
     def _begin(self, total: int, candidates: Sequence[Candidate]) -> None:
         self._planned = total
         self._tell(SearchStarted(self.task.inv.key, total, candidates[0].config))
 
     def _prepare(self, candidates: Sequence[Candidate], stop: Callable[[], bool] | None = None) -> None:
-        """Compile and check, until it is to stop; those that an earlier attempt rejected stay rejected."""
+        """Compile and check candidates until `stop`; candidates rejected by an earlier attempt stay rejected."""
         stop = stop or self._must_end
         todo = []
         for candidate in candidates:
@@ -324,18 +326,18 @@ class TuningRun:
                 continue
             self._one_finished(candidate)
         if self._suspects:
-            self._oracle.find_truth()  # so that each of them is alone indeed
+            self._oracle.compute_references()  # before the suspects, so that each of them runs alone
         groups = self._to_compile_together(todo)
         for group in itertools.takewhile(lambda _: not stop(), groups):
             self._preparation.prepare(group, stop=stop)
         if len(groups) > 1:
-            self._preparation.settle(todo)  # one that came late may be the first of its program
+            self._preparation.settle(todo)  # a candidate prepared late may be the first of its program
 
     def _to_compile_together(self, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-        """Return the candidates in groups: suspects alone, and after the others, who should not wait for them.
+        """Return groups of candidates: all others together, then each suspect alone.
 
-        But the very first candidate comes first if it has to be alone: as a suspect, or because time is up, so that no
-        other is begun.
+        The first candidate (the heuristic) forms the first group if it is a suspect. The same holds if the time is
+        over, so that no other candidate starts.
         """
         first = self._tried[0]
         alone = [candidate for candidate in candidates if config_id(candidate.config) in self._suspects]
@@ -360,7 +362,7 @@ class TuningRun:
         return math.inf if self._deadline is None else self._deadline - self._clock()
 
     def _must_end(self) -> bool:
-        """Return whether to end with the best so far: but the very first candidate has its turn."""
+        """Return whether to end with the best result so far; the first candidate is always measured."""
         if self._watch.is_abandoned():
             return True
         if not self._tried or self._tried[0].status == Status.SKIPPED:
@@ -368,32 +370,32 @@ class TuningRun:
         return self._cancellation.is_requested or (self._deadline is not None and self._clock() > self._deadline)
 
     def _must_race(self) -> bool:
-        """Return whether to measure what is compiled: else a small budget is spent when all are compiled."""
+        """Return whether to stop compiling and start measuring, before a small budget is spent on compiling."""
         if self._must_end() or self._deadline is None or self.task.policy.budget_s is None:
             return self._must_end()
         is_late = self._left() < (1 - _PREPARING) * self.task.policy.budget_s
         return is_late and any(candidate.status == Status.READY for candidate in self._tried[1:])
 
-    # --- who wins ---
+    # --- deciding ---
 
     def _checked_rule(self) -> str:
-        """Return what is wrong with the heuristic's gradients, if there is time to look."""
+        """Return the fault of the heuristic's gradients, if the time suffices for the check; empty without a fault."""
         if self.task.policy.validate is not True or self._must_end():
             return ""
         first = self._tried[0]
-        if first.status == Status.WRONG and self.task.inv.direction == "bwd":  # which is a gradient
+        if first.status == Status.WRONG and self.task.inv.direction == "bwd":  # the call itself computes gradients
             return f"its gradients are wrong: {first.reason}"
         return rule_fault(self._oracle) if first.compiled is not None else ""
 
     def _pair_fault(self, decision: Decision) -> str:
-        """Return how forward and backward disagree on residuals, as far as there was time to look."""
+        """Return how forward and backward disagree on residuals, as far as it was checked."""
         kept = self._tried[0] if decision.winner is self._tried[0] and not self._must_end() else None
         return pair_fault(self._oracle, kept) if self.task.policy.validate is True else self._oracle.contract_fault
 
     def _decide(self) -> Decision:
-        """Return who wins, after those that look faster all the same were measured again beside it.
+        """Return the decision, after candidates with shorter times than the winner were measured again beside it.
 
-        Who left a race early, or ran in another one, may have had luck with its few samples.
+        A candidate dropped early, or measured in another run, may look fast because of its few samples.
         """
         decision = self._best()
         for _ in range(_DOUBTS):
@@ -407,35 +409,37 @@ class TuningRun:
         return dataclasses.replace(decision, doubtful=bool(faster_than(decision, self._tried)))
 
     def _best(self) -> Decision:
-        """Return who wins: the fastest that is right on fresh inputs too, and there beats the heuristic again.
+        """Return the fastest candidate that is correct on new inputs and beats the heuristic in a confirmation run.
 
-        That second race is of the two alone: of many candidates the one that noise favoured most looks best, and new
-        samples do not know which one that was.
+        The confirmation run is paired and takes new samples: the fastest of many candidates is often the one that
+        noise favoured most.
         """
         heuristic = self._tried[0]
         while self._ranking:
             rival = next((candidate for candidate in self._ranking if candidate is not heuristic), None)
-            # Without samples of a heuristic that did not fail, the search ended too early to compare anything with it.
+            # Without samples of the heuristic, and without its failure, nothing can be compared with it.
             if rival is None or not (heuristic.status in FAULTY or are_measured(heuristic)):
                 return self._stays(None)
             standing = self._first_look(rival)
             if standing is not None and not standing.verdict.wins:
                 return self._stays(standing)
             checked = self._confirmed(rival)
-            standing = self._duel(rival)
+            standing = self._confirmation_run(rival)
             if are_measured(rival):
-                return self._after_duel(rival, checked, standing)
-            self._race(self._tried, self._plan)  # some were dropped for being slower than that one
+                return self._after_confirmation_run(rival, checked, standing)
+            self._race(self._tried, self._plan)  # the failed rival caused slower candidates to be dropped
         self._oracle.settings.tell()
-        text = nobody_left(self.task.inv, self._tried)
+        text = why_no_winner(self.task.inv, self._tried)
         if any(NOT_FINITE in candidate.reason for candidate in self._tried):
             text = f"{text}; {why_not_finite(self.task.kernel, self.task.inputs)}"
         raise TuningError(text)
 
-    def _after_duel(self, rival: Candidate, checked: tuple[str, ...], standing: Standing | None) -> Decision:
-        """Return the rival if it won its race against the heuristic, or if the heuristic has failed."""
+    def _after_confirmation_run(
+        self, rival: Candidate, checked: tuple[str, ...], standing: Standing | None
+    ) -> Decision:
+        """Return the rival if it won the confirmation run, or if the heuristic has failed."""
         if standing is None:
-            if rival.is_recalled:  # a winner is measured in the search that names it
+            if rival.is_recalled:  # a search must measure its winner itself
                 self._timing.race([rival], Race(1, plan=RacePlan.fixed(self._rounds)), stop=self._must_end_now())
             has_failed = self._tried[0].status in FAULTY
             return Decision(rival, checked) if has_failed and not rival.is_recalled else self._stays(None)
@@ -450,16 +454,16 @@ class TuningRun:
         return Decision(self._tried[0], checked, standing, unconfirmed=unconfirmed)
 
     def _first_look(self, rival: Candidate) -> Standing | None:
-        """Return how the best of a race stands against the heuristic, after more rounds where those told too little."""
+        """Compare the best candidate of a run with the heuristic, with more rounds if the first were inconclusive."""
         if not are_measured(rival, self._tried[0]):
             return None
         verdict = at_first_look(rival, self._tried[0])
         if verdict.wins or verdict.settled or self._must_end():
             return Standing(rival.config, verdict)
-        return self._duel(rival)
+        return self._confirmation_run(rival)
 
     def _confirmed(self, rival: Candidate) -> tuple[str, ...]:
-        """Return what was checked of a winner; nothing if it failed."""
+        """Return the checks that a winner passed; empty if it failed."""
         self._note_suspicion(rival)
         try:
             gradients = self.task.policy.validate is True
@@ -469,23 +473,23 @@ class TuningRun:
             self._tell(CandidateFinished(self.task.inv.key, rival.outcome()))
             return ()
 
-    def _duel(self, rival: Candidate) -> Standing | None:
-        """Race it against the heuristic until it is settled who is faster; `None` if one of them cannot be measured.
+    def _confirmation_run(self, rival: Candidate) -> Standing | None:
+        """Run the confirmation until the comparison is settled; `None` if a candidate cannot be measured.
 
-        A search that was asked for its end goes on for a moment: without this race there is no winner.
+        It may continue for a moment after the end was requested: without a confirmation run, no candidate wins.
         """
         heuristic = self._tried[0]
         if not are_measured(rival, heuristic):
             return None
-        duel = Duel(self._rounds, may_go_on=for_so_long(_DUEL_SECONDS, self._clock))
-        # These samples are the figures that are kept.
+        duel = Duel(self._rounds, may_go_on=for_so_long(_CONFIRMATION_SECONDS, self._clock))
+        # The log stores these samples.
         self._timing.race([heuristic, rival], duel, stop=self._must_end_now())
         if not are_measured(rival, heuristic):
             return None
         return Standing(rival.config, duel.verdict, alone=True)
 
     def _must_end_now(self) -> Callable[[], bool]:
-        """Return what says whether the search was asked for its end, and had a moment since."""
+        """Return a function that is true a moment after the end of the search was requested."""
         has_time = for_so_long(_LAST_SECONDS, self._clock)
         return lambda: self._watch.is_abandoned() or (self._must_end() and not has_time())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tuning task as data, and what it starts from."""
+"""A tuning task as plain data, with the earlier results that it starts from."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ejkernel.ops.core.kernel import Kernel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedCall:
-    """A further call that a configuration is searched for.
+    """A further call that shares the configuration.
 
     Attributes:
         inv: The call, of the task's kernel.
-        weight: How much it counts beside the others.
-        inputs: What to measure with, in place of what is made from the signature.
-        programs: Configurations that were compiled for it before, with their programs.
+        weight: Weight of its time in the geometric mean.
+        inputs: Inputs to measure with; generated from the signature if `None`.
+        programs: Configurations compiled before, with their programs for this call.
         reference: The kernel's reference for this call, compiled before.
         partners: See `TuningTask`.
     """
@@ -40,23 +40,23 @@ class SharedCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningTask:
-    """What to search for, and how; fit to be sent to a worker process.
+    """The description of a search; can be sent to a worker process.
 
     Attributes:
         inv: The call, abstract, with its kernel.
-        candidates: What to measure beside the heuristic; the kernel's own if `None`.
-        policy: `validate`, `budget_s`, `cold_cache`, `compile_processes` and `max_candidates` are heeded.
-        records: What was measured elsewhere, the nearest first.
-        rejected: Outcomes of candidates that need no measuring.
-        known: Outcomes of an earlier attempt, which a worker process did not survive, or of a search that had to end.
-        spent: Seconds that earlier attempts took.
-        programs: Configurations that were compiled before, with their programs.
+        candidates: Configurations to measure beside the heuristic; the kernel's space if `None`.
+        policy: Only `validate`, `budget_s`, `cold_cache`, `compile_processes` and `max_candidates` apply.
+        records: Measurements from other calls and devices, the nearest first.
+        rejected: Outcomes of candidates that need no measurement.
+        known: Outcomes of an earlier attempt that lost its worker, or of an earlier search that ended early.
+        spent: Seconds used by earlier attempts.
+        programs: Configurations compiled before, with their programs.
         reference: The kernel's reference for this call, compiled before.
-        inputs: What to measure with, in place of what is made from the signature.
-        weight: How much the call counts beside others.
-        others: Calls that are to have the same configuration.
-        partners: Configurations in force for the call's other direction: its backward's, or its forward's.
-        suspects: Configurations of which one ended that process; they are compiled one at a time.
+        inputs: Inputs to measure with; generated from the signature if `None`.
+        weight: Weight of the call's time in the geometric mean.
+        others: Calls that share the configuration.
+        partners: Configurations in force for the call's other direction (backward or forward).
+        suspects: Configurations of which one ended an earlier attempt; they are compiled one at a time.
         rounds, warmup, seed, width, limits: See `Autotuner`.
     """
 
@@ -83,7 +83,7 @@ class TuningTask:
     @property
     def kernel(self) -> Kernel[Any, Any]:
         """The call's kernel."""
-        assert self.inv.kernel is not None  # who makes a task has put it there
+        assert self.inv.kernel is not None  # every task has a kernel
         return self.inv.kernel
 
     @property
