@@ -225,7 +225,7 @@ def test_what_was_measured_on_each_draw_is_in_tables_entries_and_logs(times, tmp
 @pytest.mark.parametrize(
     ("line", "old", "new", "message"),
     [
-        (1, "[2000000.0,2000000.0]", "[2000000.0]", "line 2: it has times of 1 cases, and there are 2"),
+        (1, "[2000000.0,2000000.0]", "[2000000.0]", "line 2: it has times of 1 cases instead of 2"),
         (1, "[2000000.0,2000000.0]", "[2000000.0,-1]", "line 2: samples must be between"),
         (0, '"weight":0.5', '"weight":0', "line 1: weights of cases must be between 0 and 1"),
     ],

@@ -255,7 +255,7 @@ def spills(count, repeats=1):
 def test_what_spills_much_is_not_run_where_something_else_spills_little():
     data = tune([spills(1892), spills(20, repeats=2), spills(512, repeats=3)])
     assert list(fates(data).values()) == ["measured", "pruned", "measured", "pruned"]
-    assert data.outcomes[1].reason == "it spills 1892 bytes of registers a thread, much more than others"
+    assert data.outcomes[1].reason == "it spills 1892 bytes of registers per thread, much more than others"
     assert [outcome.spilled for outcome in data.outcomes] == [0, 1892, 20, 512]
     assert data.config == spills(20, repeats=2)
 

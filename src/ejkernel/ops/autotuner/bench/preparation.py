@@ -27,7 +27,7 @@ from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.utils.formatting import compact
 
 # Candidates with at least so many spilled bytes per thread are not run if another candidate is correct. They took 2.5
-# times as long as the best and more, while a candidate with 20 bytes was the best (benchmarks/results/spills_h200.json).
+# times as long as the best and more, while one with 20 bytes was the best (benchmarks/results/spills_h200.json).
 _SPILLS_MUCH: Final = 512
 _GRACE: Final = 10.0  # seconds for abandoning a compilation in this process, before the caller ends the attempt
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured before."""
+"""Stored measurements of searches, and the saving of their results."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A search as text: a line of JSON about the search, and then one short line for each outcome.
+"""The log of a search as text: one line of JSON about the search, then one short line per outcome.
 
-The first line is an object (`_Header`); every further one an array, of the columns that the first names; the last has
-the digest of all that is before it. Fields and columns that have a default may be added: what lacks them is read. Those
-of cases are there only where a configuration was searched for several.
+The first line is an object (`_Header`). Each outcome is an array with the columns named in the header. The last line
+holds the digest of all lines before it. New fields and columns need a default, so that older logs can still be read.
+Fields for cases exist only in searches with several cases.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from ejkernel.ops.utils.storage.serialize import describe, from_data, from_plain
 
 logger = logging.getLogger(__name__)
 
-SCHEMA: Final = 2  # raise when the layout changes; a search of another schema is a warned skip
+SCHEMA: Final = 2  # increase when the layout changes; logs with another schema are skipped with a warning
 _WHAT: Final = "the log of a search"
 _MOST: Final = 100_000  # outcomes of a search
-_TIMES_US: Final = (1e-6, 1e15)  # what a call may take: a picosecond, thirty years
-# What says nothing about a configuration that was not measured.
-_UNTOLD: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
+_TIMES_US: Final = (1e-6, 1e15)  # range of valid times: a picosecond to thirty years
+# Without a measurement, these statuses say nothing about a configuration.
+_UNKNOWN: Final = frozenset({Status.SAME, Status.SKIPPED, Status.READY, Status.PRUNED})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSearch(Findings):
-    """A search as it is in its file; of an earlier version it may lack why it came out so.
+    """A search loaded from its file; logs of earlier versions may lack the reasons for the result.
 
     Attributes:
         key: The key of the call.
         call: The abstract call as plain data.
-        config_type: `module.Qualname` of the configurations' class, or `json` for plain data; in the outcomes they are
-            plain data.
-        winner: The position of the winner among the outcomes.
+        config_type: `module.Qualname` of the configurations' class, or `json` for plain data. The outcomes hold plain
+            data in both cases.
+        winner: The index of the winner in the outcomes.
         provenance: Device, versions and time of writing.
-        path: The file; `None` for a search that could not be written and lives in memory.
+        path: The file; `None` for a search held in memory because it could not be written.
     """
 
     key: ConfigKey
@@ -64,19 +64,19 @@ class StoredSearch(Findings):
     path: Path | None = None
 
     def record(self, label: str = "", cfg_type: object = None) -> Record:
-        """Return the times of the call, for a search to start from.
+        """Return the times of the call as the starting point of a new search.
 
-        What was never tried, and what is the program of another candidate, is left out, and so is, with a line in the
-        log, what cannot be decoded.
+        Configurations that were never run, or share the program of another, are left out. Configurations that cannot
+        be decoded are left out and logged.
 
         Args:
-            label: Where the times are from; device and key by default.
-            cfg_type: The configurations' type; `None` takes the type that the log names, if files may name it.
+            label: The source of the times; device and key by default.
+            cfg_type: The configurations' type; `None` for the type named in the file, if files may name it.
         """
         times: list[tuple[Any, float | None]] = []
         refused: list[ConfigError] = []
         for outcome in self.outcomes:
-            if outcome.measurement is None and outcome.status in _UNTOLD:
+            if outcome.measurement is None and outcome.status in _UNKNOWN:
                 continue
             try:
                 config = self._decoded(outcome.config, cfg_type)
@@ -85,14 +85,14 @@ class StoredSearch(Findings):
             else:
                 times.append((config, outcome.seconds_on(self.key.call)))
         if refused:
-            text = "%d of %d configurations in the log of %s cannot be decoded, such as one: %s"
+            text = "%d of %d configurations in the log of %s cannot be decoded, e.g.: %s"
             logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
         return Record(label or f"{self.key.device} {self.key.call}", tuple(times))
 
     def measured(self, cfg_type: object = None) -> tuple[Outcome, ...]:
-        """Return the outcomes that were measured, without the heuristic's, with their configurations decoded.
+        """Return the measured outcomes except the heuristic's, with decoded configurations.
 
-        What cannot be decoded is left out, with a line in the log.
+        Configurations that cannot be decoded are left out and logged.
         """
         found = []
         for outcome in self.outcomes[1:]:
@@ -108,7 +108,7 @@ class StoredSearch(Findings):
         return decode_config(config, self.config_type) if cfg_type is None else from_data(config, cfg_type)
 
     def summary(self, *, width: int | None = None) -> str:
-        """Return the fate of every candidate as a table, the fastest first, of at most `width` columns."""
+        """Return a table of all candidates, the fastest first, at most `width` characters wide."""
         time = str(self.provenance.get("time", "at an unknown time"))[:19].replace("T", " ")
         title = f"{self.key.op}  {arguments(self.call)}", f"{self.key.device}, call {self.key.call}, measured {time}"
         return summary_of(title, self, self.outcomes[self.winner], width=width)
@@ -116,7 +116,7 @@ class StoredSearch(Findings):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Standing:
-    """What `Standing.data` returns."""
+    """The fields of `Standing.data`."""
 
     rival: Any
     verdict: str
@@ -131,17 +131,17 @@ class _Standing:
     alone: bool
 
     def restored(self) -> Standing:
-        """Return what it was.
+        """Return the `Standing`.
 
         Raises:
-            UnusableError: its figures are none.
+            UnusableError: The figures are invalid or inconsistent.
         """
         figures = (self.rival_us, self.heuristic_us, self.confidence, 1.0 if self.speedup is None else self.speedup)
         won = (self.rival_faster, self.heuristic_faster)
-        # Figures of a file are shown and compared: whatever was written there must make sense together.
+        # The figures are shown and compared, so reject inconsistent ones.
         possible = min(won) >= 0 and sum(won) <= self.rounds and all(0 <= figure < math.inf for figure in figures)
         if self.verdict not in list(CameOut) or not possible:
-            raise UnusableError(f"line 1: its standing makes no sense: {self}")
+            raise UnusableError(f"line 1: the figures of its standing are inconsistent: {self}")
         verdict = Verdict(
             wins=self.verdict == CameOut.WINS,
             settled=self.verdict != CameOut.UNDECIDED,
@@ -159,7 +159,7 @@ class _Standing:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """One of several things that candidates were measured on; see `Case`."""
+    """One case of a search; see `Case`."""
 
     call: str
     arguments: str
@@ -172,17 +172,18 @@ class _Header:
     """The first line.
 
     Attributes:
-        schema: Of this layout.
+        schema: Version of this layout.
         key, call, config_type, provenance: As in `StoredSearch`.
-        fields: Names of the configurations' fields, whose values follow in this order; `None`: they follow whole.
-        winner: The number of the winner's line, counted from 0.
-        seconds: How long the search took.
-        outcomes: How many lines follow.
-        columns: What they hold.
-        twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
+        fields: Field names of the configurations; each line holds the values in this order. `None`: each line holds
+            the whole configuration.
+        winner: Index of the winner's line, from 0.
+        seconds: Duration of the search.
+        outcomes: Number of outcome lines.
+        columns: Columns of these lines.
+        twins: For each outcome with status `same`: its line and the line of the candidate with the same program.
         why, standing, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved: As in
             `AutotuneData`.
-        cases: What candidates were measured on, if that is more than one thing.
+        cases: The cases of the search; `None` if it has a single case.
     """
 
     schema: int
@@ -210,17 +211,17 @@ class _Header:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A further line; times of a call in microseconds, of cases their medians."""
+    """The line of one outcome; times are microseconds per call, and medians for cases."""
 
     config: Any
     status: str
-    samples_us: list  # type: ignore[type-arg]  # of numbers, which `_outcome` checks: there may be any number of them
+    samples_us: list  # type: ignore[type-arg]  # any number of floats, checked by `_outcome`
     method: str | None
     compile_s: float | None
     peak_bytes: int | None
     reason: str
     spilled: int | None = None
-    cases_us: list | None = None  # type: ignore[type-arg]  # as the samples
+    cases_us: list | None = None  # type: ignore[type-arg]  # as `samples_us`
 
 
 _COLUMNS: Final = [field.name for field in dataclasses.fields(_Row)]
@@ -231,17 +232,17 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
     """Return a search as text.
 
     Raises:
-        SerializationError: a configuration has no JSON form.
+        SerializationError: A configuration has no JSON form.
     """
     configs = [to_data(outcome.config) for outcome in data.outcomes]
-    place = {stable_json(config): at for at, config in enumerate(configs)}  # in which 1, 1.0 and True differ
-    # Names of fields are written once, and not with each of hundreds of outcomes.
+    place = {stable_json(config): at for at, config in enumerate(configs)}  # JSON distinguishes 1, 1.0 and True
+    # Write field names once rather than in each of hundreds of lines.
     fields = list(configs[0]) if isinstance(configs[0], dict) else None
     if fields is not None and any(not isinstance(c, dict) or c.keys() != configs[0].keys() for c in configs):
         fields = None
-    # Of several types none can be named for all, and they come back as plain data.
+    # Configurations of mixed types are loaded as plain data.
     types = {type_name(outcome.config) for outcome in data.outcomes}
-    # Only where there are several: readers of before know no such column.
+    # Only with several cases: older versions do not know this column.
     columns = [name for name in _COLUMNS if data.cases or name != "cases_us"]
     header = _Header(
         schema=SCHEMA,
@@ -296,10 +297,10 @@ def _short(seconds: float) -> float:
 
 
 def lines_of(raw: bytes) -> list[str]:
-    """Return the lines of a search as it is in its file.
+    """Return the lines of a file written by `dump`, after checking the digest.
 
     Raises:
-        UnusableError: they are not what `dump` wrote, or not what this version can read.
+        UnusableError: The file was damaged, or comes from an unknown version.
     """
     try:
         return read_lines(raw, SCHEMA, _WHAT)
@@ -308,29 +309,29 @@ def lines_of(raw: bytes) -> list[str]:
 
 
 def load_header(lines: Sequence[str]) -> tuple[ConfigKey, Any]:
-    """Return the key and the abstract call of a search, without reading its outcomes.
+    """Return the key and the abstract call of a search without reading its outcomes.
 
     Raises:
-        UnusableError: the lines are no search that this version can read.
+        UnusableError: This version cannot read the lines.
     """
     header = _header(lines[0])
     return header.key, header.call
 
 
 def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
-    """Return the search of which these are the lines.
+    """Return the search stored in `lines`.
 
     Raises:
-        UnusableError: they are no search that this version can read.
+        UnusableError: This version cannot read the lines.
     """
     header = _header(lines[0])
     if len(lines) != header.outcomes + 1:
-        raise UnusableError(f"it has {len(lines)} lines, and should have {header.outcomes + 1}")
+        raise UnusableError(f"it has {len(lines)} lines instead of {header.outcomes + 1}")
     if header.outcomes > _MOST:
-        raise UnusableError(f"it has {header.outcomes} outcomes, of {_MOST} at most")
+        raise UnusableError(f"it has {header.outcomes} outcomes; at most {_MOST} are allowed")
     for number in (header.winner, *itertools.chain.from_iterable(header.twins)):
         if not 0 <= number < header.outcomes:
-            raise UnusableError(f"its winner, or the twin of one, is outcome {number} of {header.outcomes}")
+            raise UnusableError(f"its winner or a twin refers to outcome {number} of {header.outcomes}")
     outcomes = [_outcome(line, number, header) for number, line in enumerate(lines[1:], 2)]
     for twin, owner in header.twins:
         outcomes[twin] = dataclasses.replace(outcomes[twin], twin=outcomes[owner].config)
@@ -364,13 +365,13 @@ def _header(line: str) -> _Header:
         raise UnusableError(f"line 1: {error}") from error
     key, columns, fields = restored_key(header.key), header.columns, header.fields or []
     if not isinstance(key, ConfigKey):
-        raise UnusableError(f"line 1: its key is none of a call: {describe(header.key)}")
+        raise UnusableError(f"line 1: its key is not the key of a call: {describe(header.key)}")
     if not set(columns) <= set(_COLUMNS) or not set(_NEEDED) <= set(columns) or len(set(columns)) != len(columns):
-        raise UnusableError(f"line 1: its columns are {describe(columns)}; these are known: {_COLUMNS}")
+        raise UnusableError(f"line 1: its columns are {describe(columns)}; the known columns are {_COLUMNS}")
     if not all(0 < case.weight <= 1 for case in header.cases or ()):
         raise UnusableError(f"line 1: weights of cases must be between 0 and 1, got {describe(header.cases)}")
     if len(set(fields)) != len(fields):
-        raise UnusableError(f"line 1: its configurations have a field twice: {describe(fields)}")
+        raise UnusableError(f"line 1: its configurations have a duplicate field: {describe(fields)}")
     return dataclasses.replace(header, key=key)
 
 
@@ -379,7 +380,7 @@ def _outcome(line: str, number: int, header: _Header) -> Outcome:
     try:
         row = from_plain(dict(zip(header.columns, from_plain(parse_json(line), list[Any]), strict=True)), _Row)
         config = row.config if fields is None else dict(zip(fields, from_plain(row.config, list[Any]), strict=True))
-    except (ValueError, TypeError) as error:  # of JSON or types, of columns too many or too few, of no list at all
+    except (ValueError, TypeError) as error:  # invalid JSON, types, or number of columns
         raise UnusableError(f"line {number}: {error}") from error
     _check_times(row.samples_us, number)
     cases = _cases(row, number, header)
@@ -406,7 +407,7 @@ def _cases(row: _Row, number: int, header: _Header) -> tuple[Case, ...]:
     times, cases = row.cases_us or [], header.cases or []
     _check_times(times, number)
     if times and len(times) != len(cases):
-        raise UnusableError(f"line {number}: it has times of {len(times)} cases, and there are {len(cases)}")
+        raise UnusableError(f"line {number}: it has times of {len(times)} cases instead of {len(cases)}")
     return tuple(
         Case(
             call=case.call, arguments=case.arguments, draw=case.draw, weight=case.weight, samples=(microseconds / 1e6,)

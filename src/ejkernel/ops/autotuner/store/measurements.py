@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MeasurementStore`: every search's measurements, beside the configurations that they led to; and their replay."""
+"""`MeasurementStore`: the measurements of every search, stored beside the cache entries; and their replay."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from ejkernel.ops.utils.storage.serialize import describe, stable_json, to_data
 
 logger = logging.getLogger(__name__)
 
-LOG: Final = ".jsonl"  # how the name of a search's file ends: no entry of the cache
-KEPT: Final = 8  # searches of one call that are kept, the newest: more would tell of drivers that nobody has any more
-_LARGEST: Final = 64 << 20  # bytes of a search; an outcome has hundreds
+LOG: Final = ".jsonl"  # suffix of a search's file, other than that of entries
+KEPT: Final = 8  # newest searches stored for one call: older ones describe outdated drivers
+_LARGEST: Final = 64 << 20  # bytes of a search; an outcome takes hundreds
 _STAMP: Final = "%Y%m%dT%H%M%SZ"
 _NAME: Final = re.compile(rf"(.+)\.\d{{8}}T\d{{6}}Z-[0-9a-f]{{12}}{re.escape(LOG)}")
-RECORDS: Final = 4  # calls that a search starts from; each costs a measurement, and time to fit
+RECORDS: Final = 4  # calls used as starting points; each costs one measurement and time to fit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Log:
-    """A log of which the first line was understood: its key, its call, its name, all its lines, and where it is."""
+    """A log with a valid first line."""
 
     key: ConfigKey
     call: Any
@@ -66,37 +66,37 @@ class _Log:
 
 
 class MeasurementStore:
-    """The searches of a persistent cache: one file each, beside the entry that it led to.
+    """The searches of a persistent cache: one file per search, beside the entry of its call.
 
-    It holds measurements rather than winners: a record is where a search starts, and never an answer. Its best are
-    measured first, and its times are a prior that the model may drop.
+    Its records are starting points for a search, never results. A new search measures the best configurations of a
+    record first. The times are a prior that the model may drop.
 
-    A file is never changed, so two processes cannot lose each other's searches; of each call the newest eight stay, and
-    the one that was written last is the newest, whatever the clock says. A file that cannot be used is skipped with one
-    `CacheWarning`. Where the cache's folder cannot be written, searches stay in this object.
+    Files are never changed, so processes cannot lose each other's searches. Each call keeps its eight newest searches,
+    in the order of writing, even if the clock was set back. Unusable files are skipped with one `CacheWarning`. If the
+    cache folder is read-only, searches stay in this object.
 
     Args:
-        cache: Its folders are read, and its first one is written; a path stands for a cache in that folder alone.
+        cache: All its folders are read; the first one is written. A path means a cache in that folder only.
     """
 
     def __init__(self, cache: PersistentCache | str | Path) -> None:
         self.cache = cache if isinstance(cache, PersistentCache) else PersistentCache(cache, shipped=False)
-        self._memory: dict[str, str] = {}  # name of the file that could not be written: its text
+        self._memory: dict[str, str] = {}  # text by file name, for files that could not be written
 
     def __repr__(self) -> str:
         return f"MeasurementStore({self.cache!r})"
 
     def save(self, data: AutotuneData | object) -> None:
-        """Store a search; of what is no `AutotuneData`, as a tuner of the user's own may return, nothing is kept.
+        """Store a search; results of custom tuners that are no `AutotuneData` are ignored.
 
         Raises:
-            SerializationError: a configuration has no JSON form.
+            SerializationError: A configuration has no JSON form.
         """
         if not isinstance(data, AutotuneData):
             return
         now = self.cache.clock()
         text = dump(data, provenance(data.key, now))
-        # What is larger would not be read again.
+        # Larger files would not be read again.
         if len(text.encode()) > _LARGEST:
             message = f"the search of {data.key.op} is not stored: it takes more than {_LARGEST} bytes"
             warn(message, CacheWarning)
@@ -106,7 +106,7 @@ class MeasurementStore:
             if folder is None:
                 raise OSError("no home folder is known")
             beside = folder.joinpath(*location(data.key)[:2])
-            # Looked at before, so that the name sorts behind all that there are, whatever the clock says.
+            # The new name must sort after all existing ones, even if the clock was set back.
             check_inside(folder, beside / LOG)
             known = _known(data.key, (place.name for place in listed(beside)))
             name = _name(data.key, now, text, known)
@@ -122,16 +122,16 @@ class MeasurementStore:
             _remove(beside, known[: 1 - KEPT])
 
     def searches(self, op: str | None = None) -> Iterator[StoredSearch]:
-        """Yield all searches, or those of one versioned operation; of a call the newest first."""
+        """Yield all searches, or those of one versioned operation; for each call the newest first."""
         for log in self._logs(op):
             search = _loaded(log)
             if search is not None:
                 yield search
 
     def progress(self, key: ConfigKey) -> SearchProgress | None:
-        """Return how far the tuning of a call came, as all commands report it; `None` if no search is known.
+        """Return the tuning progress of a call, as all commands report it; `None` without a search.
 
-        That is the search that led to the call's entry. Without an entry it is the newest one.
+        With a cache entry, this is the progress of the search behind the entry, otherwise of the newest search.
         """
         entry = self.cache.load(key)
         if entry is not None:
@@ -140,7 +140,7 @@ class MeasurementStore:
         return None if search is None else search.progress
 
     def without_entry(self) -> list[StoredSearch]:
-        """Return the newest search of each call that has no entry: it is partial, or it failed."""
+        """Return the newest search of each call without an entry; such searches are partial or failed."""
         newest: dict[ConfigKey, StoredSearch] = {}
         for search in self.searches():
             if search.key not in newest and self.cache.load(search.key) is None:
@@ -148,10 +148,9 @@ class MeasurementStore:
         return list(newest.values())
 
     def unfinished(self, inv: Invocation[Cfg, Out]) -> tuple[Outcome, ...]:
-        """Return the candidates that the newest search of a call measured, if it ended early; not the heuristic.
+        """Return the measured candidates of a call's newest search, if it ended early, without the heuristic.
 
-        Searches that measured nothing do not count. Times that were taken with other versions, or for several calls
-        together, are of no use here.
+        Failed searches are ignored. Searches with other versions, or of several calls together, give no candidates.
         """
         for search in self.searches(inv.key.op):
             if search.key != inv.key or search.progress.state == SearchState.FAILED:
@@ -170,23 +169,22 @@ class MeasurementStore:
         return inv.kernel.config_type
 
     def records(self, inv: Invocation[Cfg, Out], *, count: int = RECORDS) -> list[Record]:
-        """Return what was measured for the call and for others like it, as a search starts from it.
+        """Return the measurements of the call and of similar calls, as starting points of a search.
 
-        First come earlier searches of the call on its device, then of the same call on other devices, then of calls
-        with other shapes on this device, the nearest first, and then of those on others. Calls are alike if they are
-        of the same operation and version and differ in the dimensions of their arrays alone; the distance is the sum
-        of the dimensions' ratios, as powers of two.
+        The order is: this call on this device, this call on other devices, similar calls on this device (the nearest
+        first), similar calls on other devices. Similar calls have the same operation and version, and differ only in
+        the dimensions of their arrays. The distance is the sum of the absolute log2 ratios of these dimensions.
 
         Args:
             inv: The call.
-            count: How many at most; all searches of one call on one device make one record.
+            count: Largest number of records; all searches of one call on one device form one record.
 
         Raises:
-            UnstableKeyError: the call has no key.
+            UnstableKeyError: The call has no key.
         """
         by_key: dict[ConfigKey, tuple[tuple[int, float, str], list[_Log]]] = {}
         common, dimensions = dimensions_of(inv.description)
-        # To find one call's, those of its operation are read, and no others.
+        # Read only the logs of this operation.
         for log in self._logs(inv.key.op):
             theirs = dimensions_of(log.call)
             if theirs[0] == common:
@@ -201,16 +199,16 @@ class MeasurementStore:
             record = _merged(label, [search.record(label, cfg_type) for search in searches])
             if record.times:
                 found.append(record)
-            # Logs of calls that are farther away are not decoded at all.
+            # Do not decode the logs of more distant calls.
             if len(found) >= count:
                 break
         return found
 
     def _logs(self, op: str | None) -> Iterator[_Log]:
-        """Yield the logs, those of a key newest first; what cannot be used is warned of and left out."""
+        """Yield the logs, for each key the newest first; unusable files are skipped with a warning."""
         seen = set()
         for name, place, read in self._places(op):
-            # A layer may have a copy of it; a file's content never changes.
+            # Another layer may hold a copy; the content of a file never changes.
             if name in seen:
                 continue
             seen.add(name)
@@ -222,12 +220,12 @@ class MeasurementStore:
             except UnusableError as error:
                 warn_of(f"{name} (in memory)" if place is None else str(place), error)
             else:
-                # Folders are named by what a path can hold of an operation, which two may have in common.
+                # Two operations may share a folder, because folder names drop some characters.
                 if op is None or log.key.op == op:
                     yield log
 
     def _places(self, op: str | None) -> Iterator[tuple[str, Any, Callable[[], bytes | None]]]:
-        """Yield what may be logs, by their names; those of another operation are not read, if `op` is given."""
+        """Yield potential logs with their names, limited to one operation if `op` is given."""
         for name in sorted(self._memory, reverse=True):
             yield name, None, self._memory[name].encode
         wanted = None if op is None else slug(op)
@@ -238,17 +236,17 @@ class MeasurementStore:
 
 
 def read_search(file: Path) -> StoredSearch | None:
-    """Return the search of a file that was found in a cache's folder, or `None` if it is gone.
+    """Return the search of a file in a cache folder; `None` if the file is gone.
 
     Raises:
-        UnusableError: it cannot be used.
+        UnusableError: The file cannot be used.
     """
     raw = read_file(file, _LARGEST)
     return None if raw is None else load(_log(file.name, raw, file).lines, file)
 
 
 def _log(name: str, raw: bytes, path: Path | None) -> _Log:
-    """Return the log of that name, of which this is the content."""
+    """Return the log with this name and content."""
     lines = lines_of(raw)
     key, call = load_header(lines)
     if not _is_of(key, name):
@@ -259,25 +257,25 @@ def _log(name: str, raw: bytes, path: Path | None) -> _Log:
 def replay(
     search: StoredSearch, strategy_of: Callable[[ConfigSpace[Any]], Strategy], evaluations: int | None = None
 ) -> Record:
-    """Run a strategy on a stored search, without a device: the log answers what the device did.
+    """Run a strategy on a stored search without a device, with the logged times as measurements.
 
     >>> replay(search, lambda space: default_strategy(space, seed=1)).best(1)  # doctest: +SKIP
 
     Args:
-        search: The search. Its configurations, as plain data, are the space; where they are no dictionaries, that of
-            `{"config": configuration}`. What was never tried is not among them.
-        strategy_of: Makes the strategy for that space.
-        evaluations: How many configurations it may ask for; all by default.
+        search: The search. Its tried configurations, as plain data, form the space. Configurations other than
+            dictionaries become `{"config": configuration}`.
+        strategy_of: Creates the strategy for that space.
+        evaluations: Largest number of configurations to evaluate; all by default.
 
     Returns:
-        What was asked for, in that order, with the times.
+        The evaluated configurations with their times, in order.
 
     Raises:
-        ConfigError: the log has nothing to answer with.
+        ConfigError: The log has no usable outcome.
     """
     times = {stable_json(config): (config, seconds) for config, seconds in search.record(cfg_type=Any).times}
     if not times:
-        raise ConfigError(f"search must have outcomes that a strategy can be told, got none of {search.key}.")
+        raise ConfigError(f"search must have outcomes that a strategy can use, got none for {search.key}.")
     wrapped = not all(isinstance(config, dict) for config, _ in times.values())
     space: ConfigSpace[Any] = ConfigSpace.listed(
         [{"config": config} if wrapped else config for config, _ in times.values()]
@@ -295,9 +293,9 @@ def replay(
 
 
 def _merged(label: str, records: Sequence[Record]) -> Record:
-    """Return one record of several, the newest first: where two know a configuration, the newer is believed.
+    """Merge several records, given the newest first; for a configuration in several, the newest time counts.
 
-    Clocks and temperatures differ between days, so the older times are brought to the newer by what both measured.
+    Clocks and temperatures differ between days, so older times are rescaled by the configurations measured in both.
     """
     merged: dict[str, tuple[Any, float | None]] = {}
     for record in records:
@@ -313,7 +311,7 @@ def _merged(label: str, records: Sequence[Record]) -> Record:
 
 
 def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
-    """Return the median ratio; 1 if there are no pairs."""
+    """Return the median ratio; 1 without pairs."""
     ratios = sorted(math.log(now / before) for now, before in pairs)
     return math.exp(ratios[len(ratios) // 2]) if ratios else 1.0
 
@@ -327,9 +325,9 @@ def _loaded(log: _Log) -> StoredSearch | None:
 
 
 def _name(key: ConfigKey, time: datetime.datetime, text: str, known: Sequence[str]) -> str:
-    """Return the name of a search's file: the entry's, the time (names sort by age), and the content's digest.
+    """Return the file name of a search: the entry's name, the time (names sort by age) and the content's digest.
 
-    It sorts behind the `known` ones, which are older, whatever the clock said when they were written.
+    It sorts after the `known` names, which are older, even if the clock was set back.
     """
     stem = _stem(key)
     stamp = time.astimezone(datetime.UTC).strftime(_STAMP)
@@ -341,7 +339,7 @@ def _name(key: ConfigKey, time: datetime.datetime, text: str, known: Sequence[st
 
 
 def _after(stamp: str) -> str:
-    """Return the time a second later; the same, where a file's name holds what is no time, or the last of all."""
+    """Return the time a second later; unchanged if it is invalid or the last possible time."""
     try:
         return (datetime.datetime.strptime(stamp, _STAMP) + datetime.timedelta(seconds=1)).strftime(_STAMP)
     except (ValueError, OverflowError):
@@ -353,13 +351,13 @@ def _stem(key: ConfigKey) -> str:
 
 
 def _is_of(key: ConfigKey, name: str) -> bool:
-    """Return whether a file of that name is one of a key's searches."""
+    """Return whether `name` is the file name of a search of `key`."""
     match = _NAME.fullmatch(name)
     return match is not None and match[1] == _stem(key)
 
 
 def _known(key: ConfigKey, names: Iterable[str]) -> list[str]:
-    """Return which of the names are those of a key's searches, the oldest first."""
+    """Return the names of the searches of `key`, the oldest first."""
     begin = f"{_stem(key)}."
     return sorted(name for name in names if name.startswith(begin) and _NAME.fullmatch(name))
 
@@ -367,6 +365,6 @@ def _known(key: ConfigKey, names: Iterable[str]) -> list[str]:
 def _remove(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         try:
-            (folder / name).unlink(missing_ok=True)  # another process may do the same
+            (folder / name).unlink(missing_ok=True)  # another process may remove it too
         except OSError as error:
-            logger.info("an old search stays: %s", printable(error))
+            logger.info("an old search could not be removed: %s", printable(error))

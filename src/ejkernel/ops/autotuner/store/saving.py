@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that saves what a search found: its log always, its configuration if that is confirmed."""
+"""Saves the results of a search: always its log, and the configuration if it is confirmed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Saver:
     """Saves searches on behalf of a chain.
 
     Attributes:
-        chain: Remembers the configurations.
-        store: Keeps the logs; `None` if there is no place for them.
+        chain: Stores the configurations.
+        store: Stores the logs; `None` without a persistent cache.
         kernel: The kernel of the calls.
         validated: Whether candidates were compared with the reference.
-        own_space: Whether the candidates are those that the kernel proposes.
+        own_space: Whether the candidates come from the kernel's search space.
     """
 
     chain: ConfigSelectorChain[Any, Any]
@@ -45,13 +45,13 @@ class Saver:
     own_space: bool
 
     def save(self, inv: Invocation[Any, Any], tuned: Any) -> Any:
-        """Save a search for each of its calls, and return it with the reason if its configuration is not saved.
+        """Save a search for each of its calls; return it with the reason if its configuration is not saved.
 
-        A configuration that is not confirmed is not saved, and an earlier entry stays. What a tuner of the user's own
-        returns, which is no `AutotuneData`, is saved as it is.
+        An unconfirmed configuration is not saved, and an earlier entry stays. Results of custom tuners that are no
+        `AutotuneData` are saved unchecked.
 
         Raises:
-            AdmissionError: the search names a winner that it has not measured, checked or confirmed.
+            AdmissionError: The search named a winner without measuring, checking or confirming it.
         """
         reasons = [self._save_call(key, call, found) for key, call, found in _found(inv, tuned)]
         if not isinstance(tuned, AutotuneData):
@@ -62,12 +62,12 @@ class Saver:
         return dataclasses.replace(tuned, not_saved=str(reasons[0]))
 
     def save_failure(self, inv: Invocation[Any, Any], error: TuningError) -> None:
-        """Keep a log of a search that measured nothing, so that commands can report that it failed."""
+        """Store a log of a search without measurements, so that commands can report the failure."""
         if self.store is None or not self.chain.persist_autotune:
             return
         try:
             config = next(iter(heuristic_of(inv, self.kernel)), None)
-        except Exception as why:  # noqa: BLE001 - the kernel's own hook, which may be what the search failed for
+        except Exception as why:  # noqa: BLE001 - the kernel's hook may be the reason for the failed search
             logger.info("%s: the failed search has no log: %s", inv.op_id_v, why)
             return
         if config is not None:
@@ -76,7 +76,7 @@ class Saver:
             self.store.save(dataclasses.replace(data, not_saved="nothing was measured"))
 
     def _save_call(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> str | AdmissionError:
-        """Save a search for one call; return why its configuration is not saved, if it is not."""
+        """Save a search for one call; return why its configuration is not saved, or an empty string."""
         reason: str | AdmissionError = ""
         if isinstance(found, AutotuneData):
             try:
@@ -91,13 +91,13 @@ class Saver:
         elif isinstance(reason, str):
             logger.info("%s: %s is not saved: %s", call.op_id_v, found.config, reason)
             self._use_here(key, call, found.config)
-        # All of it, not the winner alone: other searches start from there.
+        # Store all measurements, not only the winner: later searches start from them.
         if self.store is not None and self.chain.persist_autotune:
             self.store.save(found)
         return reason
 
     def _earlier(self, key: ConfigKey, call: Invocation[Any, Any]) -> Any:
-        """Return the configuration that is saved now and counts as measured, if there is one."""
+        """Return the saved configuration, if it counts as measured; `None` otherwise."""
         persistent = self.chain.persistent
         if persistent is None or not self.chain.persist_autotune:
             return None
@@ -108,14 +108,14 @@ class Saver:
         return None
 
     def _use_here(self, key: ConfigKey, call: Invocation[Any, Any], config: object) -> None:
-        """Have this process use the best so far rather than search again, unless there is an earlier answer."""
+        """Let this process use the best result so far rather than search again, unless it has an earlier result."""
         before = self.chain.cache.remembered(key)
         if (before is None or before.tier.is_provisional) and self._earlier(key, call) is None:
             self.chain.cache.remember(key, config, AUTOTUNE.name)
 
 
 def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, Invocation[Any, Any], Any]]:
-    """Yield what is saved of a search: of each call that it was for."""
+    """Yield the key, call and result to save for each call of a search."""
     yield inv.key, inv, tuned
     for other in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
         yield other.key, other.inv, other

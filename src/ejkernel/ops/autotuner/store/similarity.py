@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart two calls of one operation are, by the shapes of their arrays."""
+"""The distance of two calls of one operation, by the shapes of their arrays."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from ejkernel.ops.utils.storage.serialize import stable_json
 
-_NO_PART = ("wiring",)  # says how a call came about, not what it is; see `Invocation.call_key`
+_NO_PART = ("wiring",)  # the origin of a call, not part of its identity; see `Invocation.call_key`
 
 
 def dimensions_of(call: object) -> tuple[str, tuple[int, ...]]:
-    """Return what two calls must have in common to be compared, and the dimensions in which they may differ.
+    """Return the part of a call that must be equal in comparable calls, and the dimensions that may differ.
+
+    The common part has the structure of the arguments, the arrays' dtypes and ranks, all static arguments and the
+    transformations. The dimensions are those of the arrays and the sizes of enclosing `vmap`s.
 
     Args:
         call: An invocation's `description`.
-
-    In common are the structure of the arguments, the arrays' dtypes and ranks, all static arguments and the
-    transformations; dimensions are those of the arrays and the sizes of enclosing `vmap`s.
     """
     dimensions: list[int] = []
     parts = {name: part for name, part in call.items() if name not in _NO_PART} if isinstance(call, dict) else call
@@ -27,16 +27,16 @@ def dimensions_of(call: object) -> tuple[str, tuple[int, ...]]:
 
 
 def distance(mine: tuple[int, ...], theirs: tuple[int, ...]) -> float:
-    """Return the sum of the dimensions' absolute log2 ratios: 1 for twice, or half, of one of them."""
+    """Return the sum of the absolute log2 ratios of the dimensions; e.g. 1 if one dimension doubles."""
     return sum(abs(_log2(one) - _log2(other)) for one, other in zip(mine, theirs, strict=True))
 
 
 def _log2(dimension: int) -> float:
-    return math.log2(max(dimension, 0.5))  # nothing is as far from 1 as 2 is
+    return math.log2(max(dimension, 0.5))  # an empty dimension is as far from 1 as 2 is
 
 
 def _without_dimensions(data: object, dimensions: list[int]) -> Any:
-    """Return a copy with the array's dimensions left out, and put them into `dimensions`."""
+    """Return a copy without the arrays' dimensions, and append these to `dimensions`."""
     if isinstance(data, list):
         if len(data) == 3 and data[0] == "vmap" and type(data[1]) is int:
             dimensions.append(data[1])

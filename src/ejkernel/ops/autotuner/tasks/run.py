@@ -33,9 +33,9 @@ from ejkernel.ops.autotuner.tasks.decisions import (
     fastest_first,
     finalists,
     for_so_long,
-    why_no_winner,
     release_losers,
     why_it_stays,
+    why_no_winner,
 )
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_id, distinct
