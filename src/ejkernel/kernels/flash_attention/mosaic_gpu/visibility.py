@@ -277,8 +277,8 @@ def ranges_of_queries(visibility: Visibility, blocks: Blocks) -> Array:
     """Return the `BlockRange` of query blocks for each block of keys, int32 `[batch or 1, key blocks, 4]`.
 
     Blocks outside `[first, end)` have no visible pair; in `[unmasked_from, unmasked_until)` every pair is visible,
-    apart from boolean masks. Queries past the last one, or past a length, count as visible: their log-sum-exp makes their
-    weights zero.
+    apart from boolean masks. Queries past the last one, or past a length, count as visible: their log-sum-exp makes
+    their weights zero.
     """
     some, every = _tiles(visibility, blocks)
     return _query_ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), masked_after=False)
