@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured with other versions: what an entry says of that, and what the policy makes of it."""
+"""Entries of other versions: their differences, and the actions of the policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ejkernel.settings import Settings
 
 
 class Spaced(Kernel):
-    """A kernel whose space is what it is given."""
+    """A kernel with a given space."""
 
     def __init__(self, space):
         super().__init__("spaced")
