@@ -99,6 +99,7 @@ CASES = {
         bias=(1, 4, 48, 48), mask=(2, 1, 48, 48), rules=Rules(scale=0.3, soft_cap=2.0, cap_after_bias=True)
     ),
     "dropout": Case(rules=Rules(scale=0.3, right=0, dropout_rate=0.3)),
+    "large logits": Case(rules=Rules(scale=1e9, right=0)),
     "all at once": Case(
         queries=33,
         keys=41,

@@ -45,6 +45,7 @@ class Subject:
         backends: One for each implementation, by name.
         tolerance: By dtype, how far a result may be off, as a part of the largest; a gradient may be twice that.
         briefly: Names of calls that are enough for further dtypes, programs and transformations.
+        in_float16: Names of calls that are tested in float16, too: values overflow unless they are scaled first.
         spaces: By name, as `calls`, the shapes of calls as they are in use: their whole spaces are lowered.
         check_residuals: Compares what a forward left with what it should: `(arguments, options, residuals, dtype)`.
         splits: Whether parts of the first axis are calls of their own; else every device is given the whole.
@@ -58,6 +59,7 @@ class Subject:
     spaces: Mapping[str, Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]]
     check_residuals: Callable[[Any, Any, Any, str], None] | None = None
     splits: bool = True
+    in_float16: tuple[str, ...] = ()
 
     def prepared(self, name, dtype):
         """Return the arguments and options of a call as implementations see them."""

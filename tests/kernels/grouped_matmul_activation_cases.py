@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tests.kernels.conformance import Backend, Subject, assert_close
-from tests.kernels.grouped_matmul_cases import SIZES, call_with, in_use
+from tests.kernels.grouped_matmul_cases import SIZES, beyond_float16, call_with, in_use
 
 from ejkernel.kernels.grouped_matmul.xla import XlaParams
 from ejkernel.modules import GroupedMatmul, GroupedMatmulActivation
@@ -28,8 +28,10 @@ SUBJECT = Subject(
         "transposed": call_with(SIZES["uneven"], "gate", activation="gelu", transpose_rhs=True),
         "factors of rows": call_with(SIZES["rows past the end"], "gate", "row_scale", activation="relu"),
         "some of the groups": call_with(SIZES["uneven"], "gate", "row_scale", activation="silu", first_group=1),
+        "large products": beyond_float16(activation="silu"),
     },
     briefly=("uneven", "factors of rows"),
+    in_float16=("large products",),
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "xla": Backend(dtypes=("float32", "bfloat16", "float16"), params=(XlaParams(block_rows=7),) * 2),

@@ -44,6 +44,16 @@ def call_with(sizes, *others, **options):
     return call
 
 
+def beyond_float16(*others, **options):
+    """Return a call whose products, and the gradient by `lhs` without its factors, overflow in float16."""
+
+    def call(dtype):
+        (lhs, rhs, sizes), given = call_with(SIZES["rows past the end"], *others, "row_scale", **options)(dtype)
+        return (lhs, 2**14 * rhs, sizes), given | {"row_scale": given["row_scale"] * 2**-14}
+
+    return call
+
+
 def in_use(*others, **options):
     def call(dtype):
         lhs, rhs, row_scale = (jax.ShapeDtypeStruct(x, dtype) for x in ((4096, 1024), (16, 1024, 1024), (4096,)))
@@ -67,8 +77,10 @@ SUBJECT = Subject(
         "factors of rows": call_with(SIZES["rows past the end"], "row_scale"),
         "factors of rows, transposed": call_with(SIZES["uneven"], "row_scale", transpose_rhs=True),
         "some of the groups": call_with(SIZES["rows past the end"], first_group=1),
+        "large products": beyond_float16(),
     },
     briefly=("uneven", "factors of rows"),
+    in_float16=("large products",),
     backends={
         "mosaic_gpu": Backend(dtypes=("bfloat16", "float16")),
         "jax_mgpu": Backend(dtypes=("bfloat16",)),

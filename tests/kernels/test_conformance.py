@@ -25,12 +25,16 @@ from tests.kernels.conformance import (
 )
 
 from ejkernel.ops import ConfigSpace, Invocation
+from ejkernel.ops.core import invocation
 
 pytestmark = pytest.mark.slow
 
 SUBJECTS = subjects()
 PLATFORMS = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}  # as programs are lowered for
+EXPORTED = {"gpu": ("cuda", "rocm"), "tpu": ("tpu",), "cpu": ("cpu",)}
 DEVICES = {"gpu": "gpu:nvidia_h200", "tpu": "tpu:v5", "cpu": "cpu:some"}
+DEVICES |= {"cuda": DEVICES["gpu"], "rocm": "gpu:amd_instinct_mi300x"}
+CUDNN = [jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{end}") for end in ("", "Backward")]
 SAMPLED = 4  # configurations of a space that is lowered in every run; `--whole-spaces` lowers all
 
 
@@ -67,6 +71,11 @@ class Row:
     def platforms(self):
         return self.subject.operation.implementations.platforms(self.name) or tuple(PLATFORMS)
 
+    @property
+    def exported(self):
+        """The platforms that programs are exported for, as `jax.export` calls them."""
+        return [name for platform in self.platforms for name in EXPORTED[platform]]
+
     def __str__(self):
         return f"{self.operation}, {self.name}{', simulated' * self.simulated}"
 
@@ -92,7 +101,9 @@ def all_calls(dtypes_of):
 
 def thoroughly(tested):
     first, *others = tested.backend.dtypes
-    return [(first, tested.subject.calls), *((dtype, tested.subject.briefly) for dtype in others)]
+    subject = tested.subject
+    further = ((dtype, (*subject.briefly, *(subject.in_float16 if dtype == "float16" else ()))) for dtype in others)
+    return [(first, subject.calls), *further]
 
 
 def briefly(tested):
@@ -237,6 +248,42 @@ def test_a_program_runs_it_under_jit_shard_map_and_export(on_device, tested, nam
     for found in (exported.call(*arrays), jax.jit(gradients_of(mapped, arrays))(*arrays)):
         for wanted, got in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
             assert_close(tested.subject, wanted, got, dtype)
+
+
+@pytest.mark.parametrize(
+    ("tested", "platform"),
+    [pytest.param(row, name, id=f"{row} for {name}") for row in REAL for name in row.exported],
+)
+def test_a_call_and_its_gradient_export_for_the_platforms_that_the_implementation_names(monkeypatch, tested, platform):
+    """On any machine: an implementation without a backward must find one that takes its residuals."""
+    # A program for a GPU that this process lacks is for some GPU, and the kernels are for Hopper alone.
+    known = invocation.platform_fingerprint
+    monkeypatch.setattr(
+        invocation, "platform_fingerprint", lambda name: DEVICES["gpu"] if name == "cuda" else known(name)
+    )
+    args, options = supported_call(tested, platform)
+    arrays, joined = split(args, lambda leaf: True)
+    chosen = options | {"implementation": tested.name}
+
+    def function(*arrays):
+        return tested.subject.operation(*joined(arrays), **chosen)
+
+    for program in (function, gradients_of(function, arrays)):
+        structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+        exported = jax.export.export(jax.jit(program), platforms=[platform], disabled_checks=CUDNN)(*structs)
+        assert exported.platforms == (platform,)
+
+
+def supported_call(tested, platform):
+    """Return arguments and options of the first call that the implementation runs on a platform, or skip."""
+    subject, reason = tested.subject, ""
+    for name in (*subject.briefly, *subject.calls, *subject.spaces):
+        args, options = subject.prepared(name, tested.backend.dtypes[0])
+        inv = Invocation(kernel=subject.operation, args=args, kwargs=options, device=DEVICES[platform])
+        reason = subject.operation.implementations.unsupported(tested.name, subject.operation.call_of(inv))
+        if reason is None:
+            return args, options
+    pytest.skip(reason)
 
 
 # --- spaces ---

@@ -197,12 +197,17 @@ def test_every_argument_of_attention_is_split_with_the_query(option, mode):
     assert {inv.array_types[0].shape for inv in calls} == {(4, 16, 2, 8)}
 
 
-def test_dropout_is_not_split_and_drops_the_same_weights():
+@pytest.mark.parametrize(
+    ("mode", "spec"),
+    [("auto", P("data")), ("explicit", P("data")), ("explicit", P(None, "data", "model")), ("mixed", P("data"))],
+)
+def test_dropout_is_not_split_and_drops_the_same_weights(mode, spec):
     def function(*arrays):
         return flash_attention(*arrays, dropout_rate=0.3, dropout_key=jax.random.key(1))
 
-    _, found = compiled(function, ATTENTION[2], [P("data")] * 3, mesh_of("auto"))
-    close(found, function(*ATTENTION[2]))
+    both = jax.value_and_grad(loss(function), argnums=(0, 1, 2))
+    _, found = compiled(both, ATTENTION[2], [spec] * 3, mesh_of(mode))
+    close(found, both(*ATTENTION[2]))
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -156,6 +157,35 @@ def test_a_result_may_be_wider_than_the_operands():
     by_numpy.assert_near(by_numpy.product(lhs, rhs, SIZES), out, error=1e-6)
     gradient = jax.grad(lambda lhs: grouped_matmul(lhs, rhs, SIZES, preferred_element_type="float32").sum())(lhs)
     assert gradient.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("preferred", ["float16", "float32"])
+@pytest.mark.parametrize("factor", [0.0, 1e-3, 1e-6])
+def test_float16_gradients_are_finite_where_they_overflow_only_without_the_rows_factors(factor, preferred):
+    lhs, rhs = (300 * x for x in (LHS, RHS))
+    row_scale, dout = jnp.full(ROWS, factor, jnp.float32), (200 * DOUT).astype(preferred)
+    assert np.isinf((dout @ rhs[0].T).astype("float16")).any()  # a gradient without its factor
+
+    def gradients(dtype, preferred):
+        def run(lhs, rhs, row_scale):
+            return grouped_matmul(lhs, rhs, SIZES, row_scale=row_scale, preferred_element_type=preferred)
+
+        return jax.vjp(run, lhs.astype(dtype), rhs.astype(dtype), row_scale)[1](dout.astype(preferred))
+
+    expected = gradients("float32", "float32")
+    for wanted, found in zip(expected, gradients("float16", preferred), strict=True):
+        atol = 2e-3 * float(jnp.abs(wanted).max())
+        np.testing.assert_allclose(found.astype("float32"), wanted, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("product", [grouped_matmul, grouped_matmul_wgrad])
+def test_memory_is_linear_in_rows_and_groups(product):
+    """No array of the lowered gradient has a number for each pair of a row and a group."""
+    rows, sizes = jnp.ones((512, 2)), jnp.ones(512, int)
+    other = jnp.ones((512, 2, 2)) if product is grouped_matmul else rows
+    text = jax.jit(jax.grad(lambda x, y: product(x, y, sizes).sum(), (0, 1))).lower(rows, other).as_text()
+    largest = max(math.prod(map(int, shape.split("x"))) for shape in re.findall(r"tensor<([\dx]+)x\w", text))
+    assert largest <= 8 * 512
 
 
 @pytest.mark.parametrize("empty", ["m", "groups", "k", "n"])

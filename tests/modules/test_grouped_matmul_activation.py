@@ -130,6 +130,26 @@ def test_what_is_made_of_sums_is_made_before_they_are_rounded():
     np.testing.assert_array_equal(ours(given, "gelu"), wide.astype("bfloat16"))
 
 
+@pytest.mark.parametrize("factor", [0.0, 2**-24])
+def test_float16_products_may_overflow_where_the_result_does_not(factor):
+    arrays = [(size * GIVEN[name]).astype("float16") for name, size in (("lhs", 4096), ("rhs", 64), ("gate", 2**-12))]
+    row_scale = jnp.full(ROWS, factor, jnp.float32)
+    assert np.isinf(arrays[0] @ arrays[1][0]).any()
+
+    def values(dtype):
+        def run(lhs, rhs, gate, row_scale):
+            return grouped_matmul(lhs, rhs, SIZES, gate=gate, row_scale=row_scale, activation="silu")
+
+        given = (*(x.astype(dtype) for x in arrays), row_scale)
+        out, tangent = jax.jvp(run, given, given)
+        return out, tangent, *jax.vjp(run, *given)[1](jnp.ones_like(out))
+
+    for wanted, found in zip(values("float32"), values("float16"), strict=True):
+        assert float(jnp.abs(wanted).max()) < 6e4 or found.dtype == "float32"
+        atol = 4e-3 * float(jnp.abs(wanted).max())
+        np.testing.assert_allclose(found.astype("float32"), wanted, rtol=0, atol=atol)
+
+
 def test_64_bits_are_kept():
     with jax.enable_x64(True):
         given = {name: x.astype("float64") + 1e-12 for name, x in operands("gate", "row_scale").items()}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ejkernel.modules import flash_attention, grouped_matmul, rms_norm
+from ejkernel.ops import ArgumentError
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +30,8 @@ def product_gradients(lhs, rhs):
     return jax.grad(lambda lhs, rhs: (grouped_matmul(lhs, rhs, sizes) ** 2).sum(), (0, 1))(lhs, rhs)
 
 
-def attention_gradients(*arrays):
-    return jax.grad(lambda *arrays: (attend(*arrays) ** 2).sum(), (0, 1, 2))(*arrays)
+def attention_gradients(*arrays, **options):
+    return jax.grad(lambda *arrays: (attend(*arrays, **options) ** 2).sum(), (0, 1, 2))(*arrays)
 
 
 NORMS = {
@@ -48,6 +49,7 @@ ATTENTIONS = {
     "length under vmap": (jax.vmap(attend), "3, 2, b, 2, 8"),
     "gradient": (attention_gradients, "b, 16, 2, 8"),
     "gradient over length": (attention_gradients, "2, b, 2, 8"),
+    "gradient over head_dim": (functools.partial(attention_gradients, softmax_scale=0.3), "2, 8, 2, b"),
 }
 
 
@@ -75,6 +77,12 @@ def test_an_exported_rms_norm_computes_what_the_call_computes(function, x, weigh
 @pytest.mark.parametrize(("function", "shape"), ATTENTIONS.values(), ids=ATTENTIONS.keys())
 def test_an_exported_flash_attention_computes_what_the_call_computes(function, shape):
     check(function, shape, shape, shape)
+
+
+def test_a_symbolic_head_dim_asks_for_the_scale():
+    array = jax.ShapeDtypeStruct(jax.export.symbolic_shape("2, 8, 2, d"), jnp.float32)
+    with pytest.raises(ArgumentError, match="softmax_scale must be given where head_dim is symbolic, got None and d"):
+        jax.eval_shape(attend, array, array, array)
 
 
 @pytest.mark.parametrize("shapes", [("b, 8", "3, 8, 4"), ("16, b", "3, b, 2*b")], ids=["rows", "columns"])

@@ -461,8 +461,26 @@ def test_another_stands_in_where_a_forwards_implementation_has_no_gradient():
     np.testing.assert_array_equal(jax.grad(lambda x: kernel(x).sum())(EVEN), jnp.full(6, 2.0))
     cfg = ForwardConfig(implementation="forward")
     np.testing.assert_array_equal(jax.grad(lambda x: kernel(x, cfg=cfg).sum())(EVEN), jnp.full(6, 2.0))
-    with pytest.raises(UnsupportedError, match=r"WithForward\.bwd: implementation='forward' has no gradient"):
-        jax.grad(lambda x: kernel(x, implementation="forward").sum())(EVEN)
+    SEEN.clear()
+    gradient = jax.grad(lambda x: kernel(x, implementation="forward").sum())
+    np.testing.assert_array_equal(gradient(EVEN), jnp.full(6, 2.0))
+    assert {(name, direction) for name, direction, _ in SEEN} == {("fast", "fwd")}
+
+
+def test_a_named_forward_whose_residuals_no_backward_takes_has_no_gradient():
+    class Lonely(Fast):
+        name, residuals = "lonely", "the square"
+        backward = Implementation.backward
+
+    class LonelyConfig(OperationConfig):
+        pass
+
+    class WithLonely(Operation[LonelyConfig, ScaleCall, jax.Array]):
+        implementations = Implementations({"lonely": Lonely(), "plain": Plain()})
+        prepare, describe = Scale.prepare, Scale.describe
+
+    with pytest.raises(UnsupportedError, match=r"WithLonely\.bwd: implementation='lonely' has no gradient"):
+        jax.grad(lambda x: WithLonely()(x, implementation="lonely").sum())(EVEN)
 
 
 def test_both_directions_agree_on_whose_residuals_there_are():

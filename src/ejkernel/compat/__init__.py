@@ -37,6 +37,7 @@ from ejkernel.compat.pallas import simulated_races as simulated_races
 from ejkernel.compat.pallas import store_as_it_is as store_as_it_is
 from ejkernel.compat.partitioning import AskedToSplit as AskedToSplit
 from ejkernel.compat.partitioning import LogicalMesh as LogicalMesh
+from ejkernel.compat.partitioning import ShardingTypeError as ShardingTypeError
 from ejkernel.compat.partitioning import explicit_mesh as explicit_mesh
 from ejkernel.compat.partitioning import explicit_sizes as explicit_sizes
 from ejkernel.compat.partitioning import has_auto_axes as has_auto_axes
@@ -95,7 +96,10 @@ from ejkernel.compat.settings import looks_for_nans as looks_for_nans
 from ejkernel.compat.settings import matmul_precision as matmul_precision
 from ejkernel.compat.settings import numerics as numerics
 from ejkernel.compat.settings import numerics_in_force as numerics_in_force
+from ejkernel.compat.settings import process_settings as process_settings
+from ejkernel.compat.settings import put_back as put_back
 from ejkernel.compat.settings import settings_name as settings_name
+from ejkernel.compat.settings import silence_failed_callbacks as silence_failed_callbacks
 from ejkernel.compat.settings import x64_enabled as x64_enabled
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive

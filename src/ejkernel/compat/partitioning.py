@@ -23,6 +23,8 @@ _compiler: Any = compiler
 _sharding_impls: Any = sharding_impls
 _MOST_ORDERS = 64  # orders of prime factors to try; a number with many factors has more
 _NO_MESH = AbstractMesh((), ())
+# What JAX raises for an operation that does not say how its result is sharded over explicit axes.
+ShardingTypeError: Any = _core.ShardingTypeError
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:

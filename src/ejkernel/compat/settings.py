@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -97,3 +98,28 @@ def leave_devices_alone() -> None:
 def forget_compilations() -> None:
     """Let JAX neither use nor fill its persistent compilation cache in this process."""
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+def process_settings() -> dict[str, Any]:
+    """Return the values of all options of `jax.config` for the whole process, apart from this thread's contexts."""
+    holders = _config._value_holders
+    return {name: _of_process(holder) for name, holder in holders.items()}
+
+
+def put_back(settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Give options the values that `process_settings` returned; return those that had changed, with both values."""
+    now = process_settings()
+    changed = {name: (value, now[name]) for name, value in settings.items() if name in now and now[name] != value}
+    for name, (value, _) in changed.items():
+        _config.update(name, value)
+    return changed
+
+
+def _of_process(holder: Any) -> Any:
+    # Flags that have no context manager have one value for all threads.
+    return holder.get_global() if hasattr(holder, "get_global") else holder.value
+
+
+def silence_failed_callbacks() -> None:
+    """Have JAX log nothing of callbacks that fail from now on: at its end this process ends them itself."""
+    logging.getLogger("jax._src.callback").disabled = True

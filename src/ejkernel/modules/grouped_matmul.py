@@ -69,13 +69,15 @@ def grouped_matmul(
     nothing of one group, be it NaN or infinite, reaches the rows of another.
 
     Its gradient is made of two calls that are configured for themselves: a product with `rhs` transposed, and
-    `grouped_matmul_wgrad`; the result's gradient is rounded to the operands' dtype before.
+    `grouped_matmul_wgrad`; the result's gradient is rounded to the operands' dtype before. For float16 operands, a
+    power of two keeps each row of a float32 gradient, or of one that is still to be scaled, within float16's range.
 
     With an activation or a gate it is `activation(lhs @ rhs) * (lhs @ gate)`, of each group's matrices, in one kernel
     where there is one, and a call with a key of its own, `grouped_matmul_activation`; what is made of the sums is made
     of them in float32, before the result is rounded. Differentiated, it keeps the products, rounded to the result's
-    dtype, as plain JAX would. Under `jax.checkpoint` they are computed again instead, unless a policy saves
-    `grouped_matmul_activation.out` and `grouped_matmul_activation.residuals`. Factors of rows alone keep nothing.
+    dtype as plain JAX would, but in float32 for a float16 result. Under `jax.checkpoint` they are computed again
+    instead, unless a policy saves `grouped_matmul_activation.out` and `grouped_matmul_activation.residuals`. Factors of
+    rows alone keep nothing.
 
     Under `jax.vmap` one example is computed after the other where an implementation has no other way; batches of rows
     are better joined into one call.

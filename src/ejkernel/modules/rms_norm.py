@@ -18,6 +18,7 @@ from ejkernel.kernels.rms_norm.operation import rms_norm as _rms_norm
 from ejkernel.ops.core.types import Number
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.messages.names import names_checked
+from ejkernel.ops.utils.values.scalars import Takes, given_text, python_numbers
 from ejkernel.ops.utils.values.signature import is_array
 
 _NAMES_ELSEWHERE = {  # in Flax, Optax, PyTorch, Tokamax and flash-attn
@@ -39,9 +40,10 @@ _NAMES_ELSEWHERE = {  # in Flax, Optax, PyTorch, Tokamax and flash-attn
 
 
 def _normalized_axes(axis: Any, count: int) -> tuple[int, ...]:
+    axis = python_numbers(axis, Takes.NUMBERS)
     axes = (axis,) if is_integer(axis) else axis
     if not isinstance(axes, Sequence) or not axes or not all(is_integer(a) and -count <= a < count for a in axes):
-        raise ArgumentError(f"axis must be an axis of x, which has {count}, or several; got {axis!r}.")
+        raise ArgumentError(f"axis must be an axis of x, which has {count}, or several; got {given_text(axis)}.")
     found = tuple(int(a) % count for a in axes)
     if len(set(found)) != len(found):
         raise ArgumentError(f"axis must name each axis once; got {axis!r}.")

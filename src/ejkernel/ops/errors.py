@@ -137,4 +137,4 @@ class TuningWarning(EjkernelWarning):
 
 
 class GradientWarning(TuningWarning):
-    """A kernel's gradients are not the derivatives of what it computes, whatever its configuration."""
+    """A kernel's gradients are wrong under every configuration, or where forward and backward have different ones."""

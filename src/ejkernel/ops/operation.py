@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
@@ -33,6 +34,9 @@ class _Running(NamedTuple):
     params: Any
 
 
+_owners: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()  # configurations' types: operations' names
+
+
 class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     """A kernel with implementations, each of which has parameters of its own.
 
@@ -40,8 +44,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
     gives `implementations` and `describe`. Like any kernel it may give `prepare`, `reference`, `cost`,
     `example_inputs`, `bucket`. Choosing among implementations, and running what was chosen, is done here.
 
-    A call may be asked to run with an implementation of that name, or with the first of several names that can: it is
-    strict, and goes into the options as `prepare` returns them, `{"implementation": self.requested(implementation)}`.
+    A caller may name one implementation, or several in the order of preference. No other then runs the call, with one
+    exception: if none of them has a backward, the gradient is computed by others that take their residuals. The
+    request goes into the options as `prepare` returns them, `{"implementation": self.requested(implementation)}`.
 
     Attributes:
         implementations: By name, the one to prefer first.
@@ -59,7 +64,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                 f"{cls.__name__} must name a subclass of OperationConfig as its configuration's type, which is then "
                 f"its own: class {cls.__name__}(Operation[MyConfig, MyCall, jax.Array])."
             )
-        if "implementations" in vars(config):
+        # An operation that is defined again, as in a notebook, keeps its configuration's type.
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if _owners.setdefault(config, name) != name:
             raise KernelError(
                 f"{config.__name__} is the configuration's type of another operation; give {cls.__name__} its own."
             )
@@ -203,6 +210,13 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         found = self._differentiable(backward, running, (residuals, out, cotangents, *args))
         return cast("tuple[Any, ...]", found)
 
+    def _check_cfg(self, config: Any, name: str) -> None:
+        super()._check_cfg(config, name)
+        try:
+            config.__post_init__()
+        except ConfigError as error:  # its implementation, or the class of its parameters, was defined again
+            raise ConfigError(f"{self.op_id}: {name}: {error}") from error
+
     # --- which implementation ---
 
     def _config(self, name: str, call: CallT, params: Any) -> OpCfg:
@@ -220,7 +234,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         if not found and not inv.array_types:
             # No platform: whether it runs here is no longer the question, and other reasons hold anywhere.
             away = dataclasses.replace(self.call_of(inv), platform=None, device_fingerprint="")
-            names = self._names(inv.kwargs) or self.implementations
+            names = self._asked(inv.kwargs, away) or self.implementations
             elsewhere = [name for name in names if inv.platform not in self._platforms(name)]
             found, reasons_elsewhere = self._sorted_out(away, elsewhere, higher=self._is_higher(inv), named=True)
             reasons |= reasons_elsewhere
@@ -229,8 +243,9 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         return found
 
     def _sorted_out_for(self, inv: Invocation[OpCfg, Out]) -> tuple[list[tuple[str, CallT]], dict[str, str]]:
-        names = self._names(inv.kwargs)
-        return self._sorted_out(self.call_of(inv), names, higher=self._is_higher(inv), named=names is not None)
+        call = self.call_of(inv)
+        names = self._asked(inv.kwargs, call)
+        return self._sorted_out(call, names, higher=self._is_higher(inv), named=names is not None)
 
     def _is_higher(self, inv: Invocation[OpCfg, Out]) -> bool:
         """Return whether the call is of tangents, or of derivatives of a derivative."""
@@ -245,6 +260,25 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         if requested is None:
             return None
         return [requested] if isinstance(requested, str) else list(requested)
+
+    def _asked(self, options: Mapping[str, Any], call: CallT) -> list[str] | None:
+        """Return the implementations to ask about a call: those named in its options; `None`: all.
+
+        If none of the named ones has a backward, a backward call is answered by others that take their residuals.
+        """
+        names = self._names(options)
+        if names is None or not call.backward:
+            return names
+        here = [name for name in self.implementations if call.platform in (None, *self._platforms(name))]
+        return [*names, *(name for name in here if name not in names and self._follows(name, names))]
+
+    def _follows(self, name: str, names: Sequence[str]) -> bool:
+        """Return whether the backward of `name` follows the forwards of `names`, none of which has a backward."""
+        named = self.implementations.loadable(names)
+        if any(found.has_backward() for found in named):
+            return False
+        left = {found.residuals for found in named}
+        return any(found.has_backward() and found.residuals in left for found in self.implementations.loadable([name]))
 
     def _sorted_out(
         self, call: CallT, names: Sequence[str] | None, *, higher: bool = False, named: bool
@@ -313,8 +347,8 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             ConfigError: `cfg` contradicts the `implementation` argument, or its parameters must not run this call.
             UnsupportedError: the implementation does not run this call.
         """
-        names = self._names(options)
-        if names is not None and cfg.implementation not in names:
+        names, name = self._names(options), cfg.implementation
+        if not (names is None or name in names or (backward and self._follows(name, names))):
             raise ConfigError(
                 f"cfg.implementation is {cfg.implementation!r}, but implementation={options['implementation']!r} was "
                 "asked for; leave one out."
@@ -326,7 +360,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
             call = dataclasses.replace(call, **_lowered_place(), partitioned=_is_partitioned())
             reason = self.implementations.unsupported(chosen.name, call)
             if reason is not None:
-                chosen, params = self._stand_in(chosen, reason, call, names), None
+                chosen, params = self._stand_in(chosen, reason, call, self._asked(options, call)), None
         if params is None:
             params = chosen.heuristic(call)
         # Refused before it is lowered: such parameters may hang or corrupt the device.

@@ -16,6 +16,7 @@ from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import Kernel
 from ejkernel.ops.core.types import Cfg, ConfigKey, Out
 from ejkernel.ops.utils.validation import check_argument
+from ejkernel.ops.utils.weak_caches import MOST_RECORDS, Bounded
 
 
 class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
@@ -33,7 +34,7 @@ class Recorded(tuple[Kernel[Any, Any], tuple[Any, ...], dict[str, Any]]):
 Invocations = dict[str, dict[str, dict[str, Recorded]]]
 
 _invocations: Invocations = {}
-_missed: dict[ConfigKey, tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]] = {}
+_missed: Bounded[tuple[weakref.ref[Kernel[Any, Any]], Invocation[Any, Any]]] = Bounded(MOST_RECORDS)
 _collectors: dict[int, list[Invocation[Any, Any]]] = {}
 _tokens = itertools.count(1)
 _unused: list[int] = []  # tokens under which no call was lowered
@@ -89,11 +90,11 @@ def missed() -> Invocations:
 
 
 def note_missed(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], key: ConfigKey) -> None:
-    """Keep a call that nothing was measured for, as long as somebody else keeps its kernel."""
+    """Keep a call that nothing was measured for while its user keeps the kernel; of very many the latest."""
     if key not in _missed:
         # Weakly: a miss was noted and not asked for, and must not keep a kernel that its user has dropped.
         owner = weakref.ref(kernel, lambda _: _missed.pop(key, None))
-        _missed[key] = owner, inv.abstract().without_kernel()
+        _missed.keep(key, (owner, inv.abstract().without_kernel()))
 
 
 def forget_missed(key: ConfigKey) -> None:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import ConfigSelectorChain, Executor, Kernel, autotune, default_executor, tune
+from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, Kernel, autotune, default_executor, tune
+from ejkernel.ops.core import primitive
 from ejkernel.ops.registry import recording
 
 X = np.arange(3, dtype=np.float32)
@@ -167,6 +168,50 @@ def test_calls_that_differ_in_static_values_alone_fill_a_bounded_table(monkeypat
         np.testing.assert_array_equal(executor(scales, X, ("a",) * number), X * number)
     assert 0 < len(executor._plans.tables.of(scales)) <= 8
     np.testing.assert_array_equal(executor(scales, X, ()), X * 0)  # what was let go of is made again
+
+
+def test_eager_gradients_with_ever_new_static_values_fill_bounded_tables(monkeypatch):
+    monkeypatch.setattr("ejkernel.ops.utils.weak_caches._MOST", 4)
+
+    class Scales(Applies):
+        def run(self, x, scale, *, cfg):
+            return x * scale
+
+    executor, scales = Executor(ConfigSelectorChain()), Scales("scales")
+    for number in range(6):
+        jax.grad(lambda x, number=number: executor(scales, x, number).sum())(X)
+    assert 0 < len(primitive._eager.of(scales)) <= 4
+    assert 0 < len(primitive._traces.of(scales)) <= 4
+
+
+@pytest.mark.parametrize(
+    ("use", "call"),
+    [
+        (lambda f: jax.grad(lambda x: f(x).sum()), {"args": (X,)}),
+        (jax.vmap, {"args": (X[0],), "batch_axes": ((0,),), "batch_sizes": (3,)}),
+    ],
+    ids=["grad", "vmap"],
+)
+def test_programs_of_configurations_that_were_replaced_are_dropped(use, call):
+    class Shifts(Applies):
+        def run(self, x, *, cfg):
+            return x * cfg
+
+    executor, shifts = Executor(ConfigSelectorChain()), Shifts("shifts")
+    key = Invocation(kernel=shifts, **call).key
+
+    def put_and_call(config):
+        executor.chooser.cache.put(key, config)
+        return float(use(lambda x: executor(shifts, x))(X)[1])
+
+    def programs():
+        gc.collect()
+        return len(jax.local_devices()[0].client.live_executables())
+
+    assert [put_and_call(config) for config in (1, 2)] == [1, 2]
+    before = programs()
+    assert [put_and_call(config) for config in (1, 2) * 2] == [1, 2] * 2
+    assert programs() == before
 
 
 def test_recording_without_a_call_retraces_nothing_the_second_time():

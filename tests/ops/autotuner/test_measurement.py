@@ -82,7 +82,7 @@ def test_a_runner_takes_its_sets_of_arguments_in_turn():
 
 
 def test_a_runner_needs_arguments():
-    with pytest.raises(ConfigError, match="argument_sets must hold the arguments of one call at least, got none"):
+    with pytest.raises(ConfigError, match="argument_sets must contain the arguments of at least one call, got none"):
         Runner(jnp.sin, [])
 
 
@@ -152,7 +152,7 @@ def test_nothing_to_measure_gives_no_measurement():
 
 @pytest.mark.parametrize("options", [{}, {"rounds": 3, "race": Race(1)}])
 def test_rounds_or_a_race_must_be_given(options):
-    with pytest.raises(ConfigError, match="one of rounds and race must be given"):
+    with pytest.raises(ConfigError, match="give exactly one of rounds and race"):
         interleaved([lambda: None], **options)
 
 

@@ -123,7 +123,7 @@ def test_cupti_tells_the_seconds_of_one_call(monkeypatch):
 
 def test_cupti_that_is_silent_is_an_error(monkeypatch):
     monkeypatch.setattr(compat, "cupti_seconds", lambda work: None)
-    with pytest.raises(TimerError, match="CUPTI told of no kernel"):
+    with pytest.raises(TimerError, match="CUPTI reported no kernel"):
         cupti_sample(lambda: None, 1)
 
 

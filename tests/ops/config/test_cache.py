@@ -314,3 +314,15 @@ def test_an_eager_call_sees_what_is_put_into_memory(kernel, key):
         seen.append(int(executor(kernel, X)[0]))
     executor.chooser.cache.remove(key)
     assert [*seen, int(executor(kernel, X)[0])] == [1, 3, 4, 1]
+
+
+def test_provisional_answers_are_bounded_and_others_stay(monkeypatch):
+    monkeypatch.setattr("ejkernel.ops.config.cache.MOST_RECORDS", 8)
+    cache = ConfigCache()
+    cache.remember("measured", 1, "autotune")
+    cache.remember("put after the heuristic", 2, "heuristic")
+    cache.put("put after the heuristic", 3)
+    for number in range(100):
+        cache.remember(number, number, "heuristic")
+    assert (cache.get("measured"), cache.get("put after the heuristic"), cache.get(99)) == (1, 3, 99)
+    assert (cache.get(0), len(cache) <= 8 + 2) == (None, True)

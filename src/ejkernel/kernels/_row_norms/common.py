@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._numbers import is_number
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import OperationCall
+from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array
 
 Normalized = jax.Array | tuple[jax.Array, jax.Array]
@@ -69,7 +70,7 @@ def canonical_eps(eps: Any) -> float:
         ArgumentError: it is none, or a negative one.
     """
     if not is_number(eps) or not 0 <= eps < math.inf:
-        raise ArgumentError(f"eps must be a number >= 0, got {eps!r}; it is static under jit.")
+        raise ArgumentError(f"eps must be a number >= 0, got {given_text(eps)}.")
     return float(eps)
 
 

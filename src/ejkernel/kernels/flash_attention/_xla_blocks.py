@@ -79,10 +79,11 @@ class Blocks(NamedTuple):
 
 
 class RowBlocks(NamedTuple):
-    """What the backward knows of every query."""
+    """What the backward knows of every query: its weights are `exp((values - top) * factor - rest)`."""
 
     dout: jax.Array  # [query block, b, g, r, q, e]
-    lse: jax.Array  # [query block, b, g, r, q]
+    top: jax.Array  # [query block, b, g, r, q]; infinite for a row that sees no key, 0 if `rest` is the log-sum-exp
+    rest: jax.Array  # likewise
     delta: jax.Array  # likewise
 
 

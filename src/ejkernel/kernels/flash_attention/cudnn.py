@@ -14,7 +14,7 @@ from ejkernel import compat, settings
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.values.signature import is_known
 
-from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, operands_of
+from .common import EMPTY_ROW_LSE, AttentionCall, AttentionImplementation, Operands, Rules, operands_of, scale_reason
 
 _AMD = re.compile(r"amd|radeon|instinct|:gfx\d")
 _TOO_OLD = re.compile(r"(v100|t4|p100|titan|rtx_20\d\d)(_|$)")
@@ -95,6 +95,8 @@ def platform_reason(call: AttentionCall) -> str | None:
 def _arguments_reason(call: AttentionCall) -> str | None:
     if call.dtype not in _HIDDEN:
         return f"query has dtype {call.dtype}, and cuDNN takes bfloat16 and float16; cast it, or use 'xla'."
+    if reason := scale_reason(call, "cuDNN"):
+        return reason
     head_dim, value_dim = call.query[3], call.value[3]
     if value_dim != head_dim:
         return f"value has head_dim {value_dim} and query {head_dim}, and cuDNN is used for equal ones; use 'xla'."

@@ -13,12 +13,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._numbers import has_small_range
+from ejkernel.kernels._small_range import normalized
 from ejkernel.kernels._varying import unify_varying
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.values.signature import is_known
@@ -52,6 +54,8 @@ from .dropout import kept
 # Blocks that are tuned over: of queries, of keys.
 _CPU_BLOCKS = ((64, 128, 256, 512), (128, 256, 512, 1024))
 _BLOCKS = ((256, 512, 1024), (512, 1024, 2048))
+
+_LARGE_LSE = 1024.0  # below it a log-sum-exp is exact to 6e-5, and so are the weights that are computed from it
 
 # Letters of the einsums: b batch, g group, r head of a group, q query, k key, d head dimension, e value dimension.
 
@@ -136,16 +140,10 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
 
     def attend(rows: Any, pair: jax.Array) -> Any:
         acc, top, total = rows
-        logits, _ = _logits(blocks, rules, grid, pair)
-        # The result does not depend on `top`, so neither do its derivatives.
-        new_top = lax.stop_gradient(jnp.maximum(top, logits.max(axis=-1)))
-        # A row that has seen nothing yet: exp(-inf - 0) is zero where exp(-inf + inf) is NaN.
-        shift = jnp.where(new_top == -jnp.inf, 0, new_top)
-        weights = jnp.exp(logits - shift[..., None])
-        decay = jnp.exp(lax.stop_gradient(top) - shift)
+        new_top, weights, decay = _weights(_logits(blocks, rules, grid, pair), top)
         value = take(blocks.value, pair[1])
         keep = _kept(blocks, rules, grid, pair)
-        used = weights if keep is None else jnp.where(keep, weights / (1 - rules.dropout_rate), 0)
+        used = weights if keep is None else jnp.where(keep, weights, 0)
         product = dot("bgrqk,bgke->bgrqe", used.astype(value.dtype), value, grid)
         # The sum is of all weights: a dropout drops what the softmax has found.
         return acc * decay[..., None] + product, new_top, total * decay + weights.sum(axis=-1)
@@ -157,8 +155,9 @@ def forward(operands: Operands, rules: Rules, params: FwdParams) -> tuple[jax.Ar
     (acc, top, total), _ = lax.scan(step, carry, jnp.asarray(grid.pairs))
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    out = (acc / total[..., None]).astype(operands.query.dtype)
-    lse = jnp.where(empty, EMPTY_ROW_LSE, top + jnp.log(total))
+    # Not in the loop, whose weights are rounded: in float16 one that is divided by little overflows.
+    out = (acc / (total[..., None] * (1 - rules.dropout_rate))).astype(operands.query.dtype)
+    lse = jnp.where(empty, EMPTY_ROW_LSE, top * _factor(blocks, rules) + jnp.log(total))
     return join_queries(out, grid), join_rows(lse, grid)
 
 
@@ -186,14 +185,18 @@ def backward(
     operands, out, lse, dout, dlse = unify_varying((operands, out, lse, dout, dlse))
     blocks = split(operands, grid)
     delta = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=grid.dtype)
-    if dlse is not None:  # a weight adds to the log-sum-exp as it takes from the others
-        delta = delta - dlse.astype(grid.dtype)
+    # Rows of the padding are such that see no key, and add nothing to any gradient.
+    lse = split_rows(lse.astype(grid.dtype), grid, fill=EMPTY_ROW_LSE)
+    empty = lse == EMPTY_ROW_LSE
     rows = RowBlocks(
         dout=split_queries(dout, grid),
-        # Rows of the padding are such that see no key, and add nothing to any gradient.
-        lse=split_rows(lse.astype(grid.dtype), grid, fill=EMPTY_ROW_LSE),
+        top=jnp.where(empty, jnp.inf, jnp.zeros_like(lse)),
+        rest=jnp.where(empty, 0, lse),
         delta=split_rows(delta, grid, fill=0),
     )
+    rows = _exact_rows(rows, blocks, rules, grid)
+    if dlse is not None:  # a weight adds to the log-sum-exp as it takes from the others
+        rows = rows._replace(delta=rows.delta - split_rows(dlse.astype(grid.dtype), grid, fill=0))
     sums = (blocks.query, blocks.key, blocks.value, blocks.bias)
     carry: Any = tuple(None if x is None else full(x.shape, 0, grid.dtype, blocks) for x in sums)
 
@@ -208,7 +211,7 @@ def backward(
     return (
         join_queries(dquery, grid).astype(operands.query.dtype),
         join_keys(dkey, grid).astype(operands.key.dtype),
-        join_keys(dvalue, grid).astype(operands.value.dtype),
+        join_keys(dvalue / (1 - rules.dropout_rate), grid).astype(operands.value.dtype),
         None if operands.bias is None else join_bias(dbias, operands.bias),
     )
 
@@ -254,13 +257,13 @@ def _add_gradients(sums: _Sums, blocks: Blocks, rows: RowBlocks, rules: Rules, g
     i, j = pair[0], pair[1]
     query, key, value = take(blocks.query, i), take(blocks.key, j), take(blocks.value, j)
     dout = take(rows.dout, i)
-    logits, slope = _logits(blocks, rules, grid, pair)
-    weights = jnp.exp(logits - take(rows.lse, i)[..., None])
-    dweights = dot("bgrqe,bgke->bgrqk", dout, value, grid)
+    logits = _logits(blocks, rules, grid, pair)
+    slope = logits.slope
+    differences = (logits.values - take(rows.top, i)[..., None]) * logits.factor - take(rows.rest, i)[..., None]
+    weights = jnp.exp(_at_most_zero(differences))
     keep = _kept(blocks, rules, grid, pair)
-    used = weights if keep is None else jnp.where(keep, weights / (1 - rules.dropout_rate), 0)
-    if keep is not None:
-        dweights = jnp.where(keep, dweights / (1 - rules.dropout_rate), 0)
+    used = weights if keep is None else jnp.where(keep, weights, 0)
+    dweights = _gradient_of_weights(dout, value, keep, rules, grid)
     dlogits = weights * (dweights - take(rows.delta, i)[..., None])
     dproducts = dlogits if slope is None else dlogits * slope
     if dbias is not None:
@@ -268,32 +271,145 @@ def _add_gradients(sums: _Sums, blocks: Blocks, rows: RowBlocks, rules: Rules, g
         # the axes along which the bias was broadcast
         axes = tuple(a for a in range(5) if dbias.shape[a] == 1 and dlogits.shape[a] != 1)
         dbias = dbias + dlogits.sum(axis=axes, keepdims=True)
-    dscores = (dproducts * rules.scale).astype(query.dtype)
+    dscores, size = _in_range(dproducts * rules.scale, query.dtype)
     return (
-        dquery + dot("bgrqk,bgkd->bgrqd", dscores, key, grid),
-        dkey + dot("bgrqk,bgrqd->bgkd", dscores, query, grid),
+        dquery + dot("bgrqk,bgkd->bgrqd", dscores, key, grid) * size,
+        dkey + dot("bgrqk,bgrqd->bgkd", dscores, query, grid) * size[:, :, 0],
         dvalue + dot("bgrqk,bgrqe->bgke", used.astype(dout.dtype), dout, grid),
         dbias,
     )
 
 
-def _logits(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Return the logits of one pair, -inf where masked, and the derivative of the soft cap if there is one."""
-    slope = None
-    logits = dot("bgrqd,bgkd->bgrqk", take(blocks.query, pair[0]), take(blocks.key, pair[1]), grid)
-    logits = logits * rules.scale
+def _in_range(dscores: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Return the gradient of one pair's scores in `dtype`, and the factors `[b, g, 1, 1, 1]` that it lacks."""
+    if not has_small_range(dtype):
+        return dscores.astype(dtype), jnp.ones((1,) * dscores.ndim, dscores.dtype)
+    scaled, size = normalized(dscores, (2, 3, 4))
+    return scaled.astype(dtype), size
+
+
+class _Logits(NamedTuple):
+    """The logits of one pair: `values * factor`.
+
+    The maximum is subtracted from the values: what is left of the largest is exactly zero, whatever the factor. Of
+    `values * factor - top` a compiler may make one operation that rounds once, where `top` was rounded before.
+
+    Attributes:
+        values: -inf where masked.
+        factor: A positive number; 1 where a bias was added.
+        slope: The derivative of the soft cap; `None`: there is none.
+    """
+
+    values: jax.Array
+    factor: float
+    slope: jax.Array | None
+
+
+def _factor(blocks: Blocks, rules: Rules) -> float:
+    """Return what the values of `_logits` are multiplied with."""
+    if blocks.bias is not None and not rules.cap_after_bias:
+        return 1.0
+    return rules.scale if rules.soft_cap is None else rules.soft_cap
+
+
+def _logits(blocks: Blocks, rules: Rules, grid: Grid, pair: jax.Array) -> _Logits:
+    """Return the logits of one pair."""
+    slope, factor = None, _factor(blocks, rules)
+    values = dot("bgrqd,bgkd->bgrqk", take(blocks.query, pair[0]), take(blocks.key, pair[1]), grid)
     bias = None if blocks.bias is None else part_of(blocks.bias, grid, pair).astype(grid.dtype)
+    if bias is not None or rules.soft_cap is not None:
+        values = values * rules.scale
     if bias is not None and rules.cap_after_bias:
-        logits = logits + jnp.where(bias == -jnp.inf, 0, bias)  # what it hides, the cap would show
+        values = values + jnp.where(bias == -jnp.inf, 0, bias)  # what it hides, the cap would show
         bias = jnp.where(bias == -jnp.inf, bias, 0)
     if rules.soft_cap is not None:
-        squashed = jnp.tanh(logits / rules.soft_cap)
-        logits, slope = squashed * rules.soft_cap, 1 - squashed * squashed
+        values = jnp.tanh(values / rules.soft_cap)
+        slope = 1 - values * values
+        if factor == 1:
+            values = values * rules.soft_cap
     if bias is not None:
-        logits = logits + bias
+        values = values + bias
     for visible in _masks(blocks, rules, grid, pair):
-        logits = jnp.where(visible, logits, -jnp.inf)
-    return logits, slope
+        values = jnp.where(visible, values, -jnp.inf)
+    return _Logits(values, factor, slope)
+
+
+def _weights(logits: _Logits, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the new maximum of each row, the weights, and what sums of earlier blocks are to be multiplied with."""
+    # The result does not depend on `top`, so neither do its derivatives.
+    new_top = lax.stop_gradient(jnp.maximum(top, logits.values.max(axis=-1)))
+    # A row that has seen nothing yet: exp(-inf - 0) is zero where exp(-inf + inf) is NaN.
+    shift = jnp.where(new_top == -jnp.inf, 0, new_top)
+    differences = logits.values - shift[..., None]
+    if logits.factor == 1:  # what a bias was added to may be rounded in another way than for the maximum
+        differences = _at_most_zero(differences)
+    decay = jnp.exp((lax.stop_gradient(top) - shift) * logits.factor)
+    return new_top, jnp.exp(differences * logits.factor), decay
+
+
+def _at_most_zero(x: jax.Array) -> jax.Array:
+    """Return `min(x, 0)` with a derivative of 1: what is above zero is there by rounding."""
+    return x - lax.stop_gradient(jnp.maximum(x, 0))
+
+
+def _gradient_of_weights(
+    dout: jax.Array, value: jax.Array, keep: jax.Array | None, rules: Rules, grid: Grid
+) -> jax.Array:
+    """Return the gradient of one pair's weights, as they are before the dropout."""
+    dweights = dot("bgrqe,bgke->bgrqk", dout, value, grid)
+    return dweights if keep is None else jnp.where(keep, dweights / (1 - rules.dropout_rate), 0)
+
+
+def _exact_rows(rows: RowBlocks, blocks: Blocks, rules: Rules, grid: Grid) -> RowBlocks:
+    """Return what the backward knows of every query, exact also where the log-sum-exp is large.
+
+    Of 1e9 the next float32 is 64 more: weights that are computed from it may be off by any factor. If there is such a
+    row, one more pass over all pairs finds maximum, sum and delta of each row anew; else it takes no time.
+    """
+    large = (jnp.abs(rows.rest) > _LARGE_LSE) & (rows.top == 0)
+    at_rest: Any = jax.tree.map(lax.stop_gradient, (rows, blocks))
+
+    def add(sums: Any, pair: jax.Array) -> Any:
+        rows, blocks = at_rest
+        top, total, pulled = sums
+        new_top, weights, decay = _weights(_logits(blocks, rules, grid, pair), top)
+        keep = _kept(blocks, rules, grid, pair)
+        dweights = _gradient_of_weights(take(rows.dout, pair[0]), take(blocks.value, pair[1]), keep, rules, grid)
+        return (
+            new_top,
+            total * decay + weights.sum(axis=-1),
+            pulled * decay + (weights * dweights).sum(axis=-1),
+        )
+
+    def step(number: jax.Array, carry: Any) -> Any:
+        pair = take(pairs, number)
+        new = _where_they_meet(add, tuple(take(x, pair[0]) for x in carry), pair, at_rest[1], grid)
+        return tuple(put(x, y, pair[0]) for x, y in zip(carry, new, strict=True))
+
+    pairs = jnp.asarray(grid.pairs)
+    start = tuple(full(large.shape, fill, grid.dtype, at_rest[1]) for fill in (-jnp.inf, 0, 0))
+    count = jnp.where(lax.stop_gradient(large).any(), jnp.int32(pairs.shape[0]), jnp.int32(0))
+    # A loop rather than a condition: under `vmap` both branches of a condition run.
+    top, total, pulled = lax.fori_loop(jnp.int32(0), count, step, start)
+    total = jnp.where(large, total, 1)
+    return _with_exact(rows, large, (top, jnp.log(total), pulled / total), _factor(blocks, rules))
+
+
+def _with_exact(rows: RowBlocks, large: jax.Array, found: Any, factor: float) -> RowBlocks:
+    """Return rows with maximum, logarithm of the sum and delta from `found` where they are `large`."""
+    top, rest, delta = found
+    # What the log-sum-exp has on top of these sums is an attention sink's, unless it is rounding.
+    more = lax.stop_gradient(rows.rest) - (top * factor + rest)
+    more = jnp.where(more > 1e-6 * jnp.abs(lax.stop_gradient(rows.rest)), more, 0)
+    # The values are constants, the derivatives are those of the residuals.
+    lse = jnp.where(jnp.isfinite(rows.rest), rows.rest, 0)
+    rest = rest + more + (lse - lax.stop_gradient(lse))
+    delta = delta * jnp.exp(-more) + (rows.delta - lax.stop_gradient(rows.delta))
+    return rows._replace(
+        top=jnp.where(large, top, rows.top),
+        rest=jnp.where(large, rest, rows.rest),
+        delta=jnp.where(large, delta, rows.delta),
+    )
 
 
 def _positions(grid: Grid, pair: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._options import canonical_precision
 from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.errors import ArgumentError
+from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array, is_known
 
 from .common import Groups, row_ends, taken_apart
@@ -108,7 +109,7 @@ def canonical_groups(group_sizes: Any, first_group: Any, count: int | None) -> G
 def canonical_count(groups: Any) -> int | None:
     """Return how many groups a call is asked for; `None`: all."""
     if groups is not None and (type(groups) is not int or groups < 0):
-        raise ArgumentError(f"groups must be an int >= 0, or None; got {groups!r}; it is static under jit.")
+        raise ArgumentError(f"groups must be an int >= 0, or None; got {given_text(groups)}.")
     return groups
 
 

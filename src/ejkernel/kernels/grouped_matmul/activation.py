@@ -171,24 +171,25 @@ class GroupedMatmulActivation(GroupedOperation[GroupedMatmulActivationConfig]):
         pull = jax.vjp(lambda *given: finished(given[0], own, given[1], activation), products, row_scale)[1]
         dproducts, dscale = pull(cotangents[0].astype(products[0].dtype))
         pairs = zip((rhs, gate), dproducts, strict=False)
-        found = [
-            gradients_of_product((lhs, matrices, groups), dout.astype(lhs.dtype), options) for matrices, dout in pairs
-        ]
+        found = [gradients_of_product((lhs, matrices, groups), dout, options) for matrices, dout in pairs]
         dlhs = found[0][0] if gate is None else found[0][0] + found[1][0]
-        return dlhs, found[0][1], None, None if gate is None else found[1][1], dscale
+        return dlhs.astype(lhs.dtype), found[0][1], None, None if gate is None else found[1][1], dscale
 
     def _by_calls(self, *args: Any, **options: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the output and the products, these by calls of their own."""
         lhs, rhs, groups, gate, row_scale = args
-        shared = shared_options(options, grouped_matmul)
-        shared |= {name: options[name] for name in ("transpose_rhs", "preferred_element_type") if name in options}
+        described = self.describe(*args, **{k: v for k, v in options.items() if k != "implementation"})
+        shared = shared_options(options, grouped_matmul) | {
+            "transpose_rhs": described.transpose_rhs,
+            "preferred_element_type": described.kept_dtype,
+        }
         products = tuple(
             grouped_matmul(lhs, matrices, groups, **shared) for matrices in (rhs, gate) if matrices is not None
         )
         wide = [product.astype(accumulator(product.dtype)) for product in products]
         own = own_rows(groups, lhs.shape[0], rhs.shape[0])
         out = finished(wide, own, row_scale, options.get("activation"))
-        return out.astype(products[0].dtype), products
+        return out.astype(described.out_dtype), products
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups and a gate."""

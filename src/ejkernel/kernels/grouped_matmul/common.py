@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._numbers import accumulator, has_small_range
 from ejkernel.ops.implementation import OperationCall
 
 # The sizes of groups; or those of all, and the number of the first of those that the call has matrices of.
@@ -57,6 +58,14 @@ class GroupedMatmulCall(OperationCall):
             "first_group": self.all_groups is not None,
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
+
+    @property
+    def kept_dtype(self) -> str:
+        """Name of the dtype of products that are kept for a backward: the result's, or float32 if that may overflow.
+
+        A float16 product may be infinite where what is made of it, e.g. with a row factor of 1e-3, is not.
+        """
+        return str(accumulator(self.out_dtype)) if has_small_range(self.out_dtype) else self.out_dtype
 
     @property
     def products(self) -> int:

@@ -13,7 +13,7 @@ from ejkernel.kernels._numbers import accumulator
 
 from .common import without_rest
 
-PREACTIVATIONS: Final = "preactivations"  # the residuals: the products, in the dtype of the result
+PREACTIVATIONS: Final = "preactivations"  # the residuals: the products, in `kept_dtype` of the call
 
 
 def _relu2(x: jax.Array) -> jax.Array:

@@ -128,7 +128,7 @@ class MegabloxActivation(_Megablox):
         products = [_product(call, lhs, matrix, groups, params, "float32") for matrix in matrices]
         own = own_rows(groups, call.rows, call.groups)
         out = finished(products, own, row_scale, call.activation).astype(call.out_dtype)
-        return out, tuple(product.astype(call.out_dtype) for product in products)
+        return out, tuple(product.astype(call.kept_dtype) for product in products)
 
     def memory(self, call: GroupedMatmulCall, params: MegabloxParams) -> int:
         """Return the bytes of a product's tiles, whose result is in float32."""

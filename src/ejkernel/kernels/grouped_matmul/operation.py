@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ejkernel.kernels._numbers import accumulator
+from ejkernel.kernels._numbers import accumulator, has_small_range
 from ejkernel.kernels._options import canonical_flag
+from ejkernel.kernels._small_range import balanced, normalized
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.parts import CallPart
 from ejkernel.ops.core.sharding.rule import ShardingRule
@@ -235,14 +236,14 @@ class GroupedMatmul(_Multilinear[GroupedMatmulConfig]):
     ) -> tuple[Any, ...]:
         """Return the gradients of the operands, by a product and by sums of products that are calls of their own."""
         lhs, rhs, groups, *scales = primals
-        dout, own = cotangents[0].astype(lhs.dtype), own_rows(groups, lhs.shape[0], rhs.shape[0])
-        dlhs, drhs = gradients_of_product((lhs, rhs, groups), dout, kwargs, *scales)
+        dlhs, drhs = gradients_of_product((lhs, rhs, groups), cotangents[0], kwargs, *scales)
         if not scales:
-            return dlhs, drhs, None
+            return dlhs.astype(lhs.dtype), drhs, None
+        own = own_rows(groups, lhs.shape[0], rhs.shape[0])
         # Of a row, dout · (lhs @ rhs) is (dout @ rhs.T) · lhs: its factor's gradient takes no further product.
         left, right = (x.astype(accumulator(x.dtype)) for x in (dlhs, without_rest(lhs, own)))
         dscale = jnp.sum(left * right, axis=1).astype(scales[0].dtype)
-        return scaled_rows(dlhs, scales[0], own), drhs, None, dscale
+        return scaled_rows(dlhs, scales[0], own).astype(lhs.dtype), drhs, None, dscale
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with eight groups."""
@@ -275,7 +276,7 @@ class GroupedMatmulWgrad(_Multilinear[GroupedMatmulWgradConfig]):
         preferred_element_type: Any = None,
         precision: Any = None,
         first_group: Any = None,
-        groups: Any = None,
+        groups: int | None = None,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the arguments; options that say nothing are left out, so that they are not in the call's key."""
@@ -387,21 +388,35 @@ def gradients_of_product(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of both operands of a product, calls of their own; with factors, only rhs's has them in it.
 
+    The gradient of `lhs` is in float32 where a factor has yet to be multiplied in and the operands' dtype may overflow
+    without it.
+
     Args:
         primals: Rows, matrices, groups.
-        dout: The gradient of the product, in the dtype of the operands.
+        dout: The gradient of the product; a float32 one may be beyond the range of the operands' dtype.
         options: Of the call.
         row_scale: Factors of the rows that `dout` does not have in it as yet.
     """
     lhs, rhs, groups = primals
     transposed = options.get("transpose_rhs", False)
-    shared = shared_options(options, grouped_matmul)
-    dlhs = grouped_matmul(dout, rhs, groups, transpose_rhs=not transposed, **shared)
-    operands = [lhs, dout]
-    if row_scale is not None:  # either will do, so the narrower one
-        narrower = int(is_known(lhs.shape[1], dout.shape[1]) and dout.shape[1] < lhs.shape[1])
-        own = own_rows(groups, lhs.shape[0], rhs.shape[0])
-        operands[narrower] = scaled_rows(operands[narrower], row_scale, own)
+    shared = shared_options(options, grouped_matmul) | {"transpose_rhs": not transposed}
+    own = own_rows(groups, lhs.shape[0], rhs.shape[0])
+    if has_small_range(lhs.dtype) and (row_scale is not None or dout.dtype != lhs.dtype):
+        wide = without_rest(dout.astype(accumulator(lhs.dtype)), own)
+        rows, factors = normalized(wide)
+        dlhs = grouped_matmul(
+            rows.astype(lhs.dtype), rhs, groups, preferred_element_type=accumulator(lhs.dtype), **shared
+        )
+        dlhs = dlhs * factors
+        wide = wide if row_scale is None else scaled_rows(wide, row_scale, own)
+        operands = [x.astype(lhs.dtype) for x in balanced(without_rest(lhs, own), wide)]
+    else:
+        dout = dout.astype(lhs.dtype)
+        dlhs = grouped_matmul(dout, rhs, groups, **shared)
+        operands = [lhs, dout]
+        if row_scale is not None:  # either will do, so the narrower one
+            narrower = int(is_known(lhs.shape[1], dout.shape[1]) and dout.shape[1] < lhs.shape[1])
+            operands[narrower] = scaled_rows(operands[narrower], row_scale, own)
     if transposed:
         operands.reverse()
     shared = shared_options(options, grouped_matmul_wgrad)

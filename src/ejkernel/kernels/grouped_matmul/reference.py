@@ -44,7 +44,9 @@ def tiles_of(spans: tuple[jax.Array, jax.Array], rows: int, block: int) -> Tile:
     last = jnp.cumsum(counts, dtype=jnp.int32)
     # Each group may have one tile that is not full, and there are no more tiles than rows.
     number = jnp.arange(min(rows // block + groups, rows), dtype=jnp.int32)
-    group = jnp.sum(last[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
+    # How many groups end at or before each tile: a cumulated histogram, in memory linear in tiles and groups.
+    ending = jnp.zeros(number.shape[0] + 1, jnp.int32).at[jnp.minimum(last, number.shape[0])].add(1)
+    group = jnp.cumsum(ending[:-1], dtype=jnp.int32)
     known = jnp.minimum(group, groups - 1)
     first = starts[known] + (number - (last - counts)[known]) * block
     first = jnp.where(group < groups, first, rows)

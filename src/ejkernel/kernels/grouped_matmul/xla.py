@@ -90,7 +90,7 @@ class XlaActivation(_Xla):
         products = [_product(call, lhs, matrix, groups, params) for matrix in matrices]
         own = own_rows(groups, call.rows, call.groups)
         out = finished(products, own, row_scale, call.activation).astype(call.out_dtype)
-        return out, tuple(product.astype(call.out_dtype) for product in products)
+        return out, tuple(product.astype(call.kept_dtype) for product in products)
 
 
 class XlaWgrad(_Xla):

@@ -18,6 +18,7 @@ from ejkernel.ops.core.types import Cost
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.implementation import Implementations, LazyImplementation, OperationConfig
 from ejkernel.ops.operation import Operation
+from ejkernel.ops.utils.values.scalars import given_text
 
 from .reference import normalize
 
@@ -85,8 +86,7 @@ class RmsNorm(Operation[RmsNormConfig, RmsNormCall, Normalized]):
         eps = canonical_eps(eps)
         if not is_number(weight_offset) or not math.isfinite(weight_offset) or (weight is None and weight_offset):
             raise ArgumentError(
-                f"weight_offset must be a number, and 0 where there is no weight, got {weight_offset!r}; it is static "
-                "under jit."
+                f"weight_offset must be a number, and 0 where there is no weight, got {given_text(weight_offset)}."
             )
         # It came later: left out where it is 0, it leaves keys of before as they were.
         offset = {"weight_offset": float(weight_offset)} if weight_offset else {}

@@ -81,10 +81,12 @@ class Autotuner:
         candidates: Collection[object] | None = None,
         policy: AutotunePolicy | None = None,
         records: Sequence[Record] = (),
+        known: Sequence[Outcome] = (),
         compiled: BundledCall | None = None,
         inputs: GivenInputs | None = None,
         weight: float = 1.0,
         others: Sequence[SharedCall] = (),
+        partners: Sequence[object] = (),
         progress: Callable[[int, int], object] | None = None,
     ) -> AutotuneData:
         """Return the search for the best configuration of `inv`, or of several calls that are to share one.
@@ -98,10 +100,14 @@ class Autotuner:
                 measured whole; of a larger `ConfigSpace`, what a search asks for.
             policy: All is heeded but what concerns the tiers, and `devices`.
             records: What was measured elsewhere for the same operation, the nearest first.
+            known: Candidates that an earlier search of the call measured before it had to end. They are not measured
+                again, unless they are among the best.
             compiled: The candidates, compiled before; they replace `candidates`.
             inputs: What to measure with, in place of what is made from the signature.
             weight: How much the call counts beside the others.
             others: Further calls of the kernel. What is best has the least weighted geometric mean of the times of all.
+            partners: Configurations in force for the call's other direction: for a forward, what its backward runs
+                with; for a backward, what its forward runs with. The winner must give the right gradient with each.
             progress: Called with how many candidates are compiled and checked, and how many there are. Events tell more
                 (`on_event`).
 
@@ -123,8 +129,10 @@ class Autotuner:
             others=tuple(
                 dataclasses.replace(o, inv=dataclasses.replace(o.inv.abstract(), kernel=kernel)) for o in others
             ),
+            partners=tuple(partners),
             policy=policy or AutotunePolicy(),
             records=tuple(records),
+            known=tuple(known),
             rounds=self.rounds,
             warmup=self.warmup,
             seed=self.seed,
@@ -205,5 +213,5 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         data.seconds,
         len(data.outcomes),
         compact(data.config),
-        "the heuristic could not be measured" if speedup is None else f"{ratio(speedup)} the heuristic's speed",
+        data.progress.in_words if speedup is None else f"{ratio(speedup)} the heuristic's speed",
     )

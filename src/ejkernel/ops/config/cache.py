@@ -16,6 +16,7 @@ from ejkernel.ops.core.context import current_scope, entered
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.storage.serialize import stable_json
+from ejkernel.ops.utils.weak_caches import MOST_RECORDS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class ConfigCache:
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, Remembered] = {}
+        self._provisional: dict[Hashable, None] = {}  # keys with such an answer, in their order
         self._answered_provisionally: set[Hashable] = set()  # operations, without what gradients add to their names
         self._lock = threading.Lock()
         # Weakly: a cache may outlive the executors that listen to it.
@@ -78,6 +80,7 @@ class ConfigCache:
         with self._lock:
             before = self._entries.get(key)
             self._entries[key] = Remembered(config, source)
+            self._bound_provisional(key)
         if tier_named(source).is_provisional:
             # It takes nothing back that was answered before: a measured one does.
             self._answered_provisionally.add(_family(key))
@@ -87,6 +90,19 @@ class ConfigCache:
         if provisional or (before is not None and not same_config(before.config, config)):
             self._changed()
 
+    def _bound_provisional(self, key: Hashable) -> None:
+        """Drop the oldest provisional answers of very many: a program with ever new static values makes more of them.
+
+        They are there to be reported; the next call is answered anew. What was put or measured stays.
+        """
+        self._provisional.pop(key, None)
+        if self._entries[key].tier.is_provisional:
+            self._provisional[key] = None
+        if len(self._provisional) > MOST_RECORDS:
+            for oldest in list(self._provisional)[: MOST_RECORDS // 4]:
+                del self._provisional[oldest]
+                self._entries.pop(oldest, None)
+
     def remembered(self, key: Hashable) -> Remembered | None:
         """Return the configuration under `key` with its source, or `None`."""
         with self._lock:
@@ -95,7 +111,9 @@ class ConfigCache:
     def remove(self, *arguments: object) -> bool:
         """Forget a configuration; return whether there was one."""
         with self._lock:
-            found = self._entries.pop(join_key(arguments), None)
+            key = join_key(arguments)
+            found = self._entries.pop(key, None)
+            self._provisional.pop(key, None)
         if found is not None:
             self._changed()
         return found is not None
@@ -104,6 +122,7 @@ class ConfigCache:
         """Forget everything."""
         with self._lock:
             self._entries.clear()
+            self._provisional.clear()
         self._changed()
 
     def items(self) -> list[tuple[Hashable, Any]]:

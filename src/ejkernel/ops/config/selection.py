@@ -36,7 +36,7 @@ from ejkernel.ops.config.tiers import (
 from ejkernel.ops.config.tiers import Consulted as Consulted
 from ejkernel.ops.config.tiers import Resolution as Resolution
 from ejkernel.ops.core.context import current_scope, is_measuring
-from ejkernel.ops.core.declared_names import note_config_types
+from ejkernel.ops.core.declared_names import check_kind, note_config_types
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import (
     Kernel,
@@ -219,7 +219,8 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         if key is None or resolution.tier.is_passing:
             return
         before = self.cache.remembered(key)
-        if before is not None and shared and before.source == source and before.tier.is_provisional:
+        same_kind = before is not None and type(before.config) is type(resolution.config)
+        if before is not None and same_kind and shared and before.source == source and before.tier.is_provisional:
             return
         if before is None or before.source != source or not same_config(before.config, resolution.config):
             self.cache.remember(key, resolution.config, source)
@@ -327,6 +328,7 @@ class ConfigSelectorChain(Generic[Cfg, Out]):
         """Return why a configuration that was found is not one of the kernel's, and warn; empty if it is one."""
         try:
             check_config(request.kernel, config, what)
+            check_kind(request.inv, request.kernel, config, what)
         except ConfigError as error:  # such as of a class that was defined again since, or of an older version
             if not request.dry:
                 warn(f"ignoring a configuration: {error}", CacheWarning)

@@ -17,11 +17,14 @@ import numpy as np
 from ejkernel.ops.core.hooks import Kernel, overrides, run_forms
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CallError, KernelError
-from ejkernel.ops.utils.messages.names import misfit
+from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.messages.names import misfit, raise_if_misfit
 from ejkernel.ops.utils.values.identity import Held, Strong, by_is, held_weakly, identity, identity_of_node
+from ejkernel.ops.utils.values.scalars import Takes, parameters_taking, python_numbers
 from ejkernel.ops.utils.values.signature import as_array, is_array, stands_for_array
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 METHODS = ("shard_map",)  # ways in which an executor can be asked to run a call
 
 
@@ -116,6 +119,111 @@ class CallSpec:
 
 def _restored(kernel: Kernel[Cfg, Out], tree: object, method: str | None) -> CallSpec:
     return _spec_of(kernel, tree, method)[0]
+
+
+def prepared(
+    kernel: Kernel[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what the kernel's `prepare` makes of the arguments of a call, with Python numbers for static scalars.
+
+    Raises:
+        KernelError: it is not `(args, kwargs)`.
+        CallError: the arguments do not fit its signature.
+    """
+    args, kwargs = with_python_numbers(kernel, tuple(args), kwargs)
+    if not overrides(kernel, "prepare"):
+        return args, dict(kwargs)
+    try:
+        found: Any = kernel.prepare(*args, **kwargs)
+    except TypeError:
+        raise_if_misfit(kernel.op_id, kernel.prepare, args, kwargs)
+        raise
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+        raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
+    given, named = _with_numbers(_places(kernel).run, tuple(found[0]), found[1])
+    return given, dict(named)
+
+
+def with_python_numbers(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the arguments of a call with Python numbers for scalars of NumPy and JAX that the kernel takes as static.
+
+    The signatures of `prepare` and `run` say which parameters these are; see `parameters_taking`. Without such a
+    scalar the arguments themselves are returned.
+    """
+    return _with_numbers(_places(kernel).call, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parameters:
+    """What the parameters of a function take: positional ones in order, and all by name."""
+
+    positional: tuple[Takes, ...]
+    named: Mapping[str, Takes]
+    others: Takes | None  # keyword arguments that no parameter names; `None`: there is no place for them
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Places:
+    """What the parameters of a kernel take: of a call, and of `run` after `prepare`."""
+
+    call: _Parameters
+    run: _Parameters
+
+
+_known_places: weakref.WeakKeyDictionary[type, _Places] = weakref.WeakKeyDictionary()
+
+
+def _places(kernel: Kernel[Any, Any]) -> _Places:
+    cls = type(kernel)
+    found = _known_places.get(cls)
+    if found is None:
+        found = _known_places[cls] = _places_of(kernel)
+    return found
+
+
+def _places_of(kernel: Kernel[Any, Any]) -> _Places:
+    signature = _run_signature(type(kernel), _signature_source(kernel))
+    if signature is None:
+        nothing = _Parameters((), {}, None)
+        return _Places(nothing, nothing)
+    # A function that became a kernel has the annotations; the `run` made for it has none.
+    function = vars(kernel).get("__wrapped__") or getattr(kernel, _signature_source(kernel))
+    run = _parameters(signature, function, kernel.choices)
+    if not overrides(kernel, "prepare"):
+        return _Places(run, run)
+    own = _parameters(inspect.signature(type(kernel).prepare), kernel.prepare, kernel.choices)
+    # A `prepare` that takes whatever it is given leaves the parameters to `run`.
+    call = _Parameters(own.positional or run.positional, {**run.named, **own.named}, own.others or run.others)
+    return _Places(call, run)
+
+
+def _parameters(signature: inspect.Signature, function: Any, choices: frozenset[str]) -> _Parameters:
+    takes = parameters_taking(signature, function) | dict.fromkeys(choices, Takes.NUMBERS)
+    in_order = parameters_taking(signature, function, by_position=True)
+    parameters = list(signature.parameters.values())[1:]  # without the kernel itself
+    others = [takes[p.name] for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
+    return _Parameters(
+        positional=tuple(in_order[p.name] for p in parameters if p.kind in _POSITIONAL),
+        named={p.name: takes[p.name] for p in parameters if p.kind not in _VARIADIC},
+        others=others[0] if others else None,
+    )
+
+
+def _with_numbers(
+    parameters: _Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    found = [python_numbers(value, takes) for value, takes in zip(args, parameters.positional, strict=False)]
+    if any(new is not old for new, old in zip(found, args, strict=False)):
+        args = (*found, *args[len(found) :])
+    others = parameters.others or Takes.ARRAYS
+    changed = {}
+    for name, value in kwargs.items():
+        number = python_numbers(value, parameters.named.get(name, others))
+        if number is not value:
+            changed[name] = number
+    return args, {**kwargs, **changed} if changed else kwargs
 
 
 def take_apart(

@@ -7,22 +7,25 @@ Files name the types of configurations, and the way back leads to types that thi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ejkernel.ops.core.hooks import Kernel, config_type_of, hook, run_forms
+from ejkernel.ops.core.hooks import Kernel, candidates_of, config_type_of, hook, run_forms
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ConfigError, SerializationError
+from ejkernel.ops.utils.error_text import instance_text
 from ejkernel.ops.utils.storage.serialize import from_data, to_data
 from ejkernel.ops.utils.values.nameable import Names, marked, qualified, quoted
 
 logger = logging.getLogger(__name__)
 
 PLAIN: Final = "json"  # the name for a configuration that is neither dataclass nor named tuple
+_LOOKED_AT: Final = 64  # candidates: those of a large space are of one kind
 
 _noted: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
@@ -70,6 +73,53 @@ def note_config_types(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> No
         logger.debug("%s: what type its configurations have is not known: %s", inv.op_id, error)
 
 
+def check_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: object, what: str) -> None:
+    """Raise unless a configuration is of a kind that the kernel makes or names.
+
+    A class that was defined again, as in a notebook, leaves configurations of the old class under the keys of the new
+    kernel. A kernel that names its configuration's dataclass refuses them by itself (`check_config`). Of any other
+    kernel the heuristic, the annotations and the candidates say which kinds there are.
+
+    Raises:
+        ConfigError: it is of another kind; `what` is its name in the message.
+    """
+    try:
+        expected = _other_kind(inv, kernel, config)
+    except Exception as error:  # noqa: BLE001 - the kernel's own hooks have their turn, where errors are the caller's
+        logger.debug("%s: what kind its configurations are is not known: %s", inv.op_id, error)
+        return
+    if expected is not None:
+        raise ConfigError(
+            f"{kernel.op_id}: {what} must be a {expected.__name__}, got {instance_text(config, expected)}."
+        )
+
+
+def _other_kind(inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out], config: object) -> type | None:
+    """Return the class of the kernel's configurations; `None` if `config` is one of them."""
+    heuristic = hook(kernel, "heuristic_cfg", inv.platform)(inv)
+    if _is_like(config, heuristic):
+        return None
+    names = Names()
+    _add_hooks(names, type(kernel))
+    if isinstance(config, tuple(names.types())):
+        return None
+    candidates = itertools.islice(candidates_of(kernel, inv), _LOOKED_AT)
+    return None if any(_is_like(config, candidate) for candidate in candidates) else type(heuristic)
+
+
+def _is_like(config: object, other: object) -> bool:
+    return isinstance(config, type(other)) or _kind(config) is _kind(other)
+
+
+def _kind(config: object) -> type:
+    """Return a configuration's class; what JSON does not tell apart is of one kind."""
+    if isinstance(config, Mapping):
+        return dict
+    if isinstance(config, list | tuple) and not _is_record(type(config)):
+        return tuple
+    return float if isinstance(config, bool | int | float) else type(config)
+
+
 def _config_types() -> Iterator[type]:
     """Yield the types that the kernel classes of this process name for their configurations, the latest class first.
 
@@ -85,10 +135,15 @@ def _config_types() -> Iterator[type]:
             yield declared
     for cls in silent:
         names = Names()
-        names.add_annotation_of(vars(cls).get("run"), "cfg")
-        for name in ("heuristic_cfg", "config_space", "candidate_cfgs"):
-            names.add_annotation_of(vars(cls).get(name), "return")
+        _add_hooks(names, cls)
         yield from names.types()
+
+
+def _add_hooks(names: Names, cls: type[Kernel[Any, Any]]) -> None:
+    """Add the types that the annotations of a class's own hooks name for configurations."""
+    names.add_annotation_of(vars(cls).get("run"), "cfg")
+    for name in ("heuristic_cfg", "config_space", "candidate_cfgs"):
+        names.add_annotation_of(vars(cls).get(name), "return")
 
 
 def _subclasses(cls: type[object]) -> Iterator[Any]:

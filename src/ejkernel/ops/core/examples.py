@@ -12,17 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.callspec import take_apart
-from ejkernel.ops.core.hooks import Kernel, overrides, prepared
+from ejkernel.ops.core.callspec import prepared, take_apart
+from ejkernel.ops.core.hooks import Kernel, overrides
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.transformations.batching import Level, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.random_arrays import LARGE, random_array
 from ejkernel.ops.utils.validation import asked
 from ejkernel.ops.utils.values.signature import is_array
+
+Save = Callable[..., Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,35 +73,64 @@ def example_types(inv: Invocation[Cfg, Out]) -> list[jax.ShapeDtypeStruct]:
 
 
 def example_arrays(
-    inv: Invocation[Cfg, Out], rng: np.random.Generator, choice: Choice, given: GivenInputs | None = None
+    inv: Invocation[Cfg, Out],
+    rng: np.random.Generator,
+    choice: Choice,
+    given: GivenInputs | None = None,
+    *,
+    save: Save | None = None,
+    scale: float = 1.0,
 ) -> list[Any]:
     """Return arrays for all arguments of `inv.node`: residuals, the call's own arrays, tangents or cotangents.
 
-    Residuals must belong to the arrays, so they are computed, with `choice`; the rest is random.
+    Residuals must belong to the arrays, so they are computed, with `choice` or by `save`; the rest is random.
+
+    Args:
+        inv: The call.
+        rng: Source of random numbers.
+        choice: The configuration whose forward leaves the residuals.
+        given: The user's own inputs, in place of random ones.
+        save: A compiled function that leaves the residuals; see `saver`.
+        scale: Factor on the call's own floating-point arrays; see `may_be_scaled`.
     """
     made = _primals(inv, rng) if given is None else given.arrays(inv, rng)
-    return _completed(inv, rng, choice, made, {})
+    if scale != 1.0:
+        made = [array * jnp.asarray(scale, array.dtype) if is_inexact(array) else array for array in made]
+    return _completed(inv, rng, save or saver(inv.node.forward, choice), made, {})
 
 
 def example_sets(
-    inv: Invocation[Cfg, Out], rng: np.random.Generator, choice: Choice, given: GivenInputs | None = None
+    inv: Invocation[Cfg, Out],
+    rng: np.random.Generator,
+    choice: Choice,
+    given: GivenInputs | None = None,
+    *,
+    save: Save | None = None,
+    scale: float = 1.0,
 ) -> dict[str, list[Any]]:
     """Return what the call is measured on: `example_arrays`, or several sets by name, if the kernel draws several.
 
-    What is not of a set's own, such as cotangents, is the same in all of them.
+    Arrays that belong to no set in particular, such as cotangents, are the same in all of them.
     """
     kernel = inv.kernel
     if given is not None or kernel is None or not overrides(kernel, "example_draws"):
-        return {"": example_arrays(inv, rng, choice, given)}
+        return {"": example_arrays(inv, rng, choice, given, save=save, scale=scale)}
     shared: dict[int, Any] = {}
-    return {name: _completed(inv, rng, choice, made, shared) for name, made in _draws(kernel, inv, rng).items()}
+    save = save or saver(inv.node.forward, choice)
+    return {name: _completed(inv, rng, save, made, shared) for name, made in _draws(kernel, inv, rng).items()}
+
+
+def may_be_scaled(inv: Invocation[Cfg, Out], given: GivenInputs | None) -> bool:
+    """Return whether the inputs are plain random numbers, which mean as much when multiplied by a factor."""
+    kernel = inv.node.spec.kernel
+    return given is None and not overrides(kernel, "example_inputs") and not overrides(kernel, "example_draws")
 
 
 def _completed(
-    inv: Invocation[Any, Any], rng: np.random.Generator, choice: Choice, made: list[Any], shared: dict[int, Any]
+    inv: Invocation[Any, Any], rng: np.random.Generator, save: Save, made: list[Any], shared: dict[int, Any]
 ) -> list[Any]:
     """Return the arrays of all arguments: residuals of those that were made, these, and what is random."""
-    saved = _residuals(inv.node.forward, made, choice) if inv.node.lead else []
+    saved = list(save(*made)) if inv.node.lead else []
     made = [*saved, *made]
     for index, like in enumerate(inv.argument_types):
         if not (index < len(made) and made[index].shape == like.shape) and index not in shared:
@@ -107,7 +138,8 @@ def _completed(
     return [shared[index] if index in shared else made[index] for index in range(len(inv.argument_types))]
 
 
-def _residuals(forward: Node, primals: Sequence[jax.Array], choice: Choice) -> list[Any]:
+def forward_with_residuals(forward: Node) -> Node:
+    """Return a forward call, with the `vmap`s around it, that also returns its residuals."""
     levels = []
     while isinstance(forward, Vmapped):
         levels.append(forward.level)
@@ -117,7 +149,13 @@ def _residuals(forward: Node, primals: Sequence[jax.Array], choice: Choice) -> l
         # A `vmap` over tangents alone has no example of the forward to batch.
         if any(axis is not None for axis in level.axes):
             node = Vmapped(node, level)
-    return list(jax.jit(node.flat(choice))(*primals))
+    return node
+
+
+def saver(forward: Node, choice: Choice) -> Save:
+    """Return a compiled function from a forward's arrays to its outputs and residuals."""
+    compiled: Save = jax.jit(forward_with_residuals(forward).flat(choice))
+    return compiled
 
 
 def _primals(inv: Invocation[Cfg, Out], rng: np.random.Generator) -> list[Any]:

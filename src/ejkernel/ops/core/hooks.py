@@ -19,10 +19,9 @@ from ejkernel import compat
 from ejkernel.ops.core.types import Cfg, Cost, Out
 from ejkernel.ops.errors import ConfigError, KernelError, NoConfigError, UnsupportedError
 from ejkernel.ops.utils import services
-from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.error_text import instance_text
 from ejkernel.ops.utils.fingerprint import has_mosaic_gpu, platform_kind
 from ejkernel.ops.utils.instances import Noted, living
-from ejkernel.ops.utils.messages.names import raise_if_misfit
 from ejkernel.ops.utils.random_arrays import random_inputs
 from ejkernel.ops.utils.validation import asked, check_candidates, named
 
@@ -61,8 +60,8 @@ class Kernel(Noted, Generic[Cfg, Out]):
         choices: Parameters of `run` for which saying the default is not the same as saying nothing.
         keeps_residuals: Whether a kernel without a gradient rule runs its forward once when it is differentiated: what
             JAX keeps of `run`, such as what a `jax.custom_vjp` inside it saves, is handed to the backward, which may
-            have another configuration. So it must mean the same under every one, in shapes and in content; tables that
-            depend on the configuration alone need not.
+            have another configuration. So it must mean the same under every one, as the residuals of
+            `fwd_with_residuals` do; tables that depend on the configuration alone need not.
     """
 
     version: ClassVar[str] = "0"
@@ -185,6 +184,11 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Return what `run` returns, and what `vjp` needs of it; optional, goes with `vjp`.
 
         `fwd_with_residuals(self, ..., *, cfg, ...)`, with the arguments of `run`.
+
+        Residuals mean the same under every configuration: the same structure, shapes and dtypes, and the same values up
+        to rounding. Forward and backward are tuned separately, so `vjp` may run with another configuration than the
+        forward that made its residuals. Tuning rejects a configuration that breaks this rule.
+
         Without it a kernel that has a loop computes its forward twice under `grad`.
         """
         raise KernelError(f"{type(self).__name__} has no fwd_with_residuals.")
@@ -193,7 +197,8 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Return the gradient of each positional argument (`None`: zero); goes with `fwd_with_residuals`.
 
         `vjp(self, residuals, out, cotangents, ..., *, cfg, ...)`, followed by the arguments of `run`; `cotangents` is
-        a tuple with one entry for each output.
+        a tuple with one entry for each output. `cfg` is the configuration of the backward call; `residuals` may come
+        from a forward with any other one.
         """
         raise KernelError(f"{type(self).__name__} has no vjp.")
 
@@ -224,7 +229,8 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Return how the call may be split over the devices of a mesh; `None`, the default, if it may not.
 
         With a rule the call splits itself wherever its arrays are sharded, in automatic and in explicit mode, and
-        each device runs, and is tuned for, its part. Without one it sees arrays as if one device had all of them.
+        each device runs, and is tuned for, its part. Without one it sees arrays as if one device had all of them; in
+        explicit mode a kernel that does not override this sees sharded types, as long as JAX takes them.
 
         Args:
             inv: The call, with the shapes of the whole arrays; under `vmap` those of one example.
@@ -257,7 +263,9 @@ class Kernel(Noted, Generic[Cfg, Out]):
         """Raise unless `config`, which the message calls `name`, is a configuration of this kernel."""
         expected = self.config_type
         if expected is not None and dataclasses.is_dataclass(expected) and not isinstance(config, expected):
-            raise ConfigError(f"{self.op_id}: {name} must be a {expected.__name__}, got {config!r}.")
+            raise ConfigError(
+                f"{self.op_id}: {name} must be a {expected.__name__}, got {instance_text(config, expected)}."
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a kernel that its class's module keeps by name, so that another process has one of it, not two."""
@@ -472,25 +480,6 @@ def unbound(target: object, args: tuple[object, ...]) -> tuple[Any, tuple[Any, .
     if isinstance(target, types.MethodType) and isinstance(target.__func__, Kernel):
         return target.__func__, (target.__self__, *args)
     return target, args
-
-
-def prepared(
-    kernel: Kernel[Cfg, Out], args: Sequence[object], kwargs: Mapping[str, object]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the kernel's `prepare` makes of the arguments of a call.
-
-    Raises:
-        KernelError: it is not `(args, kwargs)`.
-        CallError: the arguments do not fit its signature.
-    """
-    try:
-        found: Any = kernel.prepare(*args, **kwargs)
-    except TypeError:
-        raise_if_misfit(kernel.op_id, kernel.prepare, args, kwargs)
-        raise
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
-        raise KernelError(f"{kernel.op_id}: prepare must return (args, kwargs), got {value_text(found)}.")
-    return tuple(found[0]), dict(found[1])
 
 
 def candidates_of(kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out]) -> Collection[Any]:

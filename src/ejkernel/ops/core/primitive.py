@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The primitive `ejkernel_call`: a kernel's call that JAX carries through its transformations unopened.
 
-Its configuration is resolved in its lowering rule, where everything that decides is known at last: the axes of every
-enclosing `vmap`, the platform, the overlay in force - and only what really runs arrives there. `custom_vjp` around
-`custom_vmap` would have no forward mode, would resolve calls that never run, and would not know the platform.
+Its lowering rule resolves the configuration: only there are the axes of every enclosing `vmap`, the platform and the
+overlay in force known, and only calls that really run arrive there. See docs/design.md for the alternatives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -150,6 +150,7 @@ class Types:
         effects: Its effects.
         platform: The platform whose hooks it is of.
         avals: Types of the results.
+        gathered: Whether a kernel without a rule gets whole arrays, for JAX refused those that are sharded.
     """
 
     jaxpr: Any
@@ -157,6 +158,7 @@ class Types:
     platform: str
     avals: Sequence[HasType]
     found: _Found
+    gathered: bool = False
 
     @property
     def trees(self) -> tuple[Any, ...]:
@@ -184,7 +186,6 @@ class _Traces:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.platform = platform_to_trace_for(call.node.spec.kernel, jax.default_backend())
-        self._may_split = call.part is Part.WHOLE and has_rule(call.node.spec.kernel)
         self.known: Bounded[Types] = Bounded()
 
     def of(self, avals: Sequence[HasType]) -> Types:
@@ -193,19 +194,19 @@ class _Traces:
         return self.known.keep(key, self._traced(avals)) if known is None else known
 
     def _traced(self, avals: Sequence[HasType]) -> Types:
-        mesh = compat.explicit_mesh(avals) if self._may_split else None
+        mesh = compat.explicit_mesh(avals) if self.call.part is Part.WHOLE else None
         if mesh is None:
             return self._traced_as_it_is(avals)
+        may_split = has_rule(self.call.node.spec.kernel)
+        if not may_split:
+            with contextlib.suppress(compat.ShardingTypeError):  # it gets whole arrays if JAX refuses those in parts
+                return self._traced_as_it_is(avals)
         # JAX refuses some operations on arrays that are sharded over explicit axes, such as `dynamic_update_slice`:
         # types are found for whole arrays, and get the shardings of the split.
         with jax.sharding.use_abstract_mesh(mesh):
             types = self._traced_as_it_is([compat.whole(aval) for aval in avals])
         split = explicit_split(self.call.node, avals, types.avals)
-        return (
-            self._traced_as_it_is(avals)
-            if split is None
-            else dataclasses.replace(types, avals=split.typed(types.avals))
-        )
+        return dataclasses.replace(types, avals=split.typed(types.avals), gathered=not may_split)
 
     def _traced_as_it_is(self, avals: Sequence[HasType]) -> Types:
         found = _Found()  # for each trace: two threads may be here at once
@@ -242,7 +243,7 @@ class _Traces:
 
 
 _traces: PerObject[Bounded[_Traces]] = PerObject(Bounded)  # what was traced for a kernel goes with it
-_eager: PerObject[Bounded[Callable[..., Any]]] = PerObject(Bounded)
+_eager: PerObject[Bounded[tuple[int, Callable[..., Any]]]] = PerObject(Bounded)
 
 
 def types_of(call: Call, avals: Sequence[HasType]) -> Types:
@@ -285,14 +286,15 @@ def _abstract_eval(*avals: HasType, call: Call) -> tuple[Sequence[HasType], Any]
 def _impl(*arrays: jax.Array, call: Call) -> Sequence[Any]:
     if compat.jit_disabled() or compat.looks_for_nans():  # a jitted function would come back here for ever
         return _compute(call, platform_of(arrays), *arrays)
-    # Calls under an eager `vmap` or gradient get here. The number forgets what was compiled when an answer that was
-    # given before no longer holds.
-    compiled, key = _eager.of(call.node.spec.kernel), (call.weak, call.host.generation)
-    function = compiled.get(key)
-    if function is None:
-        weak = call.weak  # JAX keeps what it traced as long as the function, which must not keep the kernel
-        function = compiled.keep(key, jax.jit(lambda *arrays: call_p.bind(*arrays, call=weak)))
-    return list(function(*arrays))
+    # Calls under an eager `vmap` or gradient get here. When an answer that was given before no longer holds, the
+    # generation changes, and the program compiled for the old one is dropped.
+    compiled, weak, generation = _eager.of(call.node.spec.kernel), call.weak, call.host.generation
+    found = compiled.get(weak)
+    if found is None or found[0] != generation:
+        # JAX keeps what it traced as long as the function, which must not keep the kernel.
+        found = generation, jax.jit(lambda *arrays: call_p.bind(*arrays, call=weak))
+        compiled.replace(weak, found)
+    return list(found[1](*arrays))
 
 
 def _compute(call: Call, platform: str, *arrays: jax.Array) -> Sequence[Any]:
@@ -310,8 +312,14 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
             with compat.on_one_device():
                 return _lower_here(ctx, *values, call=call, platform=platforms[0])
         digest = functools.partial(call.host.digest_of, call, platforms[0], ctx.avals_in)
-        out = lower_split(ctx, values, SplitCall(call.node, call.part, functools.partial(_bind_part, call), digest))
-        return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
+        parts = SplitCall(call.node, call.part, functools.partial(_bind_part, call), digest)
+        out = lower_split(ctx, values, parts, gathered=_is_gathered(call, ctx.avals_in))
+        try:
+            return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
+        except compat.ShardingTypeError:  # of a gradient rule, which runs only now: its types are its arguments'
+            if (out := lower_split(ctx, values, parts, gathered=True)) is None:
+                raise
+            return out
 
 
 def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
@@ -323,6 +331,11 @@ def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
     out = compat.lower_jaxpr(ctx, body.jaxpr, body.scope, *values)
     body.label(out, values)
     return out
+
+
+def _is_gathered(call: Call, avals: Sequence[HasType]) -> bool:
+    whole = call.part is Part.WHOLE and compat.explicit_mesh(avals) is not None
+    return whole and types_of(call, avals).gathered
 
 
 def _bind_part(call: Call, node: Node, part: Part, arrays: Sequence[Any]) -> Sequence[Any]:

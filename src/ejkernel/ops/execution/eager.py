@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
-from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.kernel import Kernel, with_python_numbers
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.utils.values.identity import identity, identity_of_node, token_of
@@ -32,7 +32,7 @@ _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.Ref)
 # Equal values of one of these types are the same, but for floats: see `_is_exception`.
 _BY_EQUALITY = frozenset({bool, int, float, str, bytes, type(None)})
 _ARRAY_KINDS = frozenset({compat.ArrayImpl, np.ndarray})
-_SCANNED, _ARRAY = "scanned", "array"
+_SCANNED, _ARRAY, _SCALAR = "scanned", "array", "scalar"
 _DTYPES = (np.dtype, type(jnp.float32))
 
 
@@ -82,9 +82,13 @@ class Plans:
         plan = table.get(key)
         if plan is not None:
             return plan(args, kwargs, arrays)
+        # Here, where a call comes the first time: no plan is kept for the scalars that become numbers.
+        numbers = with_python_numbers(kernel, args, kwargs)
+        if numbers[0] is not args or numbers[1] is not kwargs:
+            return self._run_with_numbers(kernel, *numbers, cfg, override)
         _refuse_types(kernel, arrays)
         values = (*args, *kwargs.values())
-        types = (*map(type, args), *kwargs, *map(type, kwargs.values()))
+        types = _types_of(args, kwargs)
         if override is None and types not in table and all(map(_goes_by_type, values)):
             plan = self._by_types(kernel, args, kwargs)
             out = plan(*args, **kwargs)
@@ -98,6 +102,23 @@ class Plans:
         out = plan(args, kwargs, arrays)
         table.keep(key, plan)
         return out
+
+    def _run_with_numbers(
+        self,
+        kernel: Kernel[Cfg, Out],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        cfg: object,
+        override: Hashable | None,
+    ) -> Any:
+        """Run a call by the plan of the same call with Python numbers, which may be one by types."""
+        plan = None if override is not None else self.tables.of(kernel).get(_types_of(args, kwargs))
+        if plan is not None:
+            try:
+                return plan(*args, **kwargs)
+            except NotByEquality:
+                pass
+        return self.run(kernel, args, kwargs, cfg, override)
 
     def _by_types(self, kernel: Kernel[Cfg, Out], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Plan:
         bind, owner = self._bind, weakref.ref(kernel)
@@ -113,6 +134,10 @@ class Plans:
         names = [name for name, value in kwargs.items() if is_static(value)]
         plan: Plan = jax.jit(run, static_argnums=positions, static_argnames=names)
         return plan
+
+
+def _types_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Hashable, ...]:
+    return (*map(type, args), *kwargs, *map(type, kwargs.values()))
 
 
 def _refuse_types(kernel: Kernel[Cfg, Out], arrays: Sequence[jax.Array]) -> None:
@@ -211,7 +236,8 @@ def _scan_other(value: object, key: list[Hashable], arrays: list[Any]) -> None:
         if isinstance(array, jax.core.Tracer):
             raise Traced
         arrays.append(array)
-        key.append(_ARRAY)
+        # A scalar is no array to every parameter that takes one.
+        key.append(_SCALAR if isinstance(value, np.generic) else _ARRAY)
         return
     node = jax.tree_util.default_registry.flatten_one_level(value)
     if node is None:

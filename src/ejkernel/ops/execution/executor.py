@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, Protocol, cast, overload
+from typing import Any, Final, Generic, Protocol, cast, overload
 
 import jax
 
@@ -19,8 +19,9 @@ from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Reso
 from ejkernel.ops.config.staleness import usual_stale_policy
 from ejkernel.ops.core.callspec import METHODS, take_apart
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, check_config, prepared, unbound
+from ejkernel.ops.core.kernel import Kernel, check_config, prepared, unbound, with_python_numbers
 from ejkernel.ops.core.primitive import Call, Override, call_of, call_p, types_of
+from ejkernel.ops.core.transformations.naming import array_names
 from ejkernel.ops.core.transformations.nodes import Forward
 from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError, ConfigError, KernelError, SerializationError
@@ -33,6 +34,7 @@ from ejkernel.ops.utils import services
 from ejkernel.ops.utils.meta import DEFAULT_PREFIX
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.values.identity import identity, token_of
+from ejkernel.ops.utils.values.scalars import HOW_TO_KNOW
 from ejkernel.ops.utils.values.signature import HasType, as_array, stands_for_array
 
 
@@ -197,7 +199,8 @@ class Executor(Generic[Cfg, Out]):
         try:
             return cast(Out, self._plans.run(kernel, args, kwargs, cfg, None if cfg is None else _override_token(cfg)))
         except Traced:
-            return self._bind(kernel, args, kwargs, cfg)
+            pass  # not bound here: an error in the kernel would be shown as one that came while this was handled
+        return self._bind(kernel, args, kwargs, cfg)
 
     def _bind_weakly(self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> Out:
         return self._bind(kernel, args, kwargs, cfg, weakly=True)
@@ -218,13 +221,20 @@ class Executor(Generic[Cfg, Out]):
         # The plan is kept; whoever calls holds executor and kernel while it is traced.
         if weakly:
             call = call.weak
-        types = types_of(call, [jax.typeof(array) for array in arrays])
+        try:
+            types = types_of(call, [jax.typeof(array) for array in arrays])
+        except _NOT_KNOWN as error:
+            unknown = [name for name, array in zip(array_names(spec), arrays, strict=True) if array.shape == ()]
+            if not unknown:
+                raise
+            raise ArgumentError(_needs_number(kernel, unknown)) from error
         return cast(Out, jax.tree.unflatten(types.trees[0], call_p.bind(*arrays, call=call)))
 
     def _through_method(
         self, kernel: Kernel[Cfg, Out], args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Cfg | None
     ) -> Out:
-        kwargs = dict(kwargs)
+        args, named = with_python_numbers(kernel, args, kwargs)
+        kwargs = dict(named)
         method = kwargs.pop("method")
         if method is None:
             return self.call(kernel, args, kwargs, cfg)
@@ -255,6 +265,22 @@ class Executor(Generic[Cfg, Out]):
         kernel, args = unbound(kernel, args)
         args, kwargs, cfg = _prepared(kernel, args, kwargs, cfg)
         return Invocation(kernel=kernel, args=args, kwargs=kwargs, override_cfg=cfg)
+
+
+# What JAX raises where a traced array is used as a Python number.
+_NOT_KNOWN: Final = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+)
+
+
+def _needs_number(kernel: Kernel[Any, Any], names: Sequence[str]) -> str:
+    return (
+        f"{kernel.op_id}: run uses an array as a Python number; {', '.join(names)} is an array without axes, and "
+        f"traced. If that is it, pass a number: {HOW_TO_KNOW}. A parameter that is annotated as a number, such as "
+        f"`{names[0]}: int`, takes concrete arrays as well."
+    )
 
 
 def _chooses_by_itself(chooser: object) -> bool:

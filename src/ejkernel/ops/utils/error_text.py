@@ -45,6 +45,12 @@ def value_text(value: object) -> str:
     return printable(text if len(text) <= _LENGTH else f"{text[: _LENGTH - 3]}...")
 
 
+def instance_text(value: object, expected: type) -> str:
+    """Return how an error message shows a value that is no instance of a class, which may have been defined again."""
+    again = f", of an earlier definition of {expected.__name__}" if type(value).__name__ == expected.__name__ else ""
+    return f"{value_text(value)}{again}"
+
+
 def where(function: object) -> str:
     """Return a function's name, and where it is written, if that is known."""
     name = getattr(function, "__qualname__", None) or value_text(function)

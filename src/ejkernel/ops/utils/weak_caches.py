@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-_MOST = 1 << 14  # entries of one table: more than a program has distinct calls
+# Entries of one table: what was traced and compiled takes 0.4 MB each, and JAX's own caches of it have this size.
+_MOST = 1 << 11
+MOST_RECORDS = 1 << 14  # entries of a table of calls and answers, 1 kB each
 
 
 class PerObject(Generic[T]):
@@ -62,11 +64,27 @@ class IdentitySet:
 
 
 class Bounded(dict[Any, T]):
-    """A table that lets go of its oldest entries; safe to use from several threads, at the worst two make one entry."""
+    """A table that drops its oldest entries; safe to use from several threads, at the worst two make one entry.
+
+    Args:
+        most: The largest number of entries; by default that of JAX's own caches.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self._most = _MOST if most is None else most
 
     def keep(self, key: object, value: T) -> T:
-        """Store an entry, and return the one that is there then."""
-        if len(self) >= _MOST:
-            for oldest in list(self)[: _MOST // 4]:
-                self.pop(oldest, None)
+        """Store an entry unless there is one already, and return the one that is stored."""
+        self._make_room()
         return self.setdefault(key, value)
+
+    def replace(self, key: object, value: T) -> None:
+        """Store an entry in place of the one that was stored under its key."""
+        self._make_room()
+        self[key] = value
+
+    def _make_room(self) -> None:
+        if len(self) >= self._most:
+            for oldest in list(self)[: max(1, self._most // 4)]:
+                self.pop(oldest, None)

@@ -193,13 +193,13 @@ def test_what_is_known_of_a_part_may_be_static():
     [
         (
             lambda part, x, scale: ((x * 2, scale), {}),
-            "part_arguments must hand on arrays of floating-point numbers as they are",
+            "part_arguments must pass floating-point arrays through unchanged",
         ),
-        (lambda part, x, scale: ((x, x[0]), {}), "part_arguments must hand on"),
+        (lambda part, x, scale: ((x, x[0]), {}), "part_arguments must pass"),
         (lambda part, x, scale: x, r"part_arguments must return \(args, kwargs\)"),
         (
             lambda part, x, scale: ((x, scale), part.start("rows")),
-            "axis must be one that sharding_rule names, m, n; got",
+            "axis must be one of sharding_rule.s axes, m, n; got",
         ),
         (lambda part, x, scale: ((x, scale), 1 / 0), "part_arguments raised ZeroDivisionError"),
     ],

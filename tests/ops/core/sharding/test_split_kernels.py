@@ -110,6 +110,36 @@ def test_kernel_without_a_rule_sees_the_whole_arrays():
     assert {seen[0] for seen in kernel.seen} == {(8, 16)}
 
 
+def unruled():
+    """Return a product without `sharding_rule` whose gradient rule sums over what may be sharded."""
+
+    class Unruled(Kernel[int, jax.Array]):
+        def heuristic_cfg(self, inv):
+            return 1
+
+        def run(self, x, y, *, cfg):
+            return jnp.einsum("mk,kn->mn", x, y)
+
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            (x, y), (dout,) = primals, cotangents
+            return jnp.einsum("mn,kn->mk", dout, y), jnp.einsum("mk,mn->kn", x, dout)
+
+    return Unruled(name="unruled")
+
+
+@pytest.mark.parametrize("kernel", [Product(rule=None), unruled()], ids=["no rule for the call", "no rule at all"])
+@pytest.mark.parametrize(("left", "right"), [(P("a"), P()), (P("a", "b"), P("b")), (P("a"), P(None, "b"))])
+def test_products_over_explicit_axes_without_a_rule_are_those_of_whole_arrays(kernel, left, right):
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.value_and_grad(lambda x, y: (kernel(x, y) ** 2).sum(), (0, 1)))(
+            *placed((X, left), (Y, right), mesh=mesh)
+        )
+    close(found, jax.value_and_grad(lambda x, y: ((x @ y) ** 2).sum(), (0, 1))(X, Y))
+    shardings = [NamedSharding(mesh, spec) for spec in (left, right)]
+    assert all(x.sharding.is_equivalent_to(own, 2) for x, own in zip(found[1], shardings, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [(0, None), (None, 1), (0, 0)])
 def test_examples_of_vmap_are_divided(axes):
@@ -210,7 +240,7 @@ def test_error_of_a_part_reaches_whoever_compiles():
 
 
 def test_rule_that_does_not_fit_its_arrays_is_an_error_of_the_kernel():
-    with pytest.raises(TypeError, match="product: sharding_rule 'm -> m' is one for 1 arrays, the call has 2"):
+    with pytest.raises(TypeError, match="product: sharding_rule 'm -> m' has 1 arrays, and the call has 2"):
         jax.jit(Product(rule=ShardingRule("m -> m", split="m")))(*placed((X, P("a")), (Y, P())))
     with pytest.raises(TypeError, match="product: sharding_rule must return a ShardingRule or None, got 'm'"):
         jax.jit(Product(rule="m"))(*placed((X, P("a")), (Y, P())))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ejkernel.kernels import _hopper as hopper
-from ejkernel.kernels.flash_attention.common import AttentionCall
+from ejkernel.kernels.flash_attention.common import AttentionCall, scale_reason
 from ejkernel.ops.utils.values.signature import is_known
 
 SHARED_MEMORY = hopper.SHARED_MEMORY
@@ -20,4 +20,4 @@ def unavailable(call: AttentionCall) -> str | None:
         return missing
     if call.dtype not in DTYPES:
         return f"query has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
-    return None
+    return scale_reason(call, "'mosaic_gpu'")

@@ -138,7 +138,8 @@ def weigh(
         if beside.bias is None:
             weights = jnp.exp2(scores * LOG2_E + beside.shift)
         else:
-            weights = jnp.exp2((scores + beside.shift) * LOG2_E)
+            # A bias of -1e9 leaves scores that are rounded to multiples of 64, here and in the forward in two ways.
+            weights = jnp.exp2(jnp.minimum(scores + beside.shift, 0.0) * LOG2_E)
         if beside.bias is not None and rules.cap_after_bias:  # what a bias of minus infinity hides, the cap shows
             weights = jnp.where(beside.bias == -jnp.inf, 0.0, weights)
     if beside.mask:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -56,8 +57,10 @@ class MosaicGpuActivation(_Product):
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
         """Return the output and the products."""
-        out, *products = launch.product_keeping(call, _given(args), params)
-        return out, tuple(products)
+        # The kernel writes output and products in one dtype.
+        keeping = dataclasses.replace(call, out_dtype=call.kept_dtype)
+        out, *products = launch.product_keeping(keeping, _given(args), params)
+        return out.astype(call.out_dtype), tuple(products)
 
     def output(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> jax.Array:
         """Return the output; no product is written."""

@@ -32,11 +32,17 @@ def check(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None
     """
     limit = oracle.limits.run
     oracle.watch.begin("running", [candidate.config], limit.seconds)
+    with oracle.settings.during(repr(candidate.config)):
+        _run_and_judge(oracle, candidate, compiled)
+
+
+def _run_and_judge(oracle: Oracle, candidate: Candidate, compiled: Sequence[Any]) -> None:
+    limit = oracle.limits.run
     at: Workload | None = None
     try:
         peaks = [peak_bytes(program) for program in compiled]
         candidate.peak_bytes = None if None in peaks else max(peak for peak in peaks if peak is not None)
-        check_room(candidate.peak_bytes or 0, "it")
+        check_room(candidate.peak_bytes or 0, "the candidate")
         for at in oracle.workloads:
             start = time.perf_counter()
             results = jax.block_until_ready(compiled[at.number](*at.arrays))

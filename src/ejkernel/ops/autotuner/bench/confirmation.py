@@ -11,7 +11,15 @@ import jax
 
 from ejkernel.ops.autotuner.bench.checking import check_again
 from ejkernel.ops.autotuner.bench.gradients import baseline_gradient, gradient_of
+from ejkernel.ops.autotuner.bench.input_sets import check_on_more
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE, Oracle
+from ejkernel.ops.autotuner.bench.residuals import (
+    ResidualError,
+    check_backward,
+    check_forward,
+    check_types,
+    has_other_partners,
+)
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.config.policy import looking_only
 from ejkernel.ops.core.transformations.nodes import Choice, Node
@@ -25,7 +33,7 @@ logger = logging.getLogger(__name__)
 def confirm(
     oracle: Oracle, candidate: Candidate, *, gradients: bool = True, rule_is_faulty: bool = False
 ) -> tuple[str, ...]:
-    """Check a winner on fresh inputs: its results and, if the call is a forward that has one, its gradient.
+    """Check a winner on fresh sets of inputs: its results and, if the call is a forward that has one, its gradient.
 
     Args:
         oracle: The call.
@@ -39,6 +47,17 @@ def confirm(
     Raises:
         CandidateError: it is wrong, or fails where the reference does not.
     """
+    try:
+        with oracle.settings.during(repr(candidate.config)):
+            for one in oracle.all:
+                check_types(one, candidate.config)
+            return _checked(oracle, candidate, gradients, rule_is_faulty)
+    except ResidualError as error:
+        oracle.contract_fault = f"{candidate.config!r} is not used: {error}"
+        raise
+
+
+def _checked(oracle: Oracle, candidate: Candidate, gradients: bool, rule_is_faulty: bool) -> tuple[str, ...]:
     if not oracle.validate:
         return ()
     # A candidate may be right for some inputs only: one that computes nothing may find the last one's result in its
@@ -46,6 +65,9 @@ def confirm(
     oracle.renew()
     oracle.begin("confirming", candidate.config)
     types = check_again(oracle, candidate)
+    # Those of every candidate, the fresh ones, and more.
+    candidate.input_sets = 2 * len(oracle.sets) + check_on_more(oracle, candidate)
+    check_backward(oracle, candidate)
     if not gradients:
         return ("outputs",)
     # A configuration that is right forward may break the rule.
@@ -53,6 +75,24 @@ def confirm(
         _has_right_gradient(one, candidate, own, rule_is_faulty) for one, own in zip(oracle.all, types, strict=True)
     ]
     return ("outputs", "gradients") if all(agrees) and not rule_is_faulty else ("outputs",)
+
+
+def pair_fault(oracle: Oracle, kept: Candidate | None, *, rule_is_faulty: bool = False) -> str:
+    """Return how forward and backward disagree on residuals, as far as the search has found; empty if they agree.
+
+    Args:
+        oracle: The call.
+        kept: The heuristic, if it stays: what was saved earlier for the other direction is checked beside it.
+        rule_is_faulty: See `confirm`.
+    """
+    if oracle.contract_fault or kept is None or kept.compiled is None or not oracle.validate:
+        return oracle.contract_fault
+    try:
+        if has_other_partners(oracle):
+            _checked(oracle, kept, True, rule_is_faulty)
+    except CandidateError as error:
+        return f"the heuristic, {kept.config!r}, stays, and its gradients are wrong: {error}"
+    return ""
 
 
 @looking_only()
@@ -84,6 +124,7 @@ def _has_right_gradient(oracle: Oracle, candidate: Candidate, results: Sequence[
     except BaseException as error:  # noqa: BLE001 - see above
         return _excuse(oracle, gradient, inputs, error)
     oracle.compare(found, truth, names)
+    check_forward(oracle, candidate, inputs, truth, names)
     return True
 
 

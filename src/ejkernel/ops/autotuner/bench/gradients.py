@@ -96,7 +96,7 @@ def rule_fault(oracle: Oracle) -> str:
         if found is None:
             return ""
         node, inputs, names = found
-        gradients = _run_once(node, choice, inputs, inv.platform)
+        gradients = run_once(node, choice, inputs, inv.platform)
     except GradientError as error:
         return f"its gradient rule fails: {error}"
     except Exception as error:  # noqa: BLE001 - a kernel need not have a gradient for every call
@@ -110,7 +110,7 @@ def rule_fault(oracle: Oracle) -> str:
             truth = oracle.truth_about(node, inputs)
         else:
             of_run = dataclasses.replace(choice, reference=True)
-            truth = _run_once(without_rule(node, choice), of_run, inputs, inv.platform)
+            truth = run_once(without_rule(node, choice), of_run, inputs, inv.platform)
     except Exception as error:  # noqa: BLE001 - what JAX cannot differentiate, nobody can be compared with
         logger.info("%s: gradients are not checked, JAX finds none: %s", inv.op_id, error)
         return ""
@@ -135,10 +135,11 @@ def _backward(oracle: Oracle, choice: Choice) -> tuple[Node, list[Any], list[str
 
 def baseline_gradient(oracle: Oracle, node: Node, inputs: Sequence[object]) -> Sequence[Any]:
     """Return the gradients of the oracle's baseline, by the kernel's own rule."""
-    return _run_once(node, oracle.choice, inputs, oracle.inv.platform)
+    return run_once(node, oracle.choice, inputs, oracle.inv.platform)
 
 
-def _run_once(node: Node, choice: Choice, inputs: Sequence[object], platform: str) -> Sequence[Any]:
+def run_once(node: Node, choice: Choice, inputs: Sequence[object], platform: str) -> Sequence[Any]:
+    """Compile a node, run it once and return its results."""
     compiled = compat.compiled_for_one_run(jax.jit(node.flat(choice)).lower(*inputs), platform)
     check_room(peak_bytes(compiled) or 0, "the gradient")
     results: Sequence[Any] = jax.block_until_ready(compiled(*inputs))

@@ -14,15 +14,17 @@ import numpy as np
 
 from ejkernel import compat
 from ejkernel.ops.autotuner.bench.limits import Limits
+from ejkernel.ops.autotuner.bench.settings import KeptSettings
 from ejkernel.ops.autotuner.compile.threads import result_within
 from ejkernel.ops.autotuner.measure.cases import Case
 from ejkernel.ops.autotuner.measure.correctness import check_results, is_nowhere_finite
 from ejkernel.ops.autotuner.measure.memory import check_room, peak_bytes
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.process.watch import Unwatched, Watch
+from ejkernel.ops.autotuner.trials.candidates import config_id, heuristic_of
 from ejkernel.ops.autotuner.trials.naming import result_names
 from ejkernel.ops.autotuner.trials.programs import Program
-from ejkernel.ops.core.examples import GivenInputs, example_sets, why_not_finite
+from ejkernel.ops.core.examples import GivenInputs, Save, example_sets, may_be_scaled, saver, why_not_finite
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import overrides
 from ejkernel.ops.core.transformations.nodes import Choice, Node
@@ -85,6 +87,7 @@ class Oracle:
         left: The seconds that are left for the search.
         weight: How much the call counts beside others.
         others: Of the other calls.
+        partners: Configurations in force for the call's other direction: a forward's backward, a backward's forward.
     """
 
     inv: Invocation[Any, Any]
@@ -98,8 +101,12 @@ class Oracle:
     left: Callable[[], float] = lambda: math.inf
     weight: float = 1.0
     others: Sequence[Oracle] = ()
+    partners: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
+        self.settings = KeptSettings(self.inv.op_id)
+        self.contract_fault = ""  # how forward and backward disagree on residuals
+        self._savers: dict[Any, Save] = {}
         self._references: dict[Node, Callable[..., Any]] = {}
         self._sets: dict[str, list[Any]] | None = None
         self._truths: dict[str, Sequence[Any]] = {}
@@ -116,11 +123,25 @@ class Oracle:
         """The baseline, on the call's platform."""
         return Choice(config=self.baseline, platform=self.inv.platform)
 
+    @functools.cached_property
+    def forward_choice(self) -> Choice:
+        """The forward's heuristic, whose residuals a backward is checked with; the baseline without one."""
+        forward, kernel = self.inv.forward, self.inv.node.spec.kernel
+        found = [] if forward is None else heuristic_of(forward, kernel)
+        return dataclasses.replace(self.choice, config=found[0]) if found else self.choice
+
+    def saver_of(self, config: object) -> Save:
+        """Return a compiled function from the forward's arrays to what it leaves under a configuration."""
+        token = config_id(config)
+        if token not in self._savers:
+            self._savers[token] = saver(self.inv.node.forward, dataclasses.replace(self.choice, config=config))
+        return self._savers[token]
+
     @property
     def sets(self) -> dict[str, list[Any]]:
         """The sets of inputs, by name; made when first asked for."""
         if self._sets is None:
-            self._sets = self._inputs()
+            self._sets = self.inputs_of(self.seed)
         return self._sets
 
     @property
@@ -159,18 +180,22 @@ class Oracle:
         has_reference = overrides(self.inv.node.spec.kernel, "reference")
         what = "the reference" if has_reference else "the heuristic, which stands for a reference,"
         self.begin(REFERENCE)
+        with self.settings.during("the reference"):
+            self._compute_truth(what)
+        if self._lacks_reference:
+            text = "the reference takes too long to compile for so small a budget; candidates are compared with"
+            warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning)
+        self._doubt_truth()
+
+    def _compute_truth(self, what: str) -> None:
         try:
-            self._sets = self._inputs()
+            self._sets = self.inputs_of(self.seed)
             if self.validate:
                 self._truths = {draw: self.truth_about(self.inv.node, own) for draw, own in self._sets.items()}
         except TuningError:
             raise
         except BaseException as error:  # whatever it is, without inputs and truth no candidate can be judged
             raise TuningError(f"{self.inv.op_id}: example inputs or {what} failed: {error_text(error)}") from error
-        if self._lacks_reference:
-            text = "the reference takes too long to compile for so small a budget; candidates are compared with"
-            warn(f"{self.inv.op_id}: {text} the heuristic's results.", TuningWarning)
-        self._doubt_truth()
 
     def _doubt_truth(self) -> None:
         """Warn, once, of results that tell nothing."""
@@ -195,9 +220,27 @@ class Oracle:
             oracle.seed += 1
         self.find_truth()
 
-    def _inputs(self) -> dict[str, list[Any]]:
+    @property
+    def has_fixed_inputs(self) -> bool:
+        """Whether every set of inputs is the same: the arrays that the user gave."""
+        return self.inputs is not None and not callable(self.inputs.source)
+
+    @property
+    def may_be_scaled(self) -> bool:
+        """Whether the inputs are plain random numbers, which may be multiplied by a factor."""
+        return may_be_scaled(self.inv, self.inputs)
+
+    @property
+    def called(self) -> str:
+        """The call's arguments, in short, where several calls share the search."""
+        return arguments(self.inv.description) if len(self.all) > 1 else ""
+
+    def inputs_of(self, seed: int, scale: float = 1.0) -> dict[str, list[Any]]:
+        """Return sets of inputs, by name, made with a seed; `scale` multiplies the call's own floating-point arrays."""
         # They come from the signature; residuals of a backward are computed from them, so that they belong together.
-        found = example_sets(self.inv, np.random.default_rng(self.seed), self.choice, self.inputs)
+        choice, rng = self.forward_choice, np.random.default_rng(seed)
+        save = self.saver_of(choice.config)
+        found = example_sets(self.inv, rng, choice, self.inputs, save=save, scale=scale)
         return {draw: list(jax.block_until_ready(arrays)) for draw, arrays in found.items()}
 
     def truth_about(self, node: Node, arrays: Sequence[jax.Array]) -> Sequence[Any]:

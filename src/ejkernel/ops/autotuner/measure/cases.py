@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates that are measured on several cases: inputs of one call, or several calls; pure logic, without a clock."""
+"""Candidates measured on several cases: inputs of one call, or several calls. Pure logic without a clock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ejkernel.ops.autotuner.measure.race import Sample, Work
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One of several things that a candidate is measured on, and how long it took.
+    """One of several cases on which a candidate is measured, with its times.
 
     Attributes:
-        call: Key of the call.
-        arguments: The call's, in short; empty where all cases are of one call.
-        draw: Name of the inputs; empty where the call has one set of them.
-        weight: The case's weight in the mean; those of all cases add up to 1.
-        samples: Seconds a call, one figure a round; what a file kept is their median.
+        call: The key of the call.
+        arguments: A summary of the call's arguments; empty if all cases belong to one call.
+        draw: The name of the inputs; empty if the call has one set of inputs.
+        weight: The weight of the case in the mean; the weights of all cases add up to 1.
+        samples: Seconds per call, one for each round; after loading from a file, only their median.
     """
 
     call: str
@@ -31,19 +31,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name of the case in tables and messages."""
         return ", ".join(filter(None, (self.arguments, self.draw)))
 
     @property
     def median(self) -> float | None:
-        """The median of the samples, seconds; `None` without any."""
+        """The median of the samples in seconds; `None` without samples."""
         return statistics.median(self.samples) if self.samples else None
 
 
 def geometric_mean(pairs: Iterable[tuple[float, float]]) -> float:
-    """Return the weighted geometric mean of `(value, weight)`; 0 if a value is."""
+    """Return the weighted geometric mean of `(value, weight)` pairs; 0 if a value is 0."""
     pairs = list(pairs)
-    # Of one the very figure, which a logarithm and back would round.
+    # a single value is returned as it is, because the logarithm would round it
     if len(pairs) == 1:
         return pairs[0][0]
     if any(value <= 0 for value, _ in pairs):
@@ -53,9 +53,9 @@ def geometric_mean(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def mean_sample(samples: Sequence[Sample], weights: Sequence[float]) -> Sample:
-    """Return a round's sample of a candidate: the mean of those that it took of each case, which it keeps.
+    """Return a candidate's sample of a round: the mean over its cases, with the samples of each case attached.
 
-    Means of the same cases in the same rounds compare as single samples do: what all candidates meet cancels out.
+    Means over the same cases in the same round compare like single samples: effects on all candidates cancel out.
     """
     if len(samples) == 1:
         return samples[0]
@@ -71,11 +71,11 @@ def mean_sample(samples: Sequence[Sample], weights: Sequence[float]) -> Sample:
 
 
 def in_each(noted: Sequence[Sample], *, by_work: bool) -> list[tuple[float, ...]]:
-    """Return the seconds of each case, of a candidate's samples; nothing where there is one case.
+    """Return the seconds of each case in a candidate's samples; an empty list if there is only one case.
 
     Args:
         noted: The samples.
-        by_work: Whether processor time counts, where it is known.
+        by_work: Whether to use processor time where it is known.
     """
     cases = zip(*(sample.cases for sample in noted), strict=True)
     return [
@@ -84,12 +84,12 @@ def in_each(noted: Sequence[Sample], *, by_work: bool) -> list[tuple[float, ...]
 
 
 def seconds_on(call: str, mean: float, cases: Sequence[Case]) -> float:
-    """Return how long a call takes of those that a candidate was measured on.
+    """Return the time of one call among those that a candidate was measured on, in seconds.
 
     Args:
-        call: The call's key.
-        mean: Seconds, over all cases.
-        cases: The cases, which may be of other calls too.
+        call: The key of the call.
+        mean: The mean over all cases in seconds.
+        cases: The cases, which may belong to several calls.
     """
     own = [(case.median, case.weight) for case in cases if case.call == call and case.median is not None]
     return geometric_mean(own) if 0 < len(own) < len(cases) else mean

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ _TOLERANCE = {
 _LOOSE_FLOAT32 = Tolerance(5e-3, 5e-2)
 _DEFAULT = Tolerance(0.1, 0.5)  # 8-bit floats
 _SMALL = 1 << 16  # elements up to which results are compared on the host
+_REFERENCE: Final = "the reference"
 NOT_FINITE: Final = "has NaN or infinity"
 _TINY = 1e-300  # no division by zero
 
@@ -69,17 +71,26 @@ class Deviation(NamedTuple):
 
 def is_nowhere_finite(result: Any) -> bool:
     """Return whether no number of an array of floats is finite."""
-    if not result.size or not jnp.issubdtype(result.dtype, jnp.inexact):
-        return False
+    return bool(result.size) and _finite_count(result) == 0
+
+
+def is_all_finite(result: Any) -> bool:
+    """Return whether each number of an array is finite."""
+    return _finite_count(result) == int(result.size)
+
+
+def _finite_count(result: Any) -> int:
+    if not jnp.issubdtype(result.dtype, jnp.inexact):
+        return int(result.size)
     if result.size > _SMALL:
-        return not _any_finite(result)
+        return int(_count_finite(result))
     wide = np.asarray(result)  # 8-bit floats are not what NumPy looks at
-    return not np.isfinite(wide if wide.dtype.itemsize >= 4 else wide.astype(np.float32)).any()
+    return int(np.isfinite(wide if wide.dtype.itemsize >= 4 else wide.astype(np.float32)).sum())
 
 
 @jax.jit
-def _any_finite(result: Any) -> Any:
-    return jnp.isfinite(result).any()
+def _count_finite(result: Any) -> Any:
+    return jnp.isfinite(result).sum()
 
 
 def check_results(
@@ -89,6 +100,8 @@ def check_results(
     platform: str,
     precision: str | None,
     names: Sequence[str] = (),
+    inputs: Sequence[Any] = (),
+    of: str = _REFERENCE,
 ) -> None:
     """Compare results with the reference's.
 
@@ -98,11 +111,14 @@ def check_results(
         platform: Kind of the device.
         precision: The default matmul precision in force.
         names: What the message calls each result; by its number where they are left out.
+        inputs: Dtypes whose rounding counts beside that of the results: those of the inputs.
+        of: What the message calls the reference.
 
     Raises:
         CandidateError: they differ; the message says where and by how much.
     """
-    for found in deviations(results, truth, platform=platform, precision=precision, names=names):
+    options: dict[str, Any] = {"platform": platform, "precision": precision, "names": names}
+    for found in deviations(results, truth, **options, inputs=inputs, of=of):
         if found.reason:
             raise CandidateError(found.reason)
 
@@ -114,6 +130,8 @@ def deviations(
     platform: str,
     precision: str | None,
     names: Sequence[str] = (),
+    inputs: Sequence[Any] = (),
+    of: str = _REFERENCE,
 ) -> Iterator[Deviation]:
     """Yield how far each result is from the reference's; see `check_results`.
 
@@ -121,25 +139,26 @@ def deviations(
         CandidateError: there is another number of them.
     """
     if len(results) != len(truth):
-        raise CandidateError(f"returns {len(results)} arrays, the reference {len(truth)}")
+        raise CandidateError(f"returns {len(results)} arrays, {of} {len(truth)}")
+    # Rounding of the inputs counts as well, and a reference may be the less precise of the two.
+    allowed = functools.partial(tolerance, platform=platform, precision=precision)
     called = names or [f"result {index}" for index in range(len(results))]
     for name, result, true in zip(called, results, truth, strict=True):
-        yield _deviation(name, result, true, platform, precision)
+        yield _deviation(name, result, true, lambda *dtypes: max(map(allowed, (*dtypes, *inputs))), of)
 
 
-def _deviation(name: str, result: Any, true: Any, platform: str, precision: str | None) -> Deviation:
+def _deviation(name: str, result: Any, true: Any, allowance: Callable[..., Tolerance], of: str) -> Deviation:
     if result.shape != true.shape:
-        return Deviation(math.inf, 0.0, f"{name} has shape {result.shape}, the reference {true.shape}")
+        return Deviation(math.inf, 0.0, f"{name} has shape {result.shape}, {of} {true.shape}")
     if compat.dtypes.issubdtype(result.dtype, compat.dtypes.prng_key):
         result, true = jax.random.key_data(result), jax.random.key_data(true)
     if not jnp.issubdtype(result.dtype, jnp.inexact):
         differing = _count_differing(result, true)
-        return Deviation(differing, 0.0, f"{name} differs from the reference in {differing} places" * bool(differing))
-    # a reference may be the less precise of the two
-    allowed = max(tolerance(array.dtype, platform=platform, precision=precision) for array in (result, true))
+        return Deviation(differing, 0.0, f"{name} differs from {of} in {differing} places" * bool(differing))
+    allowed = allowance(result.dtype, true.dtype)
     if not result.size:
         return Deviation(0.0, allowed.worst)
-    return _judge(name, _compare(result, true, allowed.worst), allowed)
+    return _judge(name, _compare(result, true, allowed.worst), allowed, of)
 
 
 def _count_differing(got: Any, want: object) -> int:
@@ -215,18 +234,18 @@ def _root_mean_square(values: Any, count: Any, xp: Any) -> Any:
     return largest * xp.sqrt(xp.sum((values / unit) ** 2) / count)
 
 
-def _judge(name: str, found: _Comparison, allowed: Tolerance) -> Deviation:
+def _judge(name: str, found: _Comparison, allowed: Tolerance, of: str) -> Deviation:
     found = _Comparison(*(value.item() for value in found))
     worst, overall = found.error / max(found.scale, _TINY), found.overall / max(found.size, _TINY)
     if not found.same_kinds:
-        reason = f"{name} {NOT_FINITE} where the reference has not, or the other way round"
+        reason = f"{name} {NOT_FINITE} where {of} has not, or the other way round"
         return Deviation(math.inf, allowed.worst, reason)
     if found.error > allowed.worst * found.scale:
-        differs = f"{name} differs from the reference: {found.got:.6g} instead of {found.want:.6g}"
+        differs = f"{name} differs from {of}: {found.got:.6g} instead of {found.want:.6g}"
         reason = f"{differs}, {worst:.2g} relative (allowed: {allowed.worst:g})"
         return Deviation(worst, allowed.worst, reason)
     if found.overall > allowed.overall * found.size:
-        differs = f"{name} differs from the reference by {overall:.2g} of its root mean square"
+        differs = f"{name} differs from {of} by {overall:.2g} of its root mean square"
         return Deviation(overall, allowed.overall, f"{differs} (allowed: {allowed.overall:g})")
     return max(
         Deviation(worst, allowed.worst),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of functions, as the device spends them, measured apart from whatever trace is open."""
+"""Measuring functions on the device, independently of any open JAX trace."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _TIMES_CACHE = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """How long one call takes, and what it takes up.
+    """The measured time and memory of one call.
 
     Attributes:
-        samples: Seconds a call, one figure a round; each is the mean of calls that run back to back. Of several cases
-            it is their weighted geometric mean.
-        method: How the time was taken: `cupti`, the GPU's own time of its kernels; `profiler`, the device's own time
-            of its programs; `wall`; or `processor`, the processor time of the host's busiest thread, where the work is
-            the host's and other processes disturbed the clock.
-        cache: `warm`: every call had the same arguments. `cold`: so many sets of arguments took turns that none was
-            left in the device's last-level cache.
-        compile_seconds: How long lowering and compiling took.
-        peak_bytes: Temporaries, arguments and results together, as the compiler says.
-        output_bytes: The results, as the compiler says.
-        cases: What it was measured on, with the times of each, if that is more than one thing.
+        samples: Seconds per call, one for each round; each is the mean of calls that ran back to back. With several
+            cases it is their weighted geometric mean.
+        method: The timer: `cupti`, the GPU's time in kernels; `profiler`, the device's time in programs; `wall`; or
+            `processor`, the processor time of the host's busiest thread, used if the host does the work and other
+            processes disturb the clock.
+        cache: `warm`: every call had the same arguments. `cold`: enough sets of arguments alternated to evict each of
+            them from the last-level cache.
+        compile_seconds: The time to lower and compile.
+        peak_bytes: Temporaries, arguments and results together, as reported by the compiler.
+        output_bytes: The results, as reported by the compiler.
+        cases: The cases with their times, if there are several.
     """
 
     samples: tuple[float, ...]
@@ -67,12 +67,12 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """The median of the samples, seconds."""
+        """The median of the samples in seconds."""
         return float(np.median(self.samples))
 
     @property
     def spread(self) -> float:
-        """Interquartile range of the samples over their median; 0 for fewer than four samples."""
+        """The interquartile range of the samples divided by their median; 0 for fewer than four samples."""
         if len(self.samples) < 4:
             return 0.0
         low, high = np.quantile(self.samples, (0.25, 0.75), method="weibull")
@@ -80,20 +80,20 @@ class Measurement:
 
 
 class Runner:
-    """A compiled function and its arguments: what is measured.
+    """A compiled function with its arguments, ready to be measured.
 
-    Each call takes the next set of arguments, and after the last the first again. With one set its data stay in the
-    device's caches; with as many as `sets_for_cold` says, no call finds its own there.
+    Calls cycle through the sets of arguments. A single set stays in the device's caches; with as many sets as
+    `sets_for_cold` returns, no call finds its arguments in a cache.
 
     Args:
-        function: What is called; if it is a `jax.stages.Compiled`, its figures of memory are kept.
-        argument_sets: Positional arguments of one call after another, of equal shapes; one set at least.
-        compile_seconds: How long compiling `function` took.
-        cache_bytes: Size of the device's last-level cache; a guess on the safe side, if left out.
-        case: What these arguments are, if they are one case of several.
+        function: The function; a `jax.stages.Compiled` also provides memory figures.
+        argument_sets: Sets of positional arguments of equal shapes; at least one.
+        compile_seconds: The time to compile `function`.
+        cache_bytes: The size of the device's last-level cache; by default a safe upper estimate.
+        case: The case of these arguments, if there are several.
 
     Raises:
-        ConfigError: there is no set of arguments.
+        ConfigError: There is no set of arguments.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Runner:
         case: Case | None = None,
     ) -> None:
         if not argument_sets:
-            raise ConfigError("argument_sets must hold the arguments of one call at least, got none.")
+            raise ConfigError("argument_sets must contain the arguments of at least one call, got none.")
         self.function = function
         self.argument_sets = tuple(tuple(arguments) for arguments in argument_sets)
         self.compile_seconds = compile_seconds
@@ -122,12 +122,12 @@ class Runner:
 
     @property
     def cache(self) -> str:
-        """`cold` if there are enough sets of arguments for that, else `warm`."""
+        """`cold` with enough sets of arguments for cold caches, otherwise `warm`."""
         enough = sets_for_cold(_bytes_of(self.argument_sets[0]), cache_bytes=self._cache_bytes)
         return COLD if 1 < enough <= len(self.argument_sets) else WARM
 
     def measurement(self, samples: Sequence[float], method: str) -> Measurement:
-        """Return samples of this runner with what else is known of it."""
+        """Return a measurement of these samples, with the memory figures of this runner."""
         tells = hasattr(self.function, "memory_analysis")
         return Measurement(
             samples=tuple(samples),
@@ -141,10 +141,10 @@ class Runner:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnEach:
-    """A candidate that is measured on several cases: in each round on all of them, and their mean is its sample.
+    """A candidate measured on several cases: each round samples all of them, and the mean is the round's sample.
 
     Attributes:
-        runners: One for each case.
+        runners: One runner for each case.
     """
 
     runners: tuple[Runner, ...]
@@ -155,7 +155,7 @@ class OnEach:
         return tuple(runner.case for runner in self.runners if runner.case is not None)
 
     def measurement(self, noted: Sequence[Sample], samples: Sequence[float], method: str) -> Measurement:
-        """Return what was noted, and the means that it comes to, with what else is known of the runners."""
+        """Return the measurement for the recorded samples and their means, with the memory figures of the runners."""
         each = [runner.measurement((), method) for runner in self.runners]
         times = in_each(noted, by_work=method == PROCESSOR) or [()] * len(each)
         peaks, outputs = ([getattr(one, name) for one in each] for name in ("peak_bytes", "output_bytes"))
@@ -170,14 +170,14 @@ class OnEach:
 
 
 def sets_for_cold(bytes_of_one: int, *, cache_bytes: int | None = None) -> int:
-    """Return how many sets of arguments must take turns, so that none is left in the last-level cache.
+    """Return the number of argument sets to alternate so that each call finds a cold last-level cache.
 
-    They are three times as large as the cache together, so that one that replaces lines at random is flushed too. For
-    small arguments that is a great many sets; 1 if there are no arguments, which no cache can hold.
+    Together the sets are three times as large as the cache, which also flushes caches with random replacement. Small
+    arguments need very many sets. Without array arguments the result is 1.
 
     Args:
-        bytes_of_one: Size of one set.
-        cache_bytes: Size of the cache; 128 MiB if left out, which no GPU of today exceeds by much.
+        bytes_of_one: The size of one set.
+        cache_bytes: The size of the cache; 128 MiB by default, which covers today's GPUs.
     """
     size = _CACHE_BYTES if cache_bytes is None else cache_bytes
     return 1 if bytes_of_one <= 0 else max(2, -(-_TIMES_CACHE * size // bytes_of_one))
@@ -199,34 +199,33 @@ def interleaved(
     stop: Callable[[], bool] = lambda: False,
     on_error: Callable[[int, BaseException], None] | None = None,
 ) -> list[Measurement]:
-    """Measure functions in turn, round by round, so that drift of the machine hits all of them alike.
+    """Measure functions in interleaved rounds, so that drift of the machine affects all of them alike.
 
-    All are timed in one way. Should the device stop telling times on the way, all are measured again by the wall
-    clock, which is logged as a warning. The first sample of each does not count. Where the host does the work, and
-    other processes disturb the clock, the samples are of processor time.
+    All functions use the same timer. If the device stops reporting times, all are measured again by the wall clock,
+    with a logged warning. The first sample of each does not count. If the host does the work and other processes
+    disturb the clock, the samples are processor time.
 
     Args:
-        functions: What to measure; a `Runner`'s measurement says more. All or none of them are `OnEach`, of the same
-            cases.
-        rounds: Samples of each; or
-        race: who is sampled how often, and at the end who is the best.
-        warmup: Calls of each before its first sample.
-        stop: Asked between samples whether to end now; who was not sampled by then has no samples.
-        on_error: Called with the index of a function that raises, and the error; it leaves the race, and what it had
-            of samples is its measurement. If left out, the error is raised.
+        functions: The functions; a `Runner` adds memory figures. Either all or none are `OnEach`, with the same cases.
+        rounds: The number of samples of each function; or
+        race: The rules that decide which functions to sample, and which is the best.
+        warmup: Calls of each function before its first sample.
+        stop: Called between samples; returns whether to stop. Functions not sampled by then have no samples.
+        on_error: Called with the index of a function that raised and the error. The function leaves the race and keeps
+            its samples. Without it, the error is raised.
 
     Raises:
-        ConfigError: not exactly one of `rounds` and `race` is given, or the race is of another number of functions.
+        ConfigError: Not exactly one of `rounds` and `race` is given, or the race has another number of functions.
     """
     if (rounds is None) == (race is None):
-        raise ConfigError(f"one of rounds and race must be given, got rounds={rounds!r} and race={race!r}.")
+        raise ConfigError(f"give exactly one of rounds and race, got rounds={rounds!r} and race={race!r}.")
     if race is None:
         race = Race(len(functions), plan=RacePlan.fixed(rounds or 0), incumbents=())
     if race.count != len(functions):
         raise ConfigError(f"race must be of {len(functions)} candidates, as many as functions; got {race.count}.")
     sampler = _Sampler([_parts(function) for function in functions], race, stop, on_error)
     calls = sampler.warmed_up(warmup)
-    # One way for all: times that were taken in two ways cannot be compared.
+    # one timer for all: times of different timers do not compare
     timer = choose_timer([part for index in race.running for part in _parts(functions[index])])
     try:
         try:
@@ -250,7 +249,7 @@ def _parts(function: Measured) -> tuple[Callable[[], Any], ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sampler:
-    """Functions under a race's rules; of each, what it does in every case."""
+    """Samples functions by the rules of a race, case by case."""
 
     functions: Sequence[tuple[Callable[[], Any], ...]]
     race: Race
@@ -258,7 +257,7 @@ class _Sampler:
     on_error: Callable[[int, BaseException], None] | None
 
     def warmed_up(self, warmup: int) -> dict[int, list[int]]:
-        """Return how many calls make a sample of each function; after `stop`, others than the first leave the race."""
+        """Return the number of calls per sample of each function; after `stop`, all but the first leave the race."""
         calls: dict[int, list[int]] = {}
         # As many calls a sample as a candidate's work says: the clock would say too few on a busy machine.
         count_calls = functools.partial(calls_per_sample, threads=choose_timer([]).threads)
@@ -272,18 +271,18 @@ class _Sampler:
         return calls
 
     def run(self, timer: Timer, calls: Mapping[int, Sequence[int]]) -> None:
-        """Sample whom the race asks for, case after case, until it is decided or `stop` ends it."""
+        """Sample the functions that the race asks for, until it is decided or `stop` ends it."""
         while indices := self.race.next_round():
             taken: dict[int, list[Sample]] = {index: [] for index in indices}
             for case in range(max(len(self.functions[index]) for index in indices)):
                 for index in self.race.next_round():  # without those that have failed in this round
-                    # Somebody has a sample by then, so that an interrupted search has an answer.
+                    # by now some function has a sample, so an interrupted search has an answer
                     if any(self.race.samples) and self.stop():
                         return
                     self._sample(index, case, timer, calls[index], taken[index])
 
     def _sample(self, index: int, case: int, timer: Timer, calls: Sequence[int], taken: list[Sample]) -> None:
-        """Sample one case of a function, and note the round's sample if it is the last."""
+        """Sample one case of a function; after its last case, record the round's sample."""
         before = timer.threads()
         seconds = self.tried(index, case, timer.sample, calls[case])
         if seconds is None:
@@ -295,19 +294,19 @@ class _Sampler:
             self.race.note(index, mean.seconds, mean.work, mean.cases)
 
     def _cases(self, index: int) -> Iterator[int]:
-        """Yield the cases of a function, as long as it has not failed."""
+        """Yield the cases of a function until it fails."""
         for case in range(len(self.functions[index])):
             if index in self.race.running:
                 yield case
 
     def tried(self, index: int, case: int, time: Callable[[Callable[[], Any], int], N], count: int) -> N | None:
-        """Time a function; `None` if it raised, and has left the race."""
+        """Time a function; return `None` if it raised and left the race."""
         function = self.functions[index][case]
         try:
             return time(function, count)
         except TimerError:
             raise
-        except BaseException as error:  # on a measuring thread no Ctrl-C comes: what is raised is the function's own
+        except BaseException as error:  # the measuring thread receives no Ctrl-C, so the function raised this
             if self.on_error is None:
                 raise
             self.race.fail(index)
@@ -336,9 +335,9 @@ def _measurement(function: Measured, noted: Sequence[Sample], samples: Sequence[
 def benchmark(
     fn: Callable[..., Any], *args: object, num_iters: int = 100, num_warmup: int = 3, **kwargs: object
 ) -> float:
-    """Return the milliseconds that a call `fn(*args, **kwargs)` takes: the median over `num_iters` calls.
+    """Return the median time in milliseconds of `num_iters` calls `fn(*args, **kwargs)`, each waited for.
 
-    The first `num_warmup` calls, which compile, do not count. Results are waited for.
+    The first `num_warmup` calls, which compile, do not count.
 
     Raises:
         ConfigError: `num_iters` is not positive, or `num_warmup` is negative.
@@ -350,7 +349,7 @@ def benchmark(
     def work() -> float:
         for _ in range(num_warmup):
             jax.block_until_ready(fn(*args, **kwargs))
-        # Each call by itself: what the user would see.
+        # each call alone, as a user would see it
         times = [wall_sample(lambda: fn(*args, **kwargs), 1) for _ in range(num_iters)]
         return float(np.median(times)) * 1e3
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a time means: how near it is to what the device can do, and whether it can be true at all."""
+"""The roofline of a measured call: its share of the device's peaks, and a check for impossible times."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from ejkernel.ops.autotuner.measure.measurement import COLD, Measurement
 from ejkernel.ops.core.types import Cost
 
-_GAP = 2.0  # candidates that are true follow each other more closely than that, at the fast end
+_GAP = 2.0  # correct candidates at the fast end are closer to each other than this ratio
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """What a call reached.
+    """The throughput of a call.
 
     Attributes:
-        tflops: 10¹² floating-point operations a second.
-        gbytes: 10⁹ bytes a second, of those that must be moved at least.
-        flops_share: Share of the device's peak of the first, if that was given.
-        bytes_share: Share of the device's peak of the second, if that was given; with warm caches it may exceed 1.
-        bound: Seconds that no true figure undercuts, as far as peaks were given; 0 where none was. What a warm cache
-            holds need not be moved, so bytes count only for cold ones.
+        tflops: 10¹² floating-point operations per second.
+        gbytes: 10⁹ bytes per second, counting the bytes that must be moved at least once.
+        flops_share: Share of the device's peak operations per second, if that peak is known.
+        bytes_share: Share of the device's peak bandwidth, if known; above 1 it shows that caches were warm.
+        bound: The lower bound on the time in seconds, from the known peaks; 0 without any. With warm caches the bytes
+            do not count, because cached data need not be moved.
     """
 
     tflops: float
@@ -35,13 +35,13 @@ class Roofline:
 def roofline(
     measurement: Measurement, cost: Cost, *, peak_flops: float | None = None, peak_bandwidth: float | None = None
 ) -> Roofline:
-    """Return what a measured call reached.
+    """Return the throughput of a measured call.
 
     Args:
-        measurement: Its time, the median of its samples.
-        cost: Its work.
-        peak_flops: What the device can do at most for the call's dtype, operations a second.
-        peak_bandwidth: What its memory moves at most, bytes a second.
+        measurement: Its measurement; the median of the samples counts.
+        cost: The operations and bytes of the call.
+        peak_flops: The device's peak for the call's dtype, in operations per second.
+        peak_bandwidth: The peak bandwidth of its memory, in bytes per second.
     """
     seconds = measurement.median
     compute = cost.flops / peak_flops if peak_flops else None
@@ -57,15 +57,15 @@ def roofline(
 
 
 def suspiciously_fast(seconds: Sequence[float], *, bound: float = 0.0, gap: float = _GAP) -> list[int]:
-    """Return which candidates are too fast to be believed without another look: fresh inputs, on their own.
+    """Return the indices of candidates that are suspiciously fast and must be checked again on new inputs.
 
-    Those are the ones below `bound`; and of the fastest quarter (one at least) those beyond a gap: the next one takes
-    `gap` times as long. A lone candidate is compared with `bound` only.
+    A candidate is suspicious below `bound`, or if it is in the fastest quarter (at least one candidate) and the next
+    slower one takes `gap` times as long. A single candidate is only compared with `bound`.
 
     Args:
-        seconds: Medians of all candidates.
-        bound: Seconds that no true figure undercuts, as of `Roofline.bound`.
-        gap: Ratio of neighbours in time.
+        seconds: The median of each candidate.
+        bound: The lower bound on the time in seconds; see `Roofline.bound`.
+        gap: The ratio of neighbouring times.
     """
     order = sorted(range(len(seconds)), key=lambda index: (seconds[index], index))
     few = max(1, len(order) // 4)

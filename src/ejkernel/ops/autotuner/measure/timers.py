@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long functions take: by the device's own account where it gives one, else by the wall clock."""
+"""Timers: the device's own clock if it has one, otherwise the wall clock."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ejkernel.ops.errors import EjkernelError
 from ejkernel.ops.utils.fingerprint import default_device, platform_kind
 
 _CLOCK = time.perf_counter
-_SAMPLE_SECONDS = 2e-3  # a sample is as many calls as take this long, so that the clock and dispatch do not count
-_THREADS = "/proc/self/task"  # of Linux: a folder for each thread of this process
-_CPUCLOCK_OF_THREAD = 6  # of Linux: with a thread's number, complemented, above it, the clock of its processor time
-_PROGRAMS = "XLA Modules"  # the line of a device's plane that has an event for each run of a program
+_SAMPLE_SECONDS = 2e-3  # a sample repeats the call for this long, so that clock and dispatch overheads do not count
+_THREADS = "/proc/self/task"  # Linux: one folder for each thread of this process
+_CPUCLOCK_OF_THREAD = 6  # Linux: low bits of a thread's CPU clock id; the complemented thread id is above them
+_PROGRAMS = "XLA Modules"  # the line of a device's plane with one event per run of a program
 
 
 class TimerError(EjkernelError, RuntimeError):
-    """The device did not say how long something took."""
+    """The device did not report a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timer:
-    """A way to take the time.
+    """A timing method.
 
     Attributes:
-        method: Its name, which is kept with every figure.
-        sample: Returns seconds a call, of so many calls of a function; raises `TimerError` if that cannot be known.
-        end: Gives back what the samples took hold of.
-        threads: Returns the processor time that each thread of this process has spent, where that is what the calls
-            spend and the system tells it; else nothing.
+        method: Its name, stored with every time.
+        sample: Runs a function several times and returns the seconds per call; raises `TimerError` if unknown.
+        end: Releases the resources of the samples.
+        threads: Returns the processor time of each thread of this process if the host does the work and the system
+            reports it; otherwise an empty dictionary.
     """
 
     method: str
@@ -47,12 +47,12 @@ class Timer:
 
 
 def now() -> float:
-    """Return the clock's time, seconds, as deadlines have it."""
+    """Return the time in seconds of the clock that deadlines use."""
     return _CLOCK()
 
 
 def wall_sample(function: Callable[[], Any], calls: int) -> float:
-    """Return seconds a call, of `calls` calls that are issued back to back and waited for once."""
+    """Return the seconds per call of `calls` calls, issued back to back with one wait at the end."""
     start = _CLOCK()
     out = None
     for _ in range(calls):
@@ -62,22 +62,22 @@ def wall_sample(function: Callable[[], Any], calls: int) -> float:
 
 
 def cupti_sample(function: Callable[[], Any], calls: int) -> float:
-    """Return the GPU's own seconds a call: those of its kernels, added up.
+    """Return the seconds per call that the GPU spent in kernels.
 
     Raises:
-        TimerError: there is no CUPTI, another profiler has it, or no kernel ran.
+        TimerError: CUPTI is missing, another profiler uses it, or no kernel ran.
     """
     seconds = compat.cupti_seconds(_repeated(function, calls))
     if seconds is None:
-        raise TimerError("CUPTI told of no kernel; another profiler may have it, or the function runs none.")
+        raise TimerError("CUPTI reported no kernel; another profiler may use it, or the function runs none.")
     return seconds / calls
 
 
 def profiler_sample(function: Callable[[], Any], calls: int) -> float:
-    """Return the device's own seconds a call, from a trace of JAX's profiler: those of its programs, added up.
+    """Return the seconds per call that the device spent in programs, from a trace of JAX's profiler.
 
     Raises:
-        TimerError: another trace is being taken, or the trace has no program on a device.
+        TimerError: Another trace is running, or the trace contains no program on a device.
     """
     try:
         planes = compat.profiled_planes(_repeated(function, calls))
@@ -90,7 +90,7 @@ def profiler_sample(function: Callable[[], Any], calls: int) -> float:
 
 
 def device_seconds(planes: Iterable[Any]) -> float | None:
-    """Return how long programs ran on the busiest device of a trace; `None` if it tells of none."""
+    """Return the seconds that programs ran on the busiest device of a trace; `None` if the trace contains none."""
     busy = [
         sum(event.duration_ns for line in plane.lines if line.name == _PROGRAMS for event in line.events)
         for plane in planes
@@ -100,7 +100,7 @@ def device_seconds(planes: Iterable[Any]) -> float | None:
 
 
 def thread_seconds() -> dict[str, float]:
-    """Return the processor time that each thread of this process has spent; nothing where the system does not tell."""
+    """Return the processor time of each thread of this process; an empty dictionary if unknown."""
     try:
         threads = os.listdir(_THREADS)
     except OSError:
@@ -109,28 +109,28 @@ def thread_seconds() -> dict[str, float]:
     for thread in threads:
         try:
             spent[thread] = time.clock_gettime(~int(thread) << 3 | _CPUCLOCK_OF_THREAD)
-        except OSError:  # it has just ended
+        except OSError:  # the thread has just ended
             continue
     return spent
 
 
 def work_between(before: Mapping[str, float], after: Mapping[str, float], calls: int) -> Work | None:
-    """Return the processor time of a call, of so many between two answers of `Timer.threads`, if those tell it."""
+    """Return the processor time per call between two results of `Timer.threads`; `None` if unknown."""
     spent = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()]
     return Work(max(spent) / calls, sum(spent) / calls) if spent else None
 
 
 WALL = Timer("wall", wall_sample)
-HOST = Timer("wall", wall_sample, threads=thread_seconds)  # for calls whose work the host's own processors do
+HOST = Timer("wall", wall_sample, threads=thread_seconds)  # for calls that run on the host's processors
 CUPTI = Timer("cupti", cupti_sample, compat.detach_cupti)
 PROFILER = Timer("profiler", profiler_sample)
 _BY_PLATFORM = {"cpu": HOST, "gpu": CUPTI, "tpu": PROFILER}
 
 
 def choose_timer(functions: Sequence[Callable[[], Any]]) -> Timer:
-    """Return how to time `functions`, all alike: by what the device says of itself, if it does so of each of them."""
+    """Return one timer for all `functions`: the device's own if it works for each of them."""
     timer = _BY_PLATFORM.get(platform_kind(default_device().platform))
-    # Others may fail to tell, such as when another profiler has the device, which is known once they are tried.
+    # whether a device timer works, e.g. whether another profiler holds the device, is known only by trying
     if timer is None or timer is HOST:
         return timer or WALL
     try:
@@ -145,13 +145,13 @@ def choose_timer(functions: Sequence[Callable[[], Any]]) -> Timer:
 def calls_per_sample(
     function: Callable[[], Any], warmup: int, threads: Callable[[], Mapping[str, float]] = dict
 ) -> int:
-    """Return how many calls of `function` make one sample, after `warmup` calls of it (one at least).
+    """Return the number of calls that make one sample of `function`, after `warmup` calls (at least one).
 
-    Where `threads` tells their processor time, that says how long a call takes: on a busy machine the clock would have
-    some candidates' samples be of one call and some of many, which are not alike.
+    If `threads` reports processor time, the number follows from it: on a busy machine the wall clock would give some
+    candidates samples of one call and others samples of many, which do not compare.
     """
     least = math.inf
-    # The first call may still load and allocate, so that it does not count.
+    # the first call may still load and allocate, and does not count
     for count in range(max(2, warmup)):
         before = threads()
         seconds = wall_sample(function, 1)

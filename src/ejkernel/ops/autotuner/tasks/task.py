@@ -27,6 +27,7 @@ class SharedCall:
         inputs: What to measure with, in place of what is made from the signature.
         programs: Configurations that were compiled for it before, with their programs.
         reference: The kernel's reference for this call, compiled before.
+        partners: See `TuningTask`.
     """
 
     inv: Invocation[Any, Any]
@@ -34,6 +35,7 @@ class SharedCall:
     inputs: GivenInputs | None = None
     programs: tuple[tuple[Any, Program], ...] = ()
     reference: Program | None = None
+    partners: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +48,14 @@ class TuningTask:
         policy: `validate`, `budget_s`, `cold_cache`, `compile_processes` and `max_candidates` are heeded.
         records: What was measured elsewhere, the nearest first.
         rejected: Outcomes of candidates that need no measuring.
-        known: Outcomes of an earlier attempt, which a worker process did not survive.
+        known: Outcomes of an earlier attempt, which a worker process did not survive, or of a search that had to end.
         spent: Seconds that earlier attempts took.
         programs: Configurations that were compiled before, with their programs.
         reference: The kernel's reference for this call, compiled before.
         inputs: What to measure with, in place of what is made from the signature.
         weight: How much the call counts beside others.
         others: Calls that are to have the same configuration.
+        partners: Configurations in force for the call's other direction: its backward's, or its forward's.
         suspects: Configurations of which one ended that process; they are compiled one at a time.
         rounds, warmup, seed, width, limits: See `Autotuner`.
     """
@@ -69,6 +72,7 @@ class TuningTask:
     inputs: GivenInputs | None = None
     weight: float = 1.0
     others: tuple[SharedCall, ...] = ()
+    partners: tuple[Any, ...] = ()
     suspects: tuple[Any, ...] = ()
     rounds: int = 15
     warmup: int = 2

@@ -12,6 +12,7 @@ from ejkernel.ops.autotuner.measure.cases import Case, seconds_on
 from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.race import PROCESSOR
+from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
@@ -134,8 +135,13 @@ class Findings:
             could not be measured.
         undecided: Whether the evidence was too little to tell who is the fastest, for all the rounds there was time
             for. The heuristic stays then, unless the other was clearly ahead by as much as was measured.
-        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes;
-            empty if they do not, or if that could not be known.
+        rule_fault: How the kernel's gradients, under the heuristic, differ from JAX's derivatives of what it computes,
+            or how forward and backward configurations disagree on residuals; empty if nothing is known to be wrong.
+        input_sets: On how many sets of inputs the winner's outputs were right; 0 if the heuristic stays, or if nothing
+            was validated.
+        planned: How many candidates the search is about; `outcomes` may lack those whose turn never came.
+        unconfirmed: Whether it ended before its best candidate was compared with the heuristic.
+        not_saved: Why its configuration is not saved; empty if it is.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -145,6 +151,16 @@ class Findings:
     standing: Standing | None = None
     undecided: bool = False
     rule_fault: str = ""
+    input_sets: int = 0
+    planned: int = 0
+    unconfirmed: bool = False
+    not_saved: str = ""
+
+    @property
+    def progress(self) -> SearchProgress:
+        """How far the search came."""
+        statuses = [outcome.status for outcome in self.outcomes]
+        return SearchProgress.of(statuses, planned=self.planned, unconfirmed=self.unconfirmed)
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -212,8 +228,13 @@ class AutotuneData(Findings):
 
     @property
     def in_a_word(self) -> str:
-        """What the search brought: how many times faster the winner is, or that the heuristic was kept."""
+        """What the search brought: how many times faster the winner is, or that the heuristic was kept.
+
+        The heuristic is kept only if the others were measured; until then the search is not finished.
+        """
         if self.winner is self.heuristic:
+            if self.progress.state != SearchState.COMPLETE:
+                return self.progress.not_finished
             return "undecided" if self.undecided else "kept"
         return ratio(self.speedup)
 
@@ -234,8 +255,10 @@ class AutotuneData(Findings):
             "heuristic": _times(self.heuristic, self.before),
             "speedup": self.speedup,
             "candidates": len(self.outcomes),
+            "search": self.progress.data(),
             "seconds": round(self.seconds, 3),
             "checked": list(self.checked),
+            "input_sets": self.input_sets,
             "confidence": None if self.confidence is None else round(self.confidence, 4),
             "interrupted": self.interrupted,
             "undecided": self.undecided,
@@ -283,7 +306,9 @@ def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width
     """
     outcomes = search.outcomes
     heuristic = outcomes[0].seconds
-    if winner is outcomes[0]:
+    if winner is outcomes[0] and search.progress.state != SearchState.COMPLETE:
+        found = f"{search.progress.not_finished}{': ' if search.why else ''}{search.why}"
+    elif winner is outcomes[0]:
         found = f"the heuristic stays{': ' if search.why else ''}{search.why}"
     elif heuristic is None or winner.seconds is None:
         found = "the heuristic could not be measured"
@@ -304,10 +329,14 @@ def remarks(search: Findings) -> list[str]:
     """Return what else is to be said of a search: its cases, the figures that decided, what cut it short, faults."""
     lines = [f"one configuration for {named_cases(search.cases)}"] if search.cases else []
     lines += [] if search.standing is None else [search.standing.line()]
+    if search.input_sets:
+        lines.append(f"the winner is right on {counted(search.input_sets, 'set')} of inputs")
     if search.undecided:
         lines.append("undecided: the evidence was too little to tell which is the fastest")
     if search.interrupted:
         lines.append("interrupted: this is the best so far")
+    if search.not_saved:
+        lines.append(f"not saved: {search.not_saved}")
     return [*lines, search.rule_fault] if search.rule_fault else lines
 
 

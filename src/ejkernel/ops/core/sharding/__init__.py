@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that split themselves over the devices of a mesh."""
+"""Calls that shard themselves over the devices of a mesh."""

@@ -78,17 +78,21 @@ class ExplicitSplit:
         return [compat.with_spec(aval, self.mesh, spec) for aval, spec in zip(avals, self.wanted, strict=True)]
 
 
-def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) -> ExplicitSplit | None:
-    """Return how a call is split by the types of its arguments; `None` if they, or its kernel, say nothing of it.
+def explicit_split(node: Node, avals: Sequence[Any], outs: Sequence[HasType]) -> ExplicitSplit:
+    """Return how a call is split by the types of its arguments, which have explicit axes.
+
+    Without a rule every device gets all of every array.
 
     Raises:
         ArgumentError: an axis is sharded that cannot be split.
     """
-    mesh = compat.explicit_mesh(avals) if has_rule(node.spec.kernel) else None
-    found = None if mesh is None else factors(node, avals)
-    if found is None:
-        return None
+    mesh = compat.explicit_mesh(avals)
     specs = [compat.spec_of(aval) for aval in avals]
+    found = factors(node, avals)
+    if found is None:
+        names = [tuple((None,) * len(array.shape) for array in arrays) for arrays in (avals, outs)]
+        found = Factors(operands=names[0], results=names[1], splittable=frozenset(), follows=())
+        specs = [PartitionSpec() for _ in avals]
     shapes = _shapes(node, found, avals, outs, compat.explicit_sizes(mesh))
     # What explicit axes say is the program's: nothing is moved that it did not ask to be moved.
     chosen = split(found, shapes, specs, move=False)
@@ -127,15 +131,22 @@ def _name(node: Node, index: int) -> str:
     return f"array {index} of its derivative"
 
 
-def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall) -> Any:
-    """Lower a call as one that splits itself; `None` if it is one device's already, or does not split."""
-    if call.part is Part.LOCAL or not has_rule(call.node.spec.kernel):
+def lower_split(ctx: Any, values: Sequence[Any], call: SplitCall, *, gathered: bool) -> Any:
+    """Lower a call as one that splits itself; `None` if it is one device's already, or does not split.
+
+    Args:
+        ctx: Of the lowering.
+        values: The arguments.
+        call: The call.
+        gathered: Whether a kernel without a rule gets whole arrays over explicit axes.
+    """
+    may_split = has_rule(call.node.spec.kernel)
+    if call.part is Part.LOCAL or not (may_split or gathered):
         return None
     # What is one device's along explicit axes XLA may still divide, along automatic ones.
-    explicit = explicit_split(call.node, ctx.avals_in, ctx.avals_out) if call.part is Part.WHOLE else None
-    if explicit is not None:
-        return _lower_explicit(ctx, values, call, explicit)
-    return _lower_auto(ctx, values, call) if compat.is_partitioned() else None
+    if call.part is Part.WHOLE and compat.explicit_mesh(ctx.avals_in) is not None:
+        return _lower_explicit(ctx, values, call, explicit_split(call.node, ctx.avals_in, ctx.avals_out))
+    return _lower_auto(ctx, values, call) if may_split and compat.is_partitioned() else None
 
 
 def _lower_explicit(ctx: Any, values: Sequence[Any], call: SplitCall, found: ExplicitSplit) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel's rule says of the calls that transformations make of it, and what these are on one device's part.
+"""Sharding rules of transformed calls, and the transformed call on one shard.
 
-The rule is for the forward alone, and all else follows: a gradient has the axes of its argument, a tangent those of its
-result, and residuals those that the rule gives them.
+A kernel declares the rule of its forward call. The rules of other calls follow: a gradient has the axes of its
+argument, a tangent the axes of its result, and residuals the axes that the rule gives them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from ejkernel.ops.utils.values.signature import HasType, abstract
 
 
 def has_rule(kernel: Kernel[Any, Any]) -> bool:
-    """Return whether a kernel says how its calls may be split."""
+    """Return whether a kernel declares a sharding rule."""
     return overrides(kernel, "sharding_rule")
 
 
 def factors(node: Node, arrays: Sequence[HasType]) -> Factors | None:
-    """Return which axes of the arguments and results of a call belong together; `None` if its kernel does not say.
+    """Return the named axes of a call's arguments and results; `None` if its kernel declares none.
 
-    A result that lacks an axis which is split is the sum of the parts' results; so the gradient of an argument that
-    goes whole to every device is.
+    A result that lacks a sharded axis is the sum over shards, for example the gradient of a replicated argument.
     """
     return _factors(node, arrays, 0) if has_rule(node.spec.kernel) else None
 
@@ -45,7 +44,7 @@ def _factors(node: Node, arrays: Sequence[HasType], depth: int) -> Factors | Non
         return _of_vmapped(node, arrays, depth)
     if isinstance(node, Linear):
         return _of_linear(node, arrays, depth)
-    return None  # it takes references, which are of one device
+    return None  # it takes references, which belong to one device
 
 
 def _of_forward(node: Forward, arrays: Sequence[HasType]) -> Factors | None:
@@ -67,14 +66,14 @@ def _of_vmapped(node: Vmapped, arrays: Sequence[HasType], depth: int) -> Factors
     found = _factors(node.of, _examples(arrays, axes), depth + 1)
     if found is None:
         return None
-    # Examples that have a name may talk to each other; without a batched argument no part can tell how many it has.
+    # Examples on a named axis may communicate; and without a batched argument a shard does not know its batch size.
     may_split = node.level.axis_name is None and any(axis is not None for axis in axes)
     name = f"vmap{depth}" if may_split else None
     out_axes: Sequence[int | None] = [0] * len(found.results)
     if isinstance(node, TransposedVmapped):
         out_axes = node.level.axes[node.original.linear_from :]
     if name is None and None in out_axes:
-        return None  # such a gradient is a sum over the examples, which has to be whole
+        return None  # such a gradient is a sum over all examples
     return dataclasses.replace(
         found,
         operands=tuple(map(_with_axis, found.operands, axes, [name] * len(axes))),
@@ -102,12 +101,12 @@ def _of_linear(node: Linear, arrays: Sequence[HasType], depth: int) -> Factors |
 
 
 def local(node: Any, arrays: Sequence[HasType]) -> Any:
-    """Return the node of a part of the call, whose arguments have the types `arrays`: its batches are smaller."""
+    """Return the node of one shard, with arguments of the types `arrays` and smaller batches."""
     if isinstance(node, Vmapped):
         axes = node.argument_axes(len(arrays))
         sizes = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None]
         size = sizes[0] if sizes else node.level.size
-        # On one device there is no mesh whose axis could have the name.
+        # one device has no mesh with an axis of this name
         level = dataclasses.replace(node.level, size=size, spmd_axis_name=None)
         of = local(node.of, _examples(arrays, axes))
         part = dataclasses.replace(node, of=of, level=level)
@@ -121,7 +120,7 @@ def local(node: Any, arrays: Sequence[HasType]) -> Any:
 
 
 def primals_of_gradients(node: Node, arrays: Sequence[HasType]) -> list[HasType] | None:
-    """Return the arguments whose gradients the call's results are; `None` if they are not gradients."""
+    """Return the arguments whose gradients are the call's results; `None` if the results are not gradients."""
     if isinstance(node, TransposedVmapped):
         return primals_of_gradients(node.of, arrays)
     if not isinstance(node, Vjp | ResidualVjp):
@@ -131,7 +130,7 @@ def primals_of_gradients(node: Node, arrays: Sequence[HasType]) -> list[HasType]
 
 
 def _examples(arrays: Sequence[HasType], axes: Sequence[int | None]) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of one example."""
+    """Return the types of the arrays without their batch axes."""
     shapes = [
         tuple(length for index, length in enumerate(array.shape) if index != axis)
         for array, axis in zip(arrays, axes, strict=True)

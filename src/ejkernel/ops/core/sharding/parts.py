@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one device's part of a call, where they are more than its pieces of the whole call's arrays.
+"""Extra arguments of a shard, beyond its pieces of the call's arrays.
 
-Such as which experts a device has: `Kernel.part_arguments` adds them, and the call under its transformations is rebuilt
-around the new arguments. Its key is that of the call that a user would write inside `shard_map`, so that both have one
-configuration.
+An example is the index of a device's first expert. `Kernel.part_arguments` adds such arguments, and the transformed
+call is rebuilt around them. Its key equals the key of the call that a user would write inside `shard_map`, so both
+share one configuration.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ _Any = TypeVar("_Any")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallPart:
-    """Where one device's part of a call lies in the whole: see `Kernel.part_arguments`.
+    """The position of one shard in the whole call; see `Kernel.part_arguments`.
 
-    Axes have the names that `sharding_rule` gives them; one that is not split is all of it in every part.
+    Axes have the names of `sharding_rule`. An axis that is not sharded is complete in every shard.
     """
 
     _split: Split
 
     def is_split(self, axis: str) -> bool:
-        """Return whether an axis is divided."""
+        """Return whether an axis is sharded."""
         return self.length(axis) < self.whole(axis)
 
     def start(self, axis: str) -> Any:
-        """Return the place in the whole at which the part begins: a number that the program computes."""
+        """Return the index of the shard's first entry along an axis, as a traced number."""
         return self._split.index(axis) * self.length(axis)
 
     def length(self, axis: str) -> int:
-        """Return how long the part is."""
+        """Return the length of the shard along an axis."""
         return self.whole(axis) // self._split.shapes.size(self._split.axes.get(axis, ()))
 
     def whole(self, axis: str) -> int:
-        """Return how long the axis is in the whole call.
+        """Return the length of an axis in the whole call.
 
         Raises:
-            KernelError: there is none of that name.
+            KernelError: The rule has no such axis.
         """
         lengths = self._split.shapes.lengths(self._split.factors)
         if axis not in lengths:
-            raise KernelError(f"axis must be one that sharding_rule names, {', '.join(lengths)}; got {axis!r}.")
+            raise KernelError(f"axis must be one of sharding_rule's axes, {', '.join(lengths)}; got {axis!r}.")
         return lengths[axis]
 
 
 def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple[Node, Sequence[Any]]:
-    """Return a part of a call with the arguments that its kernel has for it; `arrays` are pieces of the whole's."""
+    """Return the node and arrays of a shard with its extra arguments; `arrays` are its pieces of the call's arrays."""
     kernel, count = node.spec.kernel, node.spec.num_arrays
     if not overrides(kernel, "part_arguments"):
         return node, arrays
@@ -77,8 +77,8 @@ def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple
     _check_handed_on(kernel.op_id, own, origins)
     replacement = _Replacement(trace.spec, count, origins)
     compute: Callable[..., Any] = lambda *given: tuple(compat.evaluate(jaxpr, given))  # noqa: E731
-    # The hook is for one example. A result that no batched argument leads to stays without an axis, so that the part's
-    # key is that of the call that a user would write inside `shard_map`.
+    # The hook sees one example. A result that depends on no batched argument stays unbatched, so that the shard's key
+    # equals that of the call inside `shard_map`.
     for axes in levels:
         if any(axis is not None for axis in axes):
             compute = jax.vmap(compute, in_axes=tuple(axes), out_axes=tuple(replacement.axes(axes)))
@@ -87,9 +87,9 @@ def with_own_arguments(node: Node, arrays: Sequence[Any], split: Split) -> tuple
 
 
 def programs_of_parts(node: Node, arrays: Sequence[HasType], choice: Choice) -> Iterator[str]:
-    """Yield what the hook computes for a part along each axis that may be split: all that tells it from another hook.
+    """Yield the programs of the hook for a shard along each splittable axis, which identify the hook.
 
-    Nothing for a kernel without one. Arrays are the whole call's.
+    Yields nothing for a kernel without the hook. `arrays` belong to the whole call.
     """
     kernel, spec = node.spec.kernel, node.spec
     if not overrides(kernel, "part_arguments"):
@@ -108,12 +108,12 @@ def programs_of_parts(node: Node, arrays: Sequence[HasType], choice: Choice) -> 
             jax.ShapeDtypeStruct(_piece(like.shape, names, split), like.dtype)
             for like, names in zip(types, found.operands, strict=True)
         ]
-        # The hook may ask where its part begins: that is an index along an axis of the mesh.
+        # the hook may ask for the start of its shard, which is an index along a mesh axis
         yield str(jax.make_jaxpr(_Trace(CallPart(split), spec), axis_env=[(name, count)])(*pieces))
 
 
 def _along(found: Factors, shapes: Shapes, name: str, count: int) -> Split:
-    """Return the split of one axis into so many parts, over an axis of a mesh that has its name."""
+    """Return the split of one axis into `count` shards, over a mesh axis of the same name."""
     return Split(
         factors=found, shapes=dataclasses.replace(shapes, mesh={name: count}), axes={name: (name,)}, whole=frozenset()
     )
@@ -129,7 +129,7 @@ def _piece(shape: Sequence[int], names: Sequence[Factor], split: Split) -> tuple
 
 
 class _Trace:
-    """The hook as a function of flat arrays, which leaves the rest of the part's arguments behind."""
+    """The hook as a function of flat arrays; it stores the static arguments of the shard."""
 
     def __init__(self, part: CallPart, spec: CallSpec) -> None:
         self.part, self.spec = part, spec
@@ -148,12 +148,12 @@ class _Trace:
 
 @dataclasses.dataclass(frozen=True)
 class _Replacement:
-    """Another call, and its arrays, in the place of one.
+    """The replacement of a call by another call on other arrays.
 
     Attributes:
-        spec: The other call.
-        count: How many arrays the one has.
-        origins: Where each of the other's arrays comes from.
+        spec: The new call.
+        count: The number of arrays of the old call.
+        origins: The origin of each array of the new call.
     """
 
     spec: CallSpec
@@ -161,11 +161,11 @@ class _Replacement:
     origins: Sequence[compat.Origin]
 
     def within(self, items: Sequence[_Any], lead: int, new: Sequence[_Any]) -> tuple[_Any, ...]:
-        """Return what belongs to arguments one by one, with `new` in the place of what belongs to the call's own."""
+        """Return per-argument items with `new` in place of those of the call's own arrays."""
         return (*items[:lead], *new, *items[lead + self.count :])
 
     def axes(self, axes: Sequence[_Axis]) -> list[_Axis]:
-        """Return the batch axes of the arrays in a `vmap` from those of the arrays before."""
+        """Return the batch axes of the new arrays in a `vmap`, given those of the old arrays."""
         found = []
         for origin in self.origins:
             is_batched = any(axes[index] is not None for index in origin.needs)
@@ -173,7 +173,7 @@ class _Replacement:
         return found
 
     def in_node(self, node: Any) -> Any:
-        """Return the node, of the same structure, of the other call."""
+        """Return the same node for the new call."""
         if isinstance(node, Forward):
             return dataclasses.replace(node, spec=self.spec)
         of = self.in_node(node.of)
@@ -182,7 +182,7 @@ class _Replacement:
         if not isinstance(node, Linear):
             raise TypeError(f"{node} is not split")
         lead = 0 if isinstance(node, ThroughResiduals) else node.of.lead
-        # What is new has no tangent: derivatives are by the arrays that were handed on.
+        # new arrays have no tangents: derivatives are with respect to the arrays that were passed through
         own = [origin.argument is not None and node.wrt[lead + origin.argument] for origin in self.origins]
         wrt = self.within(node.wrt, lead, own)
         return dataclasses.replace(node, of=of, count=node.count + len(self.origins) - self.count, wrt=wrt)
@@ -200,7 +200,7 @@ class _Replacement:
 
 
 def _levels(node: Any, count: int) -> list[tuple[_Axis, ...]]:
-    """Return the batch axes of the call's own arrays in each `vmap` around it, the innermost first."""
+    """Return the batch axes of the call's own arrays in each enclosing `vmap`, innermost first."""
     if not isinstance(node, MadeOf):
         return []
     inner = _levels(node.of, count)
@@ -208,7 +208,7 @@ def _levels(node: Any, count: int) -> list[tuple[_Axis, ...]]:
 
 
 def _examples(arrays: Sequence[HasType], levels: Sequence[Sequence[_Axis]]) -> list[jax.ShapeDtypeStruct]:
-    """Return the types that one example's arrays have."""
+    """Return the types of the arrays of one example."""
     found = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     for axes in reversed(levels):
         shapes = [
@@ -220,10 +220,10 @@ def _examples(arrays: Sequence[HasType], levels: Sequence[Sequence[_Axis]]) -> l
 
 
 def _check_handed_on(op_id: str, arrays: Sequence[HasType], origins: Sequence[compat.Origin]) -> None:
-    """Raise unless all that has a gradient is among the new arrays, once, as it was, in its order."""
+    """Raise unless every differentiable array is passed through exactly once, unchanged and in order."""
     inexact = [index for index, array in enumerate(arrays) if is_inexact(array)]
     if [origin.argument for origin in origins if origin.argument in inexact] != inexact:
         raise KernelError(
-            f"{op_id}: part_arguments must hand on arrays of floating-point numbers as they are, each in its place; it "
-            "may replace others, and add some by keyword."
+            f"{op_id}: part_arguments must pass floating-point arrays through unchanged and in place; it may replace "
+            "other arrays and add keyword arguments."
         )

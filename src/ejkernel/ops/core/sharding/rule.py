@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ShardingRule`: how a kernel says along which axes its calls may be split over devices."""
+"""`ShardingRule`: the axes along which a kernel's calls may be sharded."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Final
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.values.signature import HasType
 
-Factor = str | None  # the name of an axis; `None` for one that is never split
+Factor = str | None  # the name of an axis; `None` if it is never sharded
 _UNNAMED: Final = "_"
 _ELLIPSIS: Final = "..."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardingRule:
-    """The axes along which a call may be split, so that each device computes its part by itself.
+    """The axes along which a call may be sharded, so that each device computes its shard alone.
 
-    A sum of products would say `ShardingRule("m k, k n -> m n", split="m n k")`. Every array among the arguments is
-    there with the names of its axes, then every array of the result. `_` is an axis without a name; `...`, once in an
-    array, is as many axes as are left, and stands for the same ones wherever it is.
+    For example, a matrix product declares `ShardingRule("m k, k n -> m n", split="m n k")`. The text names the axes of
+    every array argument and then of every result. `_` is an axis without a name; `...`, at most once per array, is the
+    remaining axes, the same ones in every array.
 
-    An argument that lacks an axis which is split goes whole to every device. A result that lacks one is the *sum* of
-    the devices' results: name among `split` no axis for which that is wrong, such as one that is normalised over.
-    Gradients follow from the same rule.
+    An argument that lacks a sharded axis is replicated. A result that lacks one is the *sum* over devices, so `split`
+    must not name an axis for which a sum is wrong, such as the axis of a normalisation. The rules of gradients follow.
 
     Args:
         axes: The axes, as above.
-        split: Which of them may be split; all others are whole on every device. `...` means all that it stands for.
-        residuals: The axes of what `fwd_with_residuals` leaves for the backward, in the form of `axes`. A kernel with
-            residuals that does not say them is split in its forward alone.
-        follows: `{"g": "h"}`: axis `g` is shorter than `h`, each of its entries belongs to a run of `h`'s, as a key
-            head belongs to a group of query heads. It is split as `h` is, or goes whole to devices that use a part.
-        cheapest: Where arrays ask to split different axes over the same devices, split the one for which the fewest
-            numbers go from device to device; by default the first array that asks decides.
+        split: The axes that may be sharded; all others are replicated. `...` means all axes that it represents.
+        residuals: The axes of the residuals of `fwd_with_residuals`, in the form of `axes`. Without it, a kernel with
+            residuals shards its forward call only.
+        follows: `{"g": "h"}`: axis `g` is shorter than `h`, and each of its entries belongs to a run of `h`'s entries,
+            as a key head belongs to a group of query heads. It is sharded like `h`, or replicated to devices that each
+            use a part.
+        cheapest: If arrays are sharded along different axes over the same devices, keep the sharding that moves the
+            fewest elements; by default the first array decides.
 
     Raises:
-        KernelError: the text is not of that form.
+        KernelError: The text does not have this form.
     """
 
     axes: str
@@ -63,7 +63,7 @@ class ShardingRule:
 
     @property
     def splittable(self) -> tuple[str, ...]:
-        """The axes that may be split."""
+        """The axes that may be sharded."""
         return tuple(self.split.split() if isinstance(self.split, str) else self.split)
 
     @property
@@ -74,22 +74,22 @@ class ShardingRule:
     @property
     def results(self) -> list[list[str]]:
         """The axes of each result."""
-        return _arrays(self.axes.split("->")[1]) or [[]]  # a result without axes is a number
+        return _arrays(self.axes.split("->")[1]) or [[]]  # a result without axes is a scalar
 
     @property
     def kept(self) -> list[list[str]] | None:
-        """The axes of each residual; `None` if they are not known."""
+        """The axes of each residual; `None` if undeclared."""
         return None if self.residuals is None else _arrays(self.residuals)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """A rule for arrays of known ranks.
+    """A rule applied to arrays of known ranks.
 
     Attributes:
         operands: The name of each axis of each argument.
-        results: The same of each result.
-        splittable: Which may be split.
+        results: The name of each axis of each result.
+        splittable: The axes that may be sharded.
         follows, cheapest: See `ShardingRule`.
     """
 
@@ -101,21 +101,21 @@ class Factors:
 
 
 def factors_of(rule: ShardingRule, op_id: str, arrays: Sequence[HasType], *, residuals: bool) -> Factors | None:
-    """Return the rule for a forward call on such arrays; `None` if it does not say what is asked.
+    """Return the rule for a forward call on these arrays; `None` if `residuals` are asked for and undeclared.
 
     Raises:
-        KernelError: the rule does not fit the arrays.
+        KernelError: The rule does not fit the arrays.
     """
     if residuals and rule.kept is None:
         return None
     texts = rule.operands
     if len(texts) != len(arrays):
         raise KernelError(
-            f"{op_id}: sharding_rule {rule.axes!r} is one for {len(texts)} arrays, the call has {len(arrays)}."
+            f"{op_id}: sharding_rule {rule.axes!r} has {len(texts)} arrays, and the call has {len(arrays)}."
         )
     more = {_more(op_id, rule, text, array) for text, array in zip(texts, arrays, strict=True) if _ELLIPSIS in text}
     if len(more) > 1:
-        raise KernelError(f"{op_id}: '...' in sharding_rule {rule.axes!r} stands for {sorted(more)} axes.")
+        raise KernelError(f"{op_id}: '...' in sharding_rule {rule.axes!r} represents {sorted(more)} axes.")
     unfolded = _Unfolding(next(iter(more), 0))
     outs = [*rule.results, *((rule.kept or []) if residuals else [])]
     found = Factors(
@@ -125,14 +125,14 @@ def factors_of(rule: ShardingRule, op_id: str, arrays: Sequence[HasType], *, res
         follows=tuple(sorted(rule.follows.items())),
         cheapest=rule.cheapest,
     )
-    # Results are checked when their shapes are known, which takes a trace.
+    # results are checked later, because their shapes require a trace
     _check_lengths(op_id, rule, found.operands, arrays)
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class _Unfolding:
-    """What `...` stands for."""
+    """The expansion of `...` in a rule."""
 
     count: int
 
@@ -146,7 +146,9 @@ class _Unfolding:
 def _more(op_id: str, rule: ShardingRule, text: Sequence[str], array: HasType) -> int:
     more = len(array.shape) - len(text) + 1
     if more < 0:
-        raise KernelError(f"{op_id}: {' '.join(text)!r} of sharding_rule {rule.axes!r} is given {list(array.shape)}.")
+        raise KernelError(
+            f"{op_id}: {' '.join(text)!r} of sharding_rule {rule.axes!r} does not fit the shape {list(array.shape)}."
+        )
     return more
 
 

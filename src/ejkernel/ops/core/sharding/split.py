@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the shardings in which arrays arrive to those of the parts, and the computation of one part.
+"""The sharding of a call, derived from the shardings of its arguments; and the computation of one shard.
 
-The first array that asks for an axis decides; or, where the rule says so, what moves the fewest numbers, of the splits
-in which each axis that is asked for over the same devices goes first. Key heads that are fewer than devices go whole to
-each, which cuts out its own, so that the query heads can be split further.
+The first sharded array decides. If the rule says `cheapest`, the candidates are the splits that favour each contending
+axis, and the one that moves the fewest elements wins. Key heads are replicated if there are fewer than devices; each
+device then slices its own, so query heads can be sharded further.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ejkernel import compat
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 
 Shape = tuple[int, ...]
-Axes = tuple[str, ...]  # of a mesh
+Axes = tuple[str, ...]  # axes of a mesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """The shapes of a call's arrays, and the sizes of the mesh's axes that it may be split over."""
+    """The shapes of a call's arrays and the sizes of the mesh axes."""
 
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     mesh: Mapping[str, int]
 
     def size(self, axes: Sequence[str]) -> int:
-        """Return how many parts these axes make."""
+        """Return the number of shards over these mesh axes."""
         return math.prod(self.mesh[axis] for axis in axes)
 
     def lengths(self, factors: Factors) -> dict[str, int]:
-        """Return the length of each axis that has a name."""
+        """Return the length of each named axis."""
         named = [*zip(factors.operands, self.operands, strict=True), *zip(factors.results, self.results, strict=True)]
         return {
             name: length
@@ -51,14 +51,14 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Which axes are split over which of the mesh's.
+    """The assignment of mesh axes to a call's axes.
 
     Attributes:
         factors: The call's axes.
         shapes: Their lengths.
-        axes: The mesh's axes that each name is split over.
-        whole: Axes that are too short to be split as the one that they follow is: they go whole to every device, which
-            uses its part of them.
+        axes: The mesh axes of each sharded axis.
+        whole: Following axes that are too short to shard like their leader: they are replicated, and each device uses
+            its part.
     """
 
     factors: Factors
@@ -68,12 +68,12 @@ class Split:
 
     @property
     def operand_specs(self) -> tuple[PartitionSpec, ...]:
-        """How the arguments are to be sharded."""
+        """The shardings of the arguments."""
         return tuple(map(self._spec, self.factors.operands))
 
     @property
     def result_specs(self) -> tuple[PartitionSpec, ...]:
-        """How the results are."""
+        """The shardings of the results."""
         return tuple(map(self._spec, self.factors.results))
 
     def _spec(self, names: Sequence[Factor]) -> PartitionSpec:
@@ -81,35 +81,35 @@ class Split:
         return PartitionSpec(*[None if not axes else axes[0] if len(axes) == 1 else axes for axes in found])
 
     def sums(self, names: Sequence[Factor]) -> Axes:
-        """Return the mesh's axes over which the devices' results, with axes of these names, are added up."""
+        """Return the mesh axes over which a result with these named axes is summed."""
         return tuple(self._sums(names))
 
     def _sums(self, names: Sequence[Factor]) -> Iterator[str]:
         leaders = dict(self.factors.follows)
         for name, axes in self.axes.items():
-            # What follows another axis is split over the same devices, which are added up once, for their leader.
+            # A follower is sharded over the same devices as its leader; the sum over them counts once, for the leader.
             if name in names or name in leaders:
                 continue
-            # A result may have the follower instead, as a key's gradient has key heads: those that share one add up.
+            # A result may have only the follower, as a key's gradient has key heads: devices that share one are summed.
             follower = next((one for one, leader in leaders.items() if leader == name and one in names), None)
             split_too = () if follower is None else self.axes.get(follower, ())
             yield from (axis for axis in axes if axis not in split_too)
 
     def index(self, name: str) -> Any:
-        """Return which of the parts of an axis is this device's."""
+        """Return the index of this device's shard along an axis."""
         index: Any = 0
         for axis in self.axes.get(name, ()):
             index = index * self.shapes.mesh[axis] + jax.lax.axis_index(axis)
         return index
 
     def start(self, name: str) -> Any:
-        """Return which entry of an axis that went whole to every device this one uses."""
+        """Return the entry of a replicated following axis that this device uses."""
         leader = dict(self.factors.follows)[name]
         lengths, parts = self.shapes.lengths(self.factors), self.shapes.size(self.axes[leader])
         return self.index(leader) * (lengths[leader] // parts) // (lengths[leader] // lengths[name])
 
     def moved(self, specs: Sequence[PartitionSpec]) -> int:
-        """Return how many numbers each device gets from others, for arrays that are sharded so; see `split`."""
+        """Return the number of elements that each device receives from others, given these shardings; see `split`."""
         numbers, given, of_results = 0, specs[: len(self.operand_specs)], specs[len(self.operand_specs) :]
         for shape, spec, own in zip(self.shapes.operands, given, self.operand_specs, strict=True):
             numbers += 0 if _is_within(spec, own) else self._local_size(shape, own)
@@ -124,16 +124,16 @@ class Split:
 
 
 def split(factors: Factors, shapes: Shapes, specs: Sequence[PartitionSpec], *, move: bool) -> Split:
-    """Decide along which axes a call is split.
+    """Choose the axes along which a call is sharded.
 
-    The first array that asks for an axis decides, or else what is cheapest; an axis that does not divide stays whole.
+    The first sharded array decides, or the cheapest split. An axis that the devices do not divide stays whole.
 
     Args:
         factors: The call's axes.
         shapes: Their lengths.
-        specs: How the arguments, and then as many results as are known, are sharded.
-        move: Whether devices that share what cannot be split, such as a sequence, divide something else among them
-            instead of all computing the same.
+        specs: The shardings of the arguments and then of the known results.
+        move: Whether devices whose argument is sharded along an unsplittable axis, such as a sequence, shard another
+            axis instead of all computing the same.
     """
     decided = functools.partial(_decided, factors, shapes, specs, move=move)
     if not factors.cheapest:
@@ -143,7 +143,7 @@ def split(factors: Factors, shapes: Shapes, specs: Sequence[PartitionSpec], *, m
 
 
 def _contending(factors: Factors, specs: Sequence[PartitionSpec]) -> list[str]:
-    """Return the axes that arrays ask to split over the same devices as others."""
+    """Return the axes that are sharded over the same devices as another axis."""
     asking: dict[str, list[str]] = {}
     for names, spec in zip((*factors.operands, *factors.results), specs, strict=False):
         for name, entry in zip(names, spec, strict=False):
@@ -155,8 +155,8 @@ def _contending(factors: Factors, specs: Sequence[PartitionSpec]) -> list[str]:
 def _decided(
     factors: Factors, shapes: Shapes, specs: Sequence[PartitionSpec], *, move: bool, first: str | None = None
 ) -> Split:
-    """Return the split in which the axis `first` has what it asks for, and the others what is left."""
-    most: dict[str, int] = {}  # parts that an axis which others follow may have: fewer, until all can follow
+    """Return the split in which the axis `first` keeps its sharding, and the others share the remaining mesh axes."""
+    most: dict[str, int] = {}  # limits on the shards of leading axes, lowered until all followers can follow
     while True:
         deciding = _Deciding(factors, shapes, most)
         for names in ([first], factors.splittable):
@@ -166,7 +166,7 @@ def _decided(
         ahead = deciding.follow()
         if ahead is None:
             return Split(factors=factors, shapes=shapes, axes=deciding.axes, whole=frozenset(deciding.whole))
-        # Decided anew from the start: with fewer parts there, axes of the mesh are left for others.
+        # start again: with fewer shards there, mesh axes are left for others
         most[ahead] = shapes.size(deciding.axes[ahead]) - 1
 
 
@@ -181,7 +181,7 @@ class _Deciding:
         self.whole: set[str] = set()
 
     def take(self, specs: Sequence[PartitionSpec], wanted: Collection[str | None]) -> None:
-        """Split what the arrays ask for, of the axes that are wanted."""
+        """Adopt the shardings of the arrays for the wanted axes."""
         for names, spec in zip((*self.factors.operands, *self.factors.results), specs, strict=False):
             for name, entry in zip(names, spec, strict=False):
                 if name in wanted and name in self.factors.splittable and name not in self.axes:
@@ -190,14 +190,14 @@ class _Deciding:
                     self.used.update(axes)
 
     def move(self, specs: Sequence[PartitionSpec]) -> None:
-        """Split something else over what is left of the mesh's axes that the arguments ask for."""
+        """Shard other axes over the remaining mesh axes of the arguments' shardings."""
         operands = specs[: len(self.factors.operands)]
         idle = [axis for spec in operands for entry in spec for axis in mesh_axes(entry) if self._is_free(axis)]
         for axis in dict.fromkeys(idle):
-            # Sorted, since the order of a set differs between processes, and what they compile must not.
+            # sorted, because set order differs between processes, and their programs must not
             for name in sorted(self.factors.splittable & self.lengths.keys()):
                 more = (*self.axes.get(name, ()), axis)
-                # With all that follow it, or not at all: a part of the one needs the same part of the others.
+                # together with all followers or not at all: a shard needs the same part of each
                 followers = [one for one, leader in self.factors.follows if leader == name]
                 fits = all(self.lengths[one] % self.shapes.size(more) == 0 for one in (name, *followers))
                 if fits and self.shapes.size(more) <= self.most.get(name, self.shapes.size(more)):
@@ -206,7 +206,7 @@ class _Deciding:
                     break
 
     def follow(self) -> str | None:
-        """Split each axis as the one that it follows, or note that it goes whole; return one that is too far ahead."""
+        """Shard each axis like its leader, or mark it as replicated; return a leader with too many shards."""
         for name, leader in self.factors.follows:
             axes = self.axes.get(leader, ())
             parts, length, leading = self.shapes.size(axes), self.lengths[name], self.lengths[leader]
@@ -214,7 +214,7 @@ class _Deciding:
             if self.shapes.size(own) in (parts, length):
                 self.axes |= {name: own} if own else {}
             elif (leading // length) % (leading // parts):
-                return leader  # a device's part would belong to two entries, and to parts of both
+                return leader  # a device's shard would overlap parts of two entries
             else:
                 self.whole.add(name)
         return None
@@ -223,7 +223,7 @@ class _Deciding:
         return axis not in self.used and axis in self.shapes.mesh
 
     def _dividing(self, name: str, axes: Sequence[str]) -> Axes:
-        """Return the longest beginning of `axes` over which an axis can be split."""
+        """Return the longest prefix of `axes` over which an axis can be sharded."""
         taken, length = tuple(axes), self.lengths[name]
         most = self.most.get(name, length)
         while taken and (length % self.shapes.size(taken) or self.shapes.size(taken) > most):
@@ -232,28 +232,28 @@ class _Deciding:
 
 
 def mesh_axes(entry: Any) -> Axes:
-    """Return the mesh's axes that an entry of a `PartitionSpec` names."""
+    """Return the mesh axes in an entry of a `PartitionSpec`."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
 def _is_within(spec: PartitionSpec, other: PartitionSpec) -> bool:
-    """Return whether what is sharded as `spec` becomes what is sharded as `other` without another device."""
+    """Return whether resharding from `spec` to `other` needs no communication."""
     entries = itertools.zip_longest(map(mesh_axes, spec), map(mesh_axes, other), fillvalue=())
-    # A further split is a slice of what is there.
+    # a finer sharding is a local slice
     return all(theirs[: len(own)] == own for own, theirs in entries)
 
 
 def part_of(
     found: Split, run: Callable[..., Sequence[Any]], *, wide_sums: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return the function of one device's part: `run` on what the device uses of its arguments, sums over devices.
+    """Return the computation of one shard: slice the arguments, call `run`, sum over devices.
 
     Args:
-        found: How the call is split.
-        run: The call on a part.
-        wide_sums: Whether 16-bit numbers are added up in float32.
+        found: The split.
+        run: The call on a shard.
+        wide_sums: Whether 16-bit floats are summed in float32.
     """
 
     def part(*arrays: Any) -> tuple[Any, ...]:
@@ -275,8 +275,7 @@ def _finished(found: Split, names: Sequence[Factor], shape: Shape, result: Any, 
     for axis, name in enumerate(names):
         if name in found.whole:
             full = (*result.shape[:axis], shape[axis], *result.shape[axis + 1 :])
-            # Each device has one entry, or a part of its sum: zeros elsewhere, and the sum over devices puts them
-            # together.
+            # each device fills its own entry, or a part of its sum, into zeros, and the sum over devices combines them
             zeros = jnp.zeros(full, result.dtype)
             result = jax.lax.dynamic_update_slice_in_dim(zeros, result, found.start(name), axis)
     sums = found.sums(names)

@@ -12,7 +12,19 @@ from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import ArgumentError
 from ejkernel.ops.execution.checks.report import CheckReport
 
-GROUPS: Final = ("gradient", "tangents", "vmap", "dtypes", "platforms", "key", "pickle", "export", "split")
+GROUPS: Final = (
+    "gradient",
+    "second derivative",
+    "tangents",
+    "vmap",
+    "inputs",
+    "dtypes",
+    "platforms",
+    "key",
+    "pickle",
+    "export",
+    "split",
+)
 
 
 def check_kernel(
@@ -28,11 +40,13 @@ def check_kernel(
 
     Under every configuration results and gradients are compared with the kernel's `reference`, and JAX's derivative of
     it; without one, with what the heuristic computes and JAX's derivative of that. So they are under `vmap`, of all
-    arrays, of each alone, and nested. Repeated calls must agree, arguments stay as they are, types must not depend on
-    the configuration, and a gradient rule answer in the arguments' dtypes. Under the heuristic, other dtypes are tried,
-    and the call is lowered for other platforms, pickled with its kernel, exported, and named by its key; a kernel with
-    a `sharding_rule` is split along each axis that it names, over as many devices of this process as divide it. What a
-    kernel need not have is a row with the reason, and no failure.
+    arrays, of each alone, and nested; for small and large values, zeros, odd sizes and other dtypes. Second derivatives
+    are compared, if there are any. Every backward must compute the same gradient after every forward. Repeated calls
+    must agree, arguments stay as they are, types must not depend on the configuration, and a gradient rule answer in
+    the arguments' dtypes. Under the heuristic, the call is lowered for other platforms, pickled with its kernel,
+    exported, and named by its key; a kernel with a `sharding_rule` is split along each axis that it names, over as many
+    devices of this process as divide it. Checks that do not apply are listed as skipped, with the reason.
+    `not_checked` of the report lists the omissions.
 
     >>> import jax.numpy as jnp
     >>> from ejkernel.ops import tune
@@ -48,8 +62,8 @@ def check_kernel(
             measures nothing. Batches are made of `Kernel.example_inputs`.
         configs: The configurations to check, beside the heuristic's; by default all of `config_space`, and a sample
             of a `ConfigSpace` of more than 24.
-        without: Groups of checks to leave out: `gradient`, `tangents`, `vmap`, `dtypes`, `platforms`, `key`, `pickle`,
-            `export` or `split`.
+        without: Groups of checks to leave out: `gradient`, `second derivative`, `tangents`, `vmap`, `inputs` (other
+            values and odd sizes), `dtypes`, `platforms`, `key`, `pickle`, `export` or `split`.
         strict: Raise if anything fails; otherwise the report says it.
         seed: Of random inputs, and of the sample.
         **kwargs: Keyword arguments of the call.

@@ -39,7 +39,7 @@ _CLAIMED_BY: Final = {  # forms of `run` that are for a platform, and for nothin
     "tpu": ("run_pallas", "run_tpu"),
 }
 _TARGET: Final = "nvidia_h200"  # the GPU that is lowered for where there is none
-_OTHER_DTYPES: Final = ("float32", "bfloat16")
+_OTHER_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def _row(check: str, config: object, reason: str, *, status: CheckStatus = CheckStatus.FAILED) -> CheckRow:
@@ -60,14 +60,14 @@ def _difference(subject: Subject, got: Sequence[object], want: Sequence[object],
 # --- dtypes ---
 
 
-def dtype_rows(subject: Subject, row_of: Callable[[Subject, str], CheckRow]) -> Iterator[CheckRow]:
+def dtype_rows(subject: Subject, rows_of: Callable[[Subject, str], Iterator[CheckRow]]) -> Iterator[CheckRow]:
     """Yield whether the call is right in other dtypes of its floating-point arrays, and of weak types."""
     for dtype in _OTHER_DTYPES:
         cast = [_cast(array, dtype) for array in subject.elements(1)[0]]
         if all(new.dtype == like.dtype for new, like in zip(cast, subject.types, strict=True)):
             continue
         try:
-            yield row_of(subject.with_arrays(cast), dtype)
+            yield from rows_of(subject.with_arrays(cast), dtype)
         except Exception as error:  # noqa: BLE001 - a kernel need not take every dtype
             yield _row(dtype, None, f"the kernel does not take it: {_told(error)}", status=CheckStatus.SKIPPED)
 
@@ -112,6 +112,26 @@ class _Named:
         if inv.platform == self._platform and inv.direction == "fwd":
             return self._config
         return hook(kernel, "heuristic_cfg", inv.platform)(inv)
+
+
+class _Noting:
+    """Answers every call with its heuristic, and keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Invocation[Any, Any]] = []
+
+    def choose(self, inv: Invocation[Cfg, Out], kernel: Kernel[Cfg, Out]) -> Any:
+        """Return the configuration for `inv`."""
+        self.calls.append(inv)
+        return hook(kernel, "heuristic_cfg", inv.platform)(inv)
+
+
+def backward_call(subject: Subject, cotangents: Sequence[Any]) -> Invocation[Any, Any] | None:
+    """Return the call that the gradient makes of the kernel; `None` if it makes none."""
+    noting, arrays = _Noting(), subject.elements(1)[0]
+    run = _with_executor(subject, Executor(noting)).executed(None)
+    jax.jit(pulled(run, subject.differentiable())).lower(arrays, cotangents)
+    return next((inv for inv in noting.calls if inv.op_id == f"{subject.inv.op_id}.bwd"), None)
 
 
 def platform_rows(subject: Subject, configs_for: Callable[[Invocation[Any, Any]], Sequence[Any]]) -> Iterator[CheckRow]:

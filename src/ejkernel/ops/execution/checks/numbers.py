@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from ejkernel.ops.core.transformations.nodes import Choice, Flat, is_inexact
 from ejkernel.ops.errors import CandidateError
 from ejkernel.ops.execution.checks.numeric import numeric_row
 from ejkernel.ops.execution.checks.programs import (
+    BATCHES,
     Arrays,
     Job,
     Pattern,
@@ -27,17 +28,19 @@ from ejkernel.ops.execution.checks.programs import (
     compiled,
     computed,
     cotangents_of,
+    curved,
+    gradient_deviations,
     patterns,
     pulled,
     pushed,
 )
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
-from ejkernel.ops.execution.checks.rules import kept_row, rule_row
+from ejkernel.ops.execution.checks.rules import pair_rows, rule_row
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.random_arrays import random_array
 
 _ALONE = Pattern("under grad")
-_ELEMENTS = 6  # examples, as many as the largest batch has
+_ELEMENTS = max(*BATCHES, 6)  # examples, as many as the largest batch has
 _BEFORE = "the same call before"
 _REPEATS = 2  # further calls, which must give the same
 
@@ -80,7 +83,7 @@ class Numbers:
         self._own_trouble = own
         if own is not None and not has_gradient_rule(self._subject.kernel):
             self._why_none = f"the kernel has no gradient: {told(own)}"
-        known = self._has_gradient and self._trouble(pulled(self._truth, self._wrt), self._cotangents[0]) is None
+        known = self.has_gradient and self._trouble(pulled(self._truth, self._wrt), self._cotangents[0]) is None
         self._derivative = self._truth if known else run
         rule = has_gradient_rule(self._subject.kernel)
         # Without a reference and a rule the truth is JAX's derivative of the very `run` that is checked: it agrees
@@ -93,8 +96,31 @@ class Numbers:
         if not self._tangents or not self._cotangents[0]:
             self._why_no_tangents = "no argument, or no result, has a tangent"
 
+    @functools.cached_property
+    def _why_no_second(self) -> str:
+        """Why second derivatives are not compared."""
+        if not self.has_gradient or not self._is_independent:
+            return "nothing independent has a second derivative"
+        dtypes = {array.dtype for array in (*self._elements[0], *self._cotangents[0]) if is_inexact(array)}
+        if not all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 4 for dtype in dtypes):
+            return "rounding hides them in these dtypes"
+        runs = self._subject.executed(self._baseline), self._truth
+        troubles = (self._trouble(self._curved(run), self._ways) for run in runs)
+        return next((f"there is none: {told(trouble)}" for trouble in troubles if trouble is not None), "")
+
+    @functools.cached_property
+    def _ways(self) -> Arrays:
+        """Cotangents, followed by the directions along which gradients are differentiated."""
+        rng = np.random.default_rng((self._subject.seed, 2))
+        likes = [like for like, has in zip(self._subject.types, self._wrt, strict=True) if has]
+        return [*self._cotangents[0], *(random_array(like, rng) for like in likes)]
+
+    def _curved(self, run: Flat) -> Any:
+        return curved(run, self._wrt, len(self._cotangents[0]))
+
     @property
-    def _has_gradient(self) -> bool:
+    def has_gradient(self) -> bool:
+        """Whether the kernel has a gradient under the heuristic's configuration."""
         return not self._why_none and self._own_trouble is None
 
     def _trouble(self, function: Any, more: Arrays) -> Exception | None:
@@ -106,8 +132,13 @@ class Numbers:
 
     # --- one configuration ---
 
-    def rows(self, config: object) -> Iterator[CheckRow]:
-        """Yield all rows of a configuration; one that does not run has no more than the reason."""
+    def rows(self, config: object, *, second: bool = False) -> Iterator[CheckRow]:
+        """Yield all rows of a configuration; one that does not run has no more than the reason.
+
+        Args:
+            config: The configuration.
+            second: Compare second derivatives, too.
+        """
         try:
             differs = self._types_differ(config)
         except Exception as error:  # noqa: BLE001 - a configuration may fail in every way; the reason is its row's
@@ -123,12 +154,11 @@ class Numbers:
         # It does not run, or writes to its arguments: every further check would fail for that reason.
         if any(row.reason and row.error is None for row in outputs):
             return
-        yield from self._compiled_rows(config)
+        yield from self._compiled_rows(config, second=second and "second derivative" not in self._without)
         if "gradient" not in self._without:
             yield from rule_row(self._subject, config, self._elements[0], self._cotangents[0])
-            yield from kept_row(self._subject, config, self._baseline, self._elements[0], self._cotangents[0])
             # Under the heuristic alone: the other configurations are compared with it.
-            if config is self._baseline and self._has_gradient and not self._is_independent:
+            if config is self._baseline and self.has_gradient and not self._is_independent:
                 gradient = pulled(self._subject.executed(config), self._wrt)
                 called = [name if has else None for name, has in zip(self._subject.names, self._wrt, strict=True)]
                 yield numeric_row(gradient, config, self._elements[0], self._cotangents[0], called)
@@ -178,20 +208,18 @@ class Numbers:
         reason = f"the call changes its argument {', '.join(dict.fromkeys(changed))}"
         return CheckRow(check="arguments", config=config, status=CheckStatus.FAILED, reason=reason)
 
-    def _compiled_rows(self, config: object) -> Iterator[CheckRow]:
+    def _compiled_rows(self, config: object, *, second: bool) -> Iterator[CheckRow]:
         run = self._subject.executed(config)
         differentiates, why = self._differentiates(config, run)
         with_gradient = differentiates and "gradient" not in self._without
         batches = [] if "vmap" in self._without or self._why_no_batches else self._patterns
-        # Computed together below, for the time goes into compiling programs and not into running them.
-        jobs: dict[str, Job] = {"jit": (alone(run), self._elements[0], [])}
-        for pattern in [*([_ALONE] if with_gradient else []), *batches]:
-            batched = pattern.batched(run)
-            function = pulled(batched, self._wrt) if with_gradient else alone(batched)
-            jobs[pattern.name] = (function, pattern.inputs(self._elements), self._batched_cotangents(pattern))
+        jobs = self._jobs(run, batches, with_gradient=with_gradient)
         with_tangents = "tangents" not in self._without
         if with_tangents and not self._why_no_tangents:
             jobs["tangents"] = (pushed(run, self._tangents_of), self._elements[0], self._tangents)
+        second = second and with_gradient
+        if second and not self._why_no_second:
+            jobs["second derivative"] = (self._curved(run), self._elements[0], self._ways)
         found = computed(jobs)
         yield self._outputs_row("jit", config, found["jit"])
         for pattern in batches:
@@ -199,7 +227,11 @@ class Numbers:
         if self._why_no_batches and "vmap" not in self._without:
             yield CheckRow(check="vmap", config=config, status=CheckStatus.SKIPPED, reason=self._why_no_batches)
         if with_gradient:
-            yield from self._gradient_rows(config, found[_ALONE.name])
+            rows = list(self._gradient_rows(config, found[_ALONE.name]))
+            yield from rows
+            # A gradient that is wrong has a wrong derivative.
+            if second and not any(row.status == CheckStatus.FAILED for row in rows):
+                yield self._second_row(config, found.get("second derivative"))
         elif "gradient" not in self._without:
             status = CheckStatus.SKIPPED if self._why_none else CheckStatus.FAILED
             yield CheckRow(check="gradient", config=config, status=status, reason=self._why_none or why)
@@ -207,6 +239,15 @@ class Numbers:
             yield self._tangent_row(config, found["tangents"])
         elif with_tangents:
             yield CheckRow(check="tangents", config=config, status=CheckStatus.SKIPPED, reason=self._why_no_tangents)
+
+    def _jobs(self, run: Flat, batches: Sequence[Pattern], *, with_gradient: bool) -> dict[str, Job]:
+        """Return what is computed together, for the time goes into compiling programs and not into running them."""
+        jobs: dict[str, Job] = {"jit": (alone(run), self._elements[0], [])}
+        for pattern in [*([_ALONE] if with_gradient else []), *batches]:
+            batched = pattern.batched(run)
+            function = pulled(batched, self._wrt) if with_gradient else alone(batched)
+            jobs[pattern.name] = (function, pattern.inputs(self._elements), self._batched_cotangents(pattern))
+        return jobs
 
     def _differentiates(self, config: object, run: Flat) -> tuple[bool, str]:
         """Return whether a configuration has a gradient, and why not if the kernel otherwise has."""
@@ -244,7 +285,7 @@ class Numbers:
     ) -> list[Deviation]:
         names = [name for name, has in zip(self._subject.names, self._wrt, strict=True) if has]
         called = [f"the {what} of {name}" for name in names]
-        return self._deviations(got or (), want or (), called, whose=self._whose_derivative)
+        return self._deviations(got or (), want or (), called, self._whose_derivative, compare=gradient_deviations)
 
     def _tangent_row(self, config: object, found: Results | Exception) -> CheckRow:
         if isinstance(found, Exception):
@@ -254,6 +295,62 @@ class Numbers:
         whose = "the reference's" if self._subject.has_reference else "JAX's of `run`"
         compared = self._deviations(found.gradients or (), true.gradients or (), names, whose)
         return self._judged("tangents", config, [*self._deviations(found.outs, true.outs), *compared])
+
+    def _second_row(self, config: object, found: Results | Exception | None) -> CheckRow:
+        check = "second derivative"
+        if found is None:
+            return CheckRow(check=check, config=config, status=CheckStatus.SKIPPED, reason=self._why_no_second)
+        if isinstance(found, Exception):
+            return CheckRow(check=check, config=config, status=CheckStatus.FAILED, reason=told(found))
+        true = self._true_second.gradients
+        return self._judged(check, config, self._gradient_deviations(found.gradients, true, "second derivative"))
+
+    # --- one input of several configurations ---
+
+    def pair_rows(self, forwards: Sequence[Any], backwards: Sequence[Any] | None) -> Iterator[CheckRow]:
+        """Yield whether every backward fits every forward; see `rules.pair_rows`."""
+        if self.has_gradient and "gradient" not in self._without:
+            yield from pair_rows(self._subject, forwards, backwards, self._elements[0], self._cotangents[0])
+
+    def brief_rows(self, configs: Sequence[Any]) -> Iterator[CheckRow]:
+        """Yield whether results and gradients of one input are right, under configurations that share a program."""
+        differentiates = self.has_gradient and "gradient" not in self._without
+        of = functools.partial(pulled, wrt=self._wrt) if differentiates else alone
+        runs = {str(index): of(self._subject.executed(config)) for index, config in enumerate(configs)}
+        inputs = self._elements[0], self._cotangents[0]
+        found, true = computed({key: (run, *inputs) for key, run in runs.items()}), self.true_of(inputs[0])
+        for config, one in zip(configs, found.values(), strict=True):
+            if isinstance(one, Exception):
+                yield CheckRow(check="outputs", config=config, status=CheckStatus.FAILED, reason=told(one))
+                continue
+            gradients = [] if one.gradients is None else self._gradient_deviations(one.gradients, true.gradients)
+            yield self._judged("outputs", config, [*self._deviations(one.outs, true.outs), *gradients])
+
+    def program(self, config: object) -> Callable[[Arrays], Results]:
+        """Return a function from the call's arrays to results and gradients under a configuration."""
+        run, differentiates = self._subject.executed(config), self.has_gradient and "gradient" not in self._without
+        function = pulled(run, self._wrt) if differentiates else alone(run)
+        program = compiled(function, self._elements[0], self._cotangents[0])
+        return lambda arrays: program(arrays, self._cotangents[0])
+
+    def true_of(self, arrays: Arrays, index: int = 0) -> Results:
+        """Return what is right for other arrays, with the cotangents of one of the examples."""
+        found: Results = self._truth_program(arrays, self._cotangents[index])
+        # The gradient is then the kernel's own, whose forward is what is checked: what is right of the outputs comes
+        # from elsewhere.
+        if self.has_gradient and self._derivative is not self._truth:
+            return Results(self._outputs_program(arrays, self._cotangents[index]).outs, found.gradients)
+        return found
+
+    @property
+    def examples(self) -> list[Arrays]:
+        """Inputs of the call, the given ones first."""
+        return [list(element) for element in self._elements[:2]]
+
+    @property
+    def cotangents(self) -> Arrays:
+        """Cotangents of the results, which go with the first inputs."""
+        return self._cotangents[0]
 
     # --- what is right ---
 
@@ -275,8 +372,14 @@ class Numbers:
         return found
 
     @functools.cached_property
+    def _true_second(self) -> Results:
+        inputs = self._elements[0], self._ways
+        found: Results = compiled(self._curved(self._truth), *inputs)(*inputs)
+        return found
+
+    @functools.cached_property
     def _truth_program(self) -> Any:
-        function = pulled(self._derivative, self._wrt) if self._has_gradient else alone(self._truth)
+        function = pulled(self._derivative, self._wrt) if self.has_gradient else alone(self._truth)
         return compiled(function, self._elements[0], self._cotangents[0])
 
     @functools.cached_property
@@ -286,12 +389,7 @@ class Numbers:
     def _true(self, pattern: Pattern, index: int) -> Results:
         """Return what is right for one example of a batch; for the call itself, of any of the examples."""
         own = pattern.own(self._elements, index) if pattern.levels else self._elements[index]
-        found: Results = self._truth_program(own, self._cotangents[index])
-        # The gradient is then the kernel's own, whose forward is what is checked: what is right of the outputs comes
-        # from elsewhere.
-        if self._has_gradient and self._derivative is not self._truth:
-            return Results(self._outputs_program(own, self._cotangents[index]).outs, found.gradients)
-        return found
+        return self.true_of(own, index)
 
     def _gathered(self, pattern: Pattern) -> Results:
         """Return what is right for a batch, one example at a time."""
@@ -311,13 +409,18 @@ class Numbers:
         return "the reference's" if self._subject.has_reference else "JAX's of `run`"
 
     def _deviations(
-        self, got: Sequence[jax.Array], want: Sequence[jax.Array], names: Sequence[str] = (), whose: str = ""
+        self,
+        got: Sequence[jax.Array],
+        want: Sequence[jax.Array],
+        names: Sequence[str] = (),
+        whose: str = "",
+        compare: Callable[..., Iterable[Deviation]] = deviations,
     ) -> list[Deviation]:
         """Return how far results are off. NaN is right only where the reference has it."""
         inv = self._subject.inv
         whose = whose or ("the reference" if self._subject.has_reference else "the heuristic's")
         try:
-            found = list(deviations(got, want, platform=inv.platform, precision=inv.precision, names=names))
+            found = list(compare(got, want, platform=inv.platform, precision=inv.precision, names=names))
         except CandidateError as error:
             return [Deviation(np.inf, 0.0, str(error))]
         called = names or [f"result {index}" for index in range(len(got))]

@@ -11,14 +11,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.measure.correctness import Deviation, deviations
 from ejkernel.ops.core.examples import stack, stacked
 from ejkernel.ops.core.transformations.nodes import Flat, is_inexact
 from ejkernel.ops.utils.error_text import error_text
@@ -27,6 +28,10 @@ from ejkernel.ops.utils.random_arrays import random_array
 logger = logging.getLogger(__name__)
 
 Arrays = list[jax.Array]
+_UNITS: Final = 64  # in the last place, of the largest gradient
+BATCHES: Final = (3, 17, 9)
+"""Sizes of batches: of all arrays, a small and a large one, and of one array alone."""
+
 Levels = tuple[tuple[tuple[int | None, ...], int], ...]
 
 
@@ -107,12 +112,14 @@ def patterns(names: Sequence[str], types: Sequence[Any]) -> list[Pattern]:
     if not names:
         return []
     count = len(names)
-    last = tuple(like.ndim for like in types)
-    found = [Pattern("vmap", (((0,) * count, 3),)), Pattern("vmap of vmap", (((0,) * count, 2), (last, 3)))]
+    every, last = (0,) * count, tuple(like.ndim for like in types)
+    few, many, alone_ = BATCHES
+    found = [Pattern("vmap", ((every, few),)), Pattern("vmap of vmap", ((every, 2), (last, few)))]
+    found.append(Pattern(f"vmap of {many}", ((every, many),)))
     if count > 1:
-        alone = ((number, name) for number, name in enumerate(names))
+        single = ((number, name) for number, name in enumerate(names))
         # Alone, for then the others are not batched, and a gradient of theirs is a sum over the examples.
-        found += [Pattern(f"vmap over {name}", ((_only(number, count), 3),)) for number, name in alone]
+        found += [Pattern(f"vmap over {name}", ((_only(number, count), alone_),)) for number, name in single]
     return found
 
 
@@ -143,6 +150,20 @@ def pushed(function: Flat, wrt: Sequence[bool]) -> Callable[[Arrays, Arrays], Re
     return both
 
 
+def curved(function: Flat, wrt: Sequence[bool], cotangents: int) -> Callable[[Arrays, Arrays], Results]:
+    """Return the derivative of the gradient along directions: of arrays, and of cotangents followed by directions."""
+
+    def both(arrays: Arrays, more: Arrays) -> Results:
+        def along(*own: jax.Array) -> Any:
+            found = pulled(function, wrt)(_merged(arrays, own, wrt), more[:cotangents]).gradients or ()
+            return sum(jnp.sum(one * way) for one, way in zip(found, more[cotangents:], strict=True))
+
+        own = _selected(arrays, wrt)
+        return Results((), jax.grad(along, tuple(range(len(own))))(*own))
+
+    return both
+
+
 def alone(function: Flat) -> Callable[[Arrays, Arrays], Results]:
     """Return the function without gradients."""
     return lambda arrays, _: Results(function(*arrays))
@@ -163,6 +184,45 @@ def _merged(arrays: Sequence[jax.Array], own: Sequence[jax.Array], wrt: Sequence
 
 
 jax.tree_util.register_dataclass(Results, ["outs", "gradients"], [])
+
+
+def all_deviations(
+    got: Results, want: Results, *, platform: str, precision: str | None
+) -> Iterator[tuple[str, Deviation]]:
+    """Yield the deviations of results and then of gradients, each with the prefix for its message."""
+    for one in deviations(got.outs, want.outs, platform=platform, precision=precision):
+        yield "", one
+    for one in gradient_deviations(got.gradients or (), want.gradients or (), platform=platform, precision=precision):
+        yield "gradient: ", one
+
+
+def gradient_deviations(
+    got: Sequence[Any], want: Sequence[Any], *, platform: str, precision: str | None, names: Sequence[str] = ()
+) -> list[Deviation]:
+    """Return how far gradients are off; see `deviations`.
+
+    Where terms cancel, such as in the gradient of a bias that moves all logits of a softmax, nothing but rounding is
+    left of a gradient. It may be anything that is small beside the other gradients.
+    """
+    found = list(deviations(got, want, platform=platform, precision=precision, names=names))
+    largest = max(map(_largest, want), default=0.0)
+    return [
+        Deviation(0.0, deviation.allowed) if deviation.reason and _is_cancelled(mine, true, largest) else deviation
+        for mine, true, deviation in zip(got, want, found, strict=True)
+    ]
+
+
+def _is_cancelled(got: Any, want: Any, largest: float) -> bool:
+    if got.shape != want.shape or not got.size or not jnp.issubdtype(got.dtype, jnp.floating):
+        return False
+    single, own = (float(compat.finfo(dtype).eps) * _UNITS * largest for dtype in (np.float32, got.dtype))
+    return _largest(want) <= single and _largest(got) <= max(own, single)
+
+
+def _largest(array: Any) -> float:
+    if not array.size or not jnp.issubdtype(array.dtype, jnp.floating):
+        return 0.0
+    return float(np.abs(np.asarray(array).astype(np.float64)).max())
 
 
 def compiled(function: Callable[..., Any], *inputs: object) -> Callable[..., Any]:

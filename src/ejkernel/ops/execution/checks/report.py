@@ -56,12 +56,14 @@ class CheckReport:
         configs: The configurations that were checked; the heuristic's is the first.
         rows: The checks.
         note: What else there is to know, such as that the configurations are a sample.
+        not_checked: The omissions, beside the rows that were skipped.
     """
 
     call: str
     configs: tuple[Any, ...]
     rows: tuple[CheckRow, ...]
     note: str = ""
+    not_checked: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -92,7 +94,13 @@ class CheckReport:
         count = counted(len(self.configs), "configuration")
         title = f"{self.call}: {count}, {len(self.failures)} of {len(self.rows)} checks failed"
         notes = textwrap.wrap(self.note, _WIDTH)
-        return "\n".join([*textwrap.wrap(title, _WIDTH), *notes, table, *shown])
+        return "\n".join([*textwrap.wrap(title, _WIDTH), *notes, table, *shown, *self._omissions()])
+
+    def _omissions(self) -> list[str]:
+        lines = ["not checked:"] if self.not_checked else []
+        for text in self.not_checked:
+            lines += textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="      ")
+        return lines
 
 
 def _cells(rows: Sequence[CheckRow]) -> tuple[str, ...]:

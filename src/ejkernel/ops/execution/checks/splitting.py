@@ -11,11 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.ops.autotuner.measure.correctness import deviations
 from ejkernel.ops.core.sharding.nodes import factors, has_rule
 from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.transformations.nodes import Flat, Forward
-from ejkernel.ops.execution.checks.programs import Arrays, alone, cotangents_of, pulled
+from ejkernel.ops.execution.checks.programs import Arrays, all_deviations, alone, cotangents_of, pulled
 from ejkernel.ops.execution.checks.report import CheckRow, CheckStatus
 from ejkernel.ops.execution.checks.subject import Subject
 from ejkernel.ops.utils.error_text import error_text
@@ -134,10 +133,7 @@ def _difference(subject: Subject, config: object, arrays: Arrays, placing: _Plac
         whole = jax.jit(computed(run))(arrays, cotangents)
     # Automatic axes, where arrays are placed as a user's are, so that XLA's partitioner asks the rule.
     split = jax.jit(computed(placing.asking(run)))(placing.place(arrays), cotangents)
-    pairs = [("", split.outs, whole.outs), ("gradient: ", split.gradients or (), whole.gradients or ())]
-    for what, got, want in pairs:
-        apart = deviations(got, want, platform=inv.platform, precision=inv.precision)
-        reason = next((d.reason.replace("the reference", "the whole call") for d in apart if d.reason), "")
-        if reason:
-            return f"{what}{reason}"
+    for what, one in all_deviations(split, whole, platform=inv.platform, precision=inv.precision):
+        if one.reason:
+            return f"{what}{one.reason.replace('the reference', 'the whole call')}"
     return ""

@@ -15,7 +15,7 @@ from ejkernel.ops.config.selection import ConfigSelectorChain
 from ejkernel.ops.core.callspec import take_apart
 from ejkernel.ops.core.examples import example_arrays
 from ejkernel.ops.core.invocation import Invocation
-from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides
+from ejkernel.ops.core.kernel import Kernel, has_gradient_rule, overrides, prepared, with_python_numbers
 from ejkernel.ops.core.transformations.naming import leaf_name
 from ejkernel.ops.core.transformations.nodes import Choice, Flat, Forward, is_inexact
 from ejkernel.ops.core.types import Cfg, Out
@@ -48,6 +48,8 @@ class Subject:
     @classmethod
     def of(cls, kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> Subject:
         """Return the subject of a call."""
+        args, named = with_python_numbers(kernel, args, kwargs)
+        kwargs = dict(named)
         leaves, tree = jax.tree.flatten((args, kwargs))
         at = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
         seen: list[Invocation[Any, Any]] = []
@@ -55,9 +57,9 @@ class Subject:
         def prepare(*arrays: jax.Array) -> None:
             given = dict(zip(at, arrays, strict=True))
             own = jax.tree.unflatten(tree, [given.get(index, leaf) for index, leaf in enumerate(leaves)])
-            prepared, named = kernel.prepare(*own[0], **own[1])
+            given_args, named = prepared(kernel, *own)
             rest = {name: value for name, value in named.items() if name != "cfg"}
-            inv = Invocation(kernel=kernel, args=prepared, kwargs=rest, override_cfg=named.get("cfg"))
+            inv = Invocation(kernel=kernel, args=given_args, kwargs=rest, override_cfg=named.get("cfg"))
             seen.append(inv.abstract())
 
         # `prepare` runs under JAX's tracing, and the arrays may be abstract.
@@ -87,12 +89,12 @@ class Subject:
         """Whether the kernel has a reference."""
         return overrides(self.kernel, "reference")
 
-    def with_arrays(self, arrays: Sequence[jax.Array]) -> Subject:
-        """Return the same call of other arrays."""
+    def with_arrays(self, arrays: Sequence[Any]) -> Subject:
+        """Return the same call of other arrays, which may be abstract."""
         args, kwargs = self.join(arrays)
         return Subject.of(self.kernel, args, kwargs, self.seed)
 
-    def join(self, arrays: Sequence[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `arrays` in their places."""
         leaves = list(self._leaves)
         for index, array in zip(self._at, arrays, strict=True):
@@ -121,7 +123,7 @@ class Subject:
     def taken_apart(self, arrays: Sequence[jax.Array]) -> tuple[Any, Arrays]:
         """Return the call as the kernel sees it, and its arrays."""
         args, kwargs = self.join(arrays)
-        args, kwargs = self.kernel.prepare(*args, **kwargs)
+        args, kwargs = prepared(self.kernel, args, kwargs)
         return take_apart(self.kernel, args, {name: value for name, value in kwargs.items() if name != "cfg"})
 
     def differentiable(self) -> tuple[bool, ...]:

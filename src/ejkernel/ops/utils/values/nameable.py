@@ -122,7 +122,7 @@ class Names:
 
     def add_annotation_of(self, function: object, name: str) -> None:
         """Add what the annotation of one parameter names, or that of what is returned (`return`)."""
-        self.add_annotation(_hints(function).get(name))
+        self.add_annotation(resolved_annotations(function).get(name))
 
     def add_annotation(self, annotation: Any) -> None:
         """Add the classes that a resolved annotation holds."""
@@ -177,7 +177,7 @@ class Names:
             self._add_annotations(cls)
 
     def _add_annotations(self, thing: object) -> None:
-        for annotation in _hints(thing).values():
+        for annotation in resolved_annotations(thing).values():
             self.add_annotation(annotation)
 
 
@@ -200,7 +200,7 @@ def _name_of(thing: object) -> str | None:
     return f"{importable(module)}.{qualname}"
 
 
-def _hints(thing: object) -> dict[str, Any]:
+def resolved_annotations(thing: object) -> dict[str, Any]:
     """Return the annotations of a function or class, without those that cannot be resolved."""
     if not callable(thing):
         return {}

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that the forward and backward configurations of a call agree on its residuals.
+
+Forward and backward calls are keyed and tuned separately, so any forward configuration may meet any backward
+configuration. Residuals must therefore mean the same under every configuration; a search rejects a winner that does
+not keep this contract.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+
+from ejkernel.ops.autotuner.bench.gradients import differentiable, run_once
+from ejkernel.ops.autotuner.bench.oracle import Oracle, Workload
+from ejkernel.ops.autotuner.measure.correctness import check_results
+from ejkernel.ops.autotuner.trials.candidates import Candidate, config_id, heuristic_of
+from ejkernel.ops.core.examples import forward_with_residuals
+from ejkernel.ops.core.hooks import has_residual_form, overrides
+from ejkernel.ops.core.invocation import Invocation, invocation_of
+from ejkernel.ops.core.transformations.autodiff import ResidualVjp, differentiate, innermost
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, is_inexact
+from ejkernel.ops.errors import CandidateError, KernelError
+from ejkernel.ops.utils.error_text import error_text, message_of
+from ejkernel.ops.utils.values.signature import HasType
+
+logger = logging.getLogger(__name__)
+
+CONTRACT: Final = (
+    "residuals must have the same structure, shapes, dtypes and values (up to rounding) under every configuration, "
+    "because forward and backward are tuned separately"
+)
+
+
+class ResidualError(CandidateError):
+    """A configuration breaks the contract of residuals."""
+
+
+def leaves_residuals(node: Node) -> bool:
+    """Return whether a call is a forward that hands residuals to its backward."""
+    root, kernel = innermost(node), node.spec.kernel
+    try:
+        return isinstance(root, Forward) and not overrides(kernel, "custom_vjp") and has_residual_form(kernel)
+    except KernelError:  # it has one hook without the other, which its gradient reports
+        return False
+
+
+def takes_residuals(node: Node) -> bool:
+    """Return whether a call is a backward with residuals of its forward as arguments."""
+    return isinstance(innermost(node), ResidualVjp)
+
+
+def backward_of(forward: Node, choice: Choice, arrays: Sequence[Any]) -> tuple[Node, list[Any]] | None:
+    """Return the backward of a forward that leaves residuals, and its argument types; `None` without a gradient.
+
+    Args:
+        forward: The forward call.
+        choice: The configuration that gives the structure of the residuals.
+        arrays: The forward's arrays, or their types.
+    """
+    wrt = differentiable(forward.spec, arrays)
+    trees: list[Any] = []
+    saving = forward_with_residuals(forward)
+    saved = jax.eval_shape(saving.flat(dataclasses.replace(choice, trees=trees)), *arrays)
+    outputs = saved[: trees[0].num_leaves]
+    outs = tuple(map(is_inexact, outputs))
+    if not any(wrt) or not any(outs):
+        return None
+    _, linear = differentiate(forward, wrt, outs, (trees[0], trees[1]))
+    cotangents = [output for output, has in zip(outputs, outs, strict=True) if has]
+    return linear.transpose, [*saved, *arrays, *cotangents]
+
+
+def backward_call(inv: Invocation[Any, Any], choice: Choice) -> Invocation[Any, Any] | None:
+    """Return the backward call of a forward, for the gradient of all its arrays; `None` if it takes no residuals."""
+    if not leaves_residuals(inv.node):
+        return None
+    found = backward_of(inv.node, choice, inv.argument_types)
+    if found is None:
+        return None
+    call = invocation_of(found[0], found[1], platform=inv.platform)
+    settings = {name: getattr(inv, name) for name in ("device", "precision", "x64", "prng", "promotion", "span")}
+    return dataclasses.replace(call, **settings)
+
+
+def partner_call(inv: Invocation[Any, Any]) -> Invocation[Any, Any] | None:
+    """Return the call of the other direction, if residuals pass between the two."""
+    kernel = inv.node.spec.kernel
+    if takes_residuals(inv.node):
+        return inv.forward
+    heuristic = heuristic_of(inv, kernel) if leaves_residuals(inv.node) else []
+    return backward_call(inv, Choice(config=heuristic[0], platform=inv.platform)) if heuristic else None
+
+
+def has_other_partners(oracle: Oracle) -> bool:
+    """Return whether the other direction runs with a configuration other than the heuristics'."""
+    for one in oracle.all:
+        known = [config_id(one.baseline), config_id(one.forward_choice.config)]
+        if leaves_residuals(one.inv.node):
+            known.append(config_id(next(_backward_configs(one))))
+        if any(config_id(config) not in known for config in one.partners):
+            return True
+    return False
+
+
+def check_forward(
+    oracle: Oracle, candidate: Candidate, inputs: Sequence[Any], truth: Sequence[Any], names: Sequence[str]
+) -> None:
+    """Check a forward candidate with each backward configuration that will run beside it.
+
+    Args:
+        oracle: The forward call.
+        candidate: The candidate.
+        inputs: The call's arrays, and cotangents.
+        truth: The reference gradients for these.
+        names: The gradients' names in messages.
+
+    Raises:
+        ResidualError: its residuals differ from the heuristic's.
+        CandidateError: the gradient of a pair is wrong.
+    """
+    if not leaves_residuals(oracle.inv.node):
+        return
+    count = len(oracle.arrays)
+    primals, cotangents = inputs[:count], inputs[count:]
+    own = oracle.saver_of(candidate.config)(*primals)
+    usual = oracle.saver_of(oracle.baseline)(*primals)
+    _check_values(oracle, own, usual, len(_types(oracle, oracle.baseline).outputs))
+    found = backward_of(oracle.inv.node, oracle.choice, primals)
+    assert found is not None  # the call has a gradient, which was checked before
+
+    def check(config: object, saved: Sequence[Any]) -> None:
+        choice = dataclasses.replace(oracle.choice, config=config)
+        gradients = run_once(found[0], choice, [*saved, *primals, *cotangents], oracle.inv.platform)
+        oracle.compare(gradients, truth, names)
+
+    for config in _backward_configs(oracle):
+        if config_id(config) == config_id(candidate.config):
+            continue  # the gradient under one configuration was checked before
+        wrong = _why_not(functools.partial(check, config, own))
+        if wrong and _why_not(functools.partial(check, config, usual)):
+            text = f"the backward configuration {config!r}, which runs with it, is wrong with any residuals: {wrong}"
+            raise ResidualError(f"{text}; tune the backward call again (`ejkernel tune --force`)")
+        if wrong:
+            text = f"with its residuals, the backward configuration {config!r}, which runs with it, is wrong: {wrong}"
+            raise ResidualError(f"{text}; {CONTRACT}")
+
+
+def check_types(oracle: Oracle, config: object) -> None:
+    """Check that a forward configuration leaves residuals of the heuristic's types.
+
+    Raises:
+        ResidualError: the types differ, and a program would refuse the configuration.
+    """
+    if not leaves_residuals(oracle.inv.node):
+        return
+    try:
+        want, got = _types(oracle, oracle.baseline), _types(oracle, config)
+    except Exception as error:  # noqa: BLE001 - a kernel need not have a gradient for every call
+        logger.info("%s: residuals are not compared: %s", oracle.inv.op_id, error_text(error))
+        return
+    if got != want:
+        mine, usual = (", ".join(types.residuals) or "nothing" for types in (got, want))
+        text = f"its residuals are {mine}, the heuristic's {usual}"
+        raise ResidualError(f"{text}: {CONTRACT}")
+
+
+def check_backward(oracle: Oracle, candidate: Candidate) -> None:
+    """Check a backward candidate with the residuals of each forward configuration in force.
+
+    The search has already checked it with the residuals of the forward's heuristic.
+
+    Raises:
+        ResidualError: the gradient is wrong, or fails, with those residuals.
+    """
+    assert candidate.compiled is not None
+    for workload in oracle.workloads:
+        one = workload.oracle
+        lead, forward = one.inv.node.lead, one.inv.forward
+        if forward is None or not takes_residuals(one.inv.node):
+            continue
+        for config in _others(one.partners, one.forward_choice.config):
+            oracle.begin("confirming", candidate.config)
+            arrays = workload.arrays
+            count = one.inv.node.spec.num_arrays
+            _check_with(workload, candidate, config, list(arrays[lead : lead + count]))
+
+
+def _check_with(workload: Workload, candidate: Candidate, config: object, primals: Sequence[Any]) -> None:
+    """Check a backward candidate with the residuals of one forward configuration."""
+    oracle, lead, program = workload.oracle, workload.oracle.inv.node.lead, candidate.compiled
+    assert program is not None
+    usual = workload.arrays[:lead]
+    saved: list[Any] = []
+
+    def check() -> None:
+        saved[:] = jax.block_until_ready(oracle.saver_of(config)(*primals))
+        got, want = (list(map(_type_text, each)) for each in (saved, usual))
+        if got != want:
+            raise CandidateError(f"it leaves {', '.join(got)} instead of {', '.join(want)}")
+        workload.judge(jax.block_until_ready(program[workload.number](*saved, *workload.arrays[lead:])))
+
+    wrong = _why_not(check)
+    if wrong:
+        text = f"it is wrong with the residuals of the forward configuration {config!r}, which runs with it: {wrong}"
+        raise ResidualError(f"{text}; {CONTRACT}")
+
+
+class _Types(NamedTuple):
+    outputs: list[str]
+    residuals: list[str]
+    trees: list[Any]
+
+
+def _types(oracle: Oracle, config: object) -> _Types:
+    """Return the types, as text, of what the forward leaves under a configuration."""
+    trees: list[Any] = []
+    choice = dataclasses.replace(oracle.choice, config=config, trees=trees)
+    node = forward_with_residuals(oracle.inv.node)
+    found = list(map(_type_text, jax.eval_shape(node.flat(choice), *oracle.inv.argument_types)))
+    count = trees[0].num_leaves
+    return _Types(found[:count], found[count:], trees)
+
+
+def _check_values(oracle: Oracle, own: Sequence[Any], usual: Sequence[Any], outputs: int) -> None:
+    """Compare the floating-point residuals; of others, such as masks, rounding may flip some, and gradients decide."""
+    places = [index for index, one in enumerate(own) if is_inexact(one)]
+    try:
+        check_results(
+            [own[index] for index in places],
+            [usual[index] for index in places],
+            platform=oracle.inv.platform,
+            precision=oracle.inv.precision,
+            names=[f"output {index}" if index < outputs else f"residual {index - outputs}" for index in places],
+            inputs=[array.dtype for array in oracle.arrays if is_inexact(array)],
+            of="the heuristic's",
+        )
+    except CandidateError as error:
+        raise ResidualError(f"{error}: {CONTRACT}") from None
+
+
+def _backward_configs(oracle: Oracle) -> Iterator[Any]:
+    """Yield the backward configurations that may run: the heuristic's, and the one in force."""
+    call = backward_call(oracle.inv, oracle.choice)
+    heuristic = [] if call is None else heuristic_of(call, oracle.inv.node.spec.kernel)
+    first = heuristic[0] if heuristic else oracle.baseline
+    yield first
+    yield from _others(oracle.partners, first)
+
+
+def _others(configs: Sequence[Any], but: object) -> list[Any]:
+    return list({config_id(c): c for c in configs if config_id(c) != config_id(but)}.values())
+
+
+def _why_not(check: Callable[[], None]) -> str:
+    """Return how a check fails; empty if it does not."""
+    try:
+        check()
+    except BaseException as error:  # noqa: BLE001 - a candidate may fail in every way
+        return message_of(error) if isinstance(error, CandidateError) else error_text(error)
+    return ""
+
+
+def _type_text(array: HasType) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scalars of NumPy and JAX as Python numbers, and the parameters of a function that take Python numbers."""
+
+from __future__ import annotations
+
+import collections.abc
+import enum
+import inspect
+import types
+import typing
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.utils.error_text import value_text
+from ejkernel.ops.utils.values.nameable import resolved_annotations
+
+
+class Takes(enum.Enum):
+    """What a parameter takes, as far as its signature says."""
+
+    ARRAYS = "arrays"  # every scalar of NumPy or JAX stays an array
+    STATIC = "static values"  # a NumPy scalar becomes a Python number; arrays without axes stay arrays
+    NUMBERS = "numbers"  # arrays without axes become Python numbers, too
+
+
+_NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS: Final = (tuple, list, collections.abc.Sequence)
+
+
+def python_numbers(value: Any, takes: Takes) -> Any:
+    """Return `value` with Python numbers for concrete scalars, also inside tuples and lists.
+
+    `np.float32(0.1)` becomes `float(np.float32(0.1))`, which is not `0.1`. Tracers and all other values stay as they
+    are; a container without such scalars is returned itself.
+
+    Args:
+        value: An argument of a call.
+        takes: What its parameter takes.
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        items = [python_numbers(item, takes) for item in value]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else kind(items)
+    if takes is Takes.ARRAYS or not (isinstance(value, np.generic) or (takes is Takes.NUMBERS and _is_scalar(value))):
+        return value
+    return _number(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    """Return whether a value is a concrete array without axes, all of which this process has."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 0
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or value.ndim:
+        return False
+    return (value.is_fully_addressable or value.is_fully_replicated) and not value.is_deleted()
+
+
+def _number(value: Any) -> Any:
+    for kind, python in ((np.bool_, bool), (jnp.integer, int), (jnp.floating, float), (jnp.complexfloating, complex)):
+        if jnp.issubdtype(value.dtype, kind):
+            return python(value)
+    return value  # a date, a text, a random key
+
+
+HOW_TO_KNOW: Final = "compute it with NumPy or math instead of jax.numpy, or name it in static_argnames of jax.jit"
+
+
+def given_text(value: Any) -> str:
+    """Return how an error message shows the value of an argument that must be static."""
+    found = next((leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.core.Tracer)), None)
+    if found is None:
+        return f"{value_text(value)}; it is static under jit"
+    shown = f"{found.dtype}[{','.join(map(str, found.shape))}]"
+    if found.shape:
+        return f"an array, {shown}; pass a Python or NumPy number"
+    return f"a traced value, {shown}, which is not known when the program is compiled; {HOW_TO_KNOW}"
+
+
+def parameters_taking(function: Any, annotated: Any, *, by_position: bool = False) -> dict[str, Takes]:
+    """Return what each parameter of a function takes.
+
+    It takes numbers if its annotation names Python scalars alone, such as `float | None` or `tuple[int, int]`. Without
+    an annotation it takes numbers by keyword if its default is a Python number, and by position if that is a boolean:
+    `kernel(x, np.float32(2))` is a call of two operands. A keyword-only parameter with neither annotation nor such a
+    default takes static values. Any other parameter takes arrays.
+
+    Args:
+        function: The function, or its signature.
+        annotated: The function that has the annotations.
+        by_position: Say what positional parameters take by position.
+    """
+    signature = function if isinstance(function, inspect.Signature) else inspect.signature(function)
+    annotations = resolved_annotations(annotated)
+    return {
+        name: _takes(parameter, annotations.get(name, Any), by_position=by_position)
+        for name, parameter in signature.parameters.items()
+    }
+
+
+def _takes(parameter: inspect.Parameter, annotation: Any, *, by_position: bool) -> Takes:
+    if annotation is not Any and annotation is not object:
+        return Takes.NUMBERS if _names_numbers(annotation) else Takes.ARRAYS
+    keyword_only = parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD)
+    numbers = bool if by_position and not keyword_only else bool | int | float | complex
+    if isinstance(parameter.default, numbers):
+        return Takes.NUMBERS
+    return Takes.STATIC if keyword_only else Takes.ARRAYS
+
+
+def _names_numbers(annotation: Any) -> bool:
+    """Return whether an annotation names Python scalars, and containers of them, alone."""
+    if annotation is None or annotation is Ellipsis:
+        return True
+    if isinstance(annotation, type):
+        return annotation in _NUMBERS or issubclass(annotation, np.generic)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return True
+    if origin is typing.Annotated:
+        return _names_numbers(args[0])
+    if origin in (typing.Union, types.UnionType) or origin in _CONTAINERS:
+        return all(map(_names_numbers, args))
+    return False
