@@ -117,7 +117,7 @@ def _names_numbers(annotation: Any) -> bool:
     if isinstance(annotation, type):
         return annotation in _NUMBERS or issubclass(annotation, np.generic)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
+    if origin is typing.Literal or (isinstance(origin, type) and issubclass(origin, np.generic)):
         return True
     if origin is typing.Annotated:
         return _names_numbers(args[0])
