@@ -20,7 +20,7 @@ from ejkernel import compat
 from ejkernel.ops.core.context import Settings, settings_in_force
 from ejkernel.ops.core.hooks import has_gradient_rule, has_residual_form, overrides, platform_to_trace_for
 from ejkernel.ops.core.invocation import Invocation, config_for_types
-from ejkernel.ops.core.sharding.lowering import Part, SplitCall, explicit_split, lower_split
+from ejkernel.ops.core.sharding.lowering import Extent, SplitCall, explicit_split, lower_split
 from ejkernel.ops.core.sharding.nodes import has_rule
 from ejkernel.ops.core.transformations.autodiff import Discharged, Jvp, differentiate, innermost, with_spec
 from ejkernel.ops.core.transformations.batching import AxisName, Level, LinearVmapped, Vmapped
@@ -92,7 +92,7 @@ class Call:
         linear: The number of trailing arguments in which the call is linear.
         override: The caller's `cfg=`, for the call and its gradients.
         settings: The settings in force where the call was made; its gradients use the same settings.
-        part: Whether the arrays are whole arrays or shards, in a program for several devices.
+        extent: Whether the arrays are whole arrays or shards, in a program for several devices.
     """
 
     held: Held
@@ -100,14 +100,14 @@ class Call:
     linear: int = 0
     override: Override | None = None
     settings: Settings = dataclasses.field(default_factory=settings_in_force)
-    part: Part = Part.WHOLE
+    extent: Extent = Extent.WHOLE
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property  # JAX hashes a call at every lookup in its caches
     def _hash(self) -> int:
-        return hash((self.held, self.node, self.linear, self.override, self.settings, self.part))
+        return hash((self.held, self.node, self.linear, self.override, self.settings, self.extent))
 
     @property
     def host(self) -> Host:
@@ -194,7 +194,7 @@ class _Traces:
         return self.known.keep(key, self._traced(avals)) if known is None else known
 
     def _traced(self, avals: Sequence[HasType]) -> Types:
-        mesh = compat.explicit_mesh(avals) if self.call.part is Part.WHOLE else None
+        mesh = compat.explicit_mesh(avals) if self.call.extent is Extent.WHOLE else None
         if mesh is None:
             return self._traced_as_it_is(avals)
         may_split = has_rule(self.call.node.spec.kernel)
@@ -308,16 +308,16 @@ def _lower(ctx: Any, *values: Any, call: Call) -> Any:
         return compat.lower_each_platform(ctx, functools.partial(_lower, call=call), *values)
     # A program may be lowered outside the `with` block, or on another thread, than its trace.
     with call.settings.entered(), compat.lowering(ctx):
-        if call.part is Part.LOCAL:
+        if call.extent is Extent.LOCAL:
             with compat.on_one_device():
                 return _lower_here(ctx, *values, call=call, platform=platforms[0])
         digest = functools.partial(call.host.digest_of, call, platforms[0], ctx.avals_in)
-        parts = SplitCall(call.node, call.part, functools.partial(_bind_part, call), digest)
-        out = lower_split(ctx, values, parts, gathered=_is_gathered(call, ctx.avals_in))
+        splitting = SplitCall(call.node, call.extent, functools.partial(_bind_shard, call), digest)
+        out = lower_split(ctx, values, splitting, gathered=_is_gathered(call, ctx.avals_in))
         try:
             return _lower_here(ctx, *values, call=call, platform=platforms[0]) if out is None else out
         except compat.ShardingTypeError:  # from a gradient rule, traced only now: its types came from its arguments
-            if (out := lower_split(ctx, values, parts, gathered=True)) is None:
+            if (out := lower_split(ctx, values, splitting, gathered=True)) is None:
                 raise
             return out
 
@@ -334,12 +334,12 @@ def _lower_here(ctx: Any, *values: Any, call: Call, platform: str) -> Any:
 
 
 def _is_gathered(call: Call, avals: Sequence[HasType]) -> bool:
-    whole = call.part is Part.WHOLE and compat.explicit_mesh(avals) is not None
+    whole = call.extent is Extent.WHOLE and compat.explicit_mesh(avals) is not None
     return whole and types_of(call, avals).gathered
 
 
-def _bind_part(call: Call, node: Node, part: Part, arrays: Sequence[Any]) -> Sequence[Any]:
-    return cast("Sequence[Any]", call_p.bind(*arrays, call=dataclasses.replace(call, node=node, part=part)))
+def _bind_shard(call: Call, node: Node, extent: Extent, arrays: Sequence[Any]) -> Sequence[Any]:
+    return cast("Sequence[Any]", call_p.bind(*arrays, call=dataclasses.replace(call, node=node, extent=extent)))
 
 
 def _lower_computed(ctx: Any, body: Body, call: Call, *values: object) -> Any:
