@@ -118,7 +118,12 @@ HOOKS = [
     ("space raises", both(config_space=boom), OWN, "^scale: .*config_space raised ValueError: boom"),
     ("its other name", both(candidate_cfgs=None), ConfigError, "scale: the result of candidate_cfgs .* got None"),
     ("a platform's", both(heuristic_cfg_cpu=None), ConfigError, "scale: heuristic_cfg_cpu must return .* got None"),
-    ("heuristic is None", both(heuristic_cfg=None), ConfigError, "scale: heuristic_cfg must return .* got None; without"),
+    (
+        "heuristic is None",
+        both(heuristic_cfg=None),
+        ConfigError,
+        "scale: heuristic_cfg must return .* got None; without",
+    ),
     ("heuristic is an int", both(heuristic_cfg=3), ConfigError, "scale: the result of heuristic_cfg .* a Tile, got 3"),
     ("heuristic raises", both(heuristic_cfg=boom), OWN, "^scale: .*heuristic_cfg raised ValueError: boom"),
     (

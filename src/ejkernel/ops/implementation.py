@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Implementation`: one way to compute an operation; `OperationConfig`: the implementation to run and its parameters."""
+"""`Implementation`: one way to compute an operation; `OperationConfig`: an implementation and its parameters."""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ def test_the_memory_of_the_host_is_that_of_its_processor():
 def test_what_needs_more_than_the_device_has_is_an_error_with_both_figures(monkeypatch):
     monkeypatch.setattr(memory, "device_bytes", lambda: 3 * 2**20)
     check_room(3 * 2**20, "it")
-    with pytest.raises(TuningError, match=r"not enough memory for the candidate: 4\.0 MiB needed, 3\.0 MiB on the device\."):
+    with pytest.raises(
+        TuningError, match=r"not enough memory for the candidate: 4\.0 MiB needed, 3\.0 MiB on the device\."
+    ):
         check_room(4 * 2**20, "it")
 
 
@@ -77,7 +79,9 @@ def huge():
 @pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in a worker"])
 def test_inputs_that_the_device_cannot_hold_are_an_error_before_anything_is_compiled(isolate):
     inv = huge()
-    with pytest.raises(TuningError, match=r"not enough memory for the inputs of failing_on_device: 16384\.0 GiB needed"):
+    with pytest.raises(
+        TuningError, match=r"not enough memory for the inputs of failing_on_device: 16384\.0 GiB needed"
+    ):
         Autotuner().tune(inv, inv.kernel, policy=AutotunePolicy(isolate=isolate))
 
 

@@ -22,7 +22,7 @@ from ejkernel.ops.core.sharding.rule import Factor, Factors
 from ejkernel.ops.core.sharding.split import Shapes, Split
 from ejkernel.ops.core.transformations.autodiff import Linear, ThroughResiduals
 from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped
-from ejkernel.ops.core.transformations.nodes import Choice, Forward, Wrapper, Node, is_inexact
+from ejkernel.ops.core.transformations.nodes import Choice, Forward, Node, Wrapper, is_inexact
 from ejkernel.ops.errors import KernelError
 from ejkernel.ops.utils.validation import asked, named
 from ejkernel.ops.utils.values.signature import HasType

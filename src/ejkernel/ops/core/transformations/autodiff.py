@@ -12,12 +12,12 @@ import jax
 from ejkernel.ops.core.callspec import CallSpec
 from ejkernel.ops.core.transformations.batching import LinearVmapped, TransposedVmapped, Vmapped, no_cotangent
 from ejkernel.ops.core.transformations.nodes import (
-    NonlinearWrapper,
     Choice,
     Flat,
     Forward,
-    Wrapper,
     Node,
+    NonlinearWrapper,
+    Wrapper,
     run_vjp,
     zero_tangent,
 )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.core.transformations.nodes import NonlinearWrapper, Choice, Flat, Node, autodiff_vjp
+from ejkernel.ops.core.transformations.nodes import Choice, Flat, Node, NonlinearWrapper, autodiff_vjp
 
 
 @dataclasses.dataclass(frozen=True)
