@@ -328,7 +328,7 @@ def test_a_space_of_other_names_is_refused_when_it_is_asked_for():
     kernel = made(lambda x, *, rows=1, causal=False: x, name="c", space=lambda inv: {"rows": [1]})
     with pytest.raises(
         ConfigError,
-        match=r"space must have values for the tunable arguments rows, causal, .* every keyword-only parameter",
+        match=r"for the tunable arguments rows, causal; got .* every keyword-only parameter",
     ):
         listed(kernel, X)
 

@@ -122,7 +122,7 @@ HOOKS = [
         "heuristic is None",
         both(heuristic_cfg=None),
         ConfigError,
-        "scale: heuristic_cfg must return .* got None; without",
+        "scale: heuristic_cfg must .* got None; without",
     ),
     ("heuristic is an int", both(heuristic_cfg=3), ConfigError, "scale: the result of heuristic_cfg .* a Tile, got 3"),
     ("heuristic raises", both(heuristic_cfg=boom), OWN, "^scale: .*heuristic_cfg raised ValueError: boom"),

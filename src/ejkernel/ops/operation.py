@@ -180,7 +180,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def run(self, *args: Any, cfg: OpCfg, **options: Any) -> Any:
         """Return the output."""
-        selected = self._selected(cfg, args, options)
+        selected = self._running(cfg, args, options)
 
         def output(selected: _Selected, *args: Any) -> Any:
             return selected.implementation.output(selected.call, *args, params=selected.params)
@@ -190,7 +190,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
 
     def fwd_with_residuals(self, *args: Any, cfg: OpCfg, **options: Any) -> tuple[Any, Any]:
         """Return the output, and the residuals of the implementation."""
-        selected = self._selected(cfg, args, options)
+        selected = self._running(cfg, args, options)
 
         def forward(selected: _Selected, *args: Any) -> Any:
             return selected.implementation.forward(selected.call, *args, params=selected.params)
@@ -201,7 +201,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         self, residuals: Any, out: Any, cotangents: tuple[Any, ...], *args: Any, cfg: OpCfg, **options: Any
     ) -> tuple[Any, ...]:
         """Return the gradient of each positional argument."""
-        selected = self._selected(cfg, args, options, backward=True)
+        selected = self._running(cfg, args, options, backward=True)
 
         def backward(selected: _Selected, *given: Any) -> Any:
             return selected.implementation.backward(selected.call, *given, params=selected.params)
@@ -334,7 +334,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
                 return [name for name in able if name in own]
         return able
 
-    def _selected(
+    def _running(
         self, cfg: OpCfg, args: tuple[Any, ...], options: Mapping[str, Any], *, backward: bool = False
     ) -> _Selected:
         """Return the implementation and parameters of `cfg`, or a fallback.
@@ -383,7 +383,7 @@ class Operation(Kernel[OpCfg, Out], Generic[OpCfg, CallT, Out]):
         return f"{self.op_id}.bwd" if call.backward else self.op_id
 
     def _differentiable(self, function: Callable[..., Any], selected: _Selected, given: tuple[Any, ...]) -> Any:
-        """Return `function(selected, *given)`, with another implementation's tangents if JAX cannot differentiate it."""
+        """Return `function(selected, *given)`, or another implementation's tangents if JAX cannot differentiate it."""
         other = None if selected.implementation.differentiable else self._differentiable_alternative(selected)
         if other is None:
             return function(selected, *given)

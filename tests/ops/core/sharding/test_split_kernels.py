@@ -312,7 +312,7 @@ def test_function_under_tune_may_have_a_rule(rule):
 
 def test_rule_of_a_function_that_is_none_is_an_error():
     with pytest.raises(
-        TypeError, match="twice: sharding_rule must be a ShardingRule, or a function that returns one, got 'm'"
+        TypeError, match="sharding_rule must be .*, or a function that returns one, got 'm'"
     ):
 
         @tune(space={"pieces": [1, 2]}, sharding_rule="m")
@@ -341,7 +341,7 @@ def test_booleans_that_would_be_added_up_are_an_error_of_the_rule(kind):
     kernel, mesh = OneArray(("m n -> m", "m n"), lambda x: (x > 0).any(1)), mesh_of(kind)
     with (
         jax.set_mesh(mesh),
-        pytest.raises(TypeError, match="one_array: sharding_rule allows splitting n, but a boolean result"),
+        pytest.raises(TypeError, match="sharding_rule allows splitting n, but a boolean result"),
     ):
         jax.jit(kernel)(*placed((X, P(None, "b")), mesh=mesh))
 
