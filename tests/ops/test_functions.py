@@ -312,7 +312,11 @@ def test_a_decorator_without_a_space_says_how_to_write_it(written):
         (lambda x, *, rows=1: x, {"space": 3}, "space must be values by name, a ConfigSpace, .* got 3"),
         (lambda x, *, rows=1: x, {"space": {}}, "space must name at least one tunable argument"),
         (lambda x: x, {"space": lambda inv: []}, "space must name at least one tunable argument"),
-        (lambda x, *, rows=1: x, {"space": [{"rows": 1}], "constraints": lambda rows: True}, "constraints belong to"),
+        (
+            lambda x, *, rows=1: x,
+            {"space": [{"rows": 1}], "constraints": lambda rows: True},
+            "constraints need a space",
+        ),
         (functools.partial(rows_only), {}, "has no usable name; pass .*name="),
         (3, {}, "tune decorates a function, got 3"),
     ],
