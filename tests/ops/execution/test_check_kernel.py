@@ -145,7 +145,7 @@ def test_a_function_that_no_other_process_finds_is_found():
         ("Nan", r"result 0 has NaN, and there is no reference that has it too"),
         (
             "NoSpace",
-            r"NoSpace: what config_space\s+returns must be a list of\s+configurations or a ConfigSpace, got None",
+            r"the\s+result\s+of\s+config_space\s+must be a list of\s+configurations or a ConfigSpace, got None",
         ),
         ("WrongReference", r"result 0 differs from the reference: .* instead of"),
     ],
