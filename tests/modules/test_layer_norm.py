@@ -18,7 +18,7 @@ KERNEL = LayerNorm()
     ("changes", "words"),
     [
         ({"x": [1.0]}, "x must be a floating-point array .* got list"),
-        ({"x": jnp.ones(())}, "x must have an axis to normalise, which is not empty"),
+        ({"x": jnp.ones(())}, "x must have a last axis that is not empty"),
         ({"bias": jnp.ones(3)}, r"bias must have the length of x's last axis; got shapes \(3,\) and \(4, 16\)"),
         ({"weight": jnp.ones(16, int)}, "weight must be a floating-point array .* got dtype int32"),
         ({"weight": None}, "weight must be a floating-point array .* got NoneType"),
@@ -36,7 +36,7 @@ def test_a_wrong_argument_is_named(changes, words):
     [
         ((8, 1 << 20), "float32", "rows of 1048576 elements, and 'pallas' keeps 8"),
         ((8, 128), "float16", "x has dtype float16, and 'pallas' takes float32 and bfloat16"),
-        ((0, 128), "float32", "rows whose number is known and not 0"),
+        ((0, 128), "float32", "a known number of rows, at least 1"),
     ],
 )
 def test_pallas_says_what_it_does_not_run(shape, dtype, words):

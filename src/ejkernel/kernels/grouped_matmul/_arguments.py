@@ -117,8 +117,8 @@ def check_count(groups: int | None, group_sizes: Any, first_group: Any) -> None:
         return
     if group_sizes.shape[0] != groups:
         raise ArgumentError(
-            f"groups must be {group_sizes.shape[0]}, the length of group_sizes; got {groups}. For some of the groups, pass "
-            "first_group as well."
+            f"groups must be {group_sizes.shape[0]}, the length of group_sizes; got {groups}. For some of the "
+            "groups, pass first_group as well."
         )
 
 

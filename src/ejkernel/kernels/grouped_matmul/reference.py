@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator
 from ejkernel.kernels._varying import unify_varying
 
@@ -96,11 +97,14 @@ def weights_gradient(
     spans = row_spans(groups, rows, count)
     lhs, rhs, spans, out = unify_varying((lhs, rhs, spans, out))
     block = min(block, rows)
+    # On CPUs XLA has no bfloat16 product with a float32 result for one of the layouts that `vmap` leads to.
+    dtype = sum_dtype if compat.target_kind() == "cpu" else lhs.dtype
 
     def step(out: jax.Array, tile: Tile) -> tuple[jax.Array, None]:
         own = _own(tile, block)
         # Mask both operands: masking one would leave zero times NaN.
         left, right = (jnp.where(own, lax.dynamic_slice_in_dim(x, tile.start, block), 0) for x in (lhs, rhs))
+        left, right = left.astype(dtype), right.astype(dtype)
         contracted = (((0,), (0,)), ((), ()))
         new = lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=sum_dtype)
         before = lax.dynamic_index_in_dim(out, tile.group, keepdims=False)
