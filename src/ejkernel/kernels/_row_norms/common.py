@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Definitions that the normalisations of rows share: the description of a call, and argument checks."""
+"""The description of a call, and the argument checks, of the operations that normalise rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array
 
 Normalized = jax.Array | tuple[jax.Array, jax.Array]
-"""The output; with a residual also the sum of input and residual."""
+"""The output; with a residual, also the sum that was normalised."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class RowNormCall(OperationCall):
     """A call without its arrays.
 
     Attributes:
-        rows: Number of rows, without the examples of enclosing `vmap`s.
-        dim: Elements per row.
-        dtype: Name of the dtype of the rows.
+        rows: The number of rows, without those of enclosing `vmap`s.
+        dim: Their length.
+        dtype: Name of their dtype.
         eps: Added to the mean of squares.
-        residual: Whether a residual is added to the rows first.
+        residual: Whether another array is added first.
     """
 
     rows: int
@@ -40,12 +40,12 @@ class RowNormCall(OperationCall):
 
     @property
     def all_rows(self) -> int:
-        """Number of rows including the examples of enclosing `vmap`s."""
+        """The number of rows, with those of enclosing `vmap`s."""
         return self.rows * self.examples
 
 
 def check_rows(x: Any, **vectors: Any) -> None:
-    """Raise unless `x` has rows to normalise, and each vector has their length.
+    """Check that `x` has rows to normalise and that each vector has the length of a row.
 
     Raises:
         ArgumentError: An argument has the wrong shape or dtype.
@@ -56,9 +56,7 @@ def check_rows(x: Any, **vectors: Any) -> None:
             axes = "[..., dim]" if name == "x" else "[dim]"
             raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
     if not x.shape or not x.shape[-1]:
-        raise ArgumentError(
-            f"x must have a last axis that is not empty, to normalise over; got shape {tuple(x.shape)}."
-        )
+        raise ArgumentError(f"x must have a last axis that is not empty; got shape {tuple(x.shape)}.")
     for name, vector in vectors.items():
         if tuple(vector.shape) != tuple(x.shape[-1:]):
             shapes = f"{tuple(vector.shape)} and {tuple(x.shape)}"
@@ -69,7 +67,7 @@ def canonical_eps(eps: Any) -> float:
     """Return `eps` as a Python float.
 
     Raises:
-        ArgumentError: `eps` is not a number, or negative.
+        ArgumentError: It is not a number, or negative.
     """
     if not is_number(eps) or not 0 <= eps < math.inf:
         raise ArgumentError(f"eps must be a number >= 0, got {given_text(eps)}.")
@@ -77,12 +75,12 @@ def canonical_eps(eps: Any) -> float:
 
 
 def given_residual(residual: Any, x: Any) -> tuple[Any, ...]:
-    """Return the residual as a tuple of trailing positional arguments, empty if it is `None`.
+    """Return the residual as a tuple of positional arguments; empty without a residual.
 
-    So a call without a residual keeps the key of earlier versions.
+    A call without a residual thus keeps the key that it had before the argument existed.
 
     Raises:
-        ArgumentError: The residual is not an array with the shape and dtype of `x`.
+        ArgumentError: It is not an array of `x`'s shape and dtype.
     """
     if residual is None:
         return ()

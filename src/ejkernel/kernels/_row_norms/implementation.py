@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation on Hopper GPUs; each operation adds its formula."""
+"""The implementation on Hopper GPUs; subclasses supply the formula."""
 
 from __future__ import annotations
 
@@ -19,79 +19,76 @@ from .plan import SHORT, SLAB, THREADS, Formula, RowNormParams, RowNormPlan
 CallT = TypeVar("CallT", bound=RowNormCall)
 
 _DTYPES = (*hopper.DTYPES, "float32")
-_SHORTEST = 64  # the length of short rows is a multiple of this
-_SHORT_KNOWN = 256  # the longest of the short rows that were measured
-_NARROW = 128  # XLA's forward is as fast for rows up to this length
+_SHORTEST = 64  # elements; the length of a short row is a multiple
+_SHORT_KNOWN = 256  # elements, the longest measured short rows
+_NARROW = 128  # elements of a row up to which XLA's forward is as fast
 _AT_ONCE = 1 << 14  # elements of short rows that a forward reads at once
-_FEW = 1 << 23  # XLA's forward is as fast for calls up to this many elements
+_FEW = 1 << 23  # elements of all rows up to which XLA's forward is as fast
 _MULTIPROCESSOR = 233_472  # bytes of shared memory of a multiprocessor
-_RESERVED = 2048  # bytes of it that the system may reserve for each thread block
+_RESERVED = 2048  # bytes of it that a block of threads may need beside its buffers
 _OCCUPANCY = (1, 2, 3, 4, 6, 8)
 
 
 class MosaicGpu(Implementation[CallT], Generic[CallT]):
-    """A kernel that keeps rows in shared memory or registers, and sums gradients there."""
+    """Normalises rows, and sums gradients, in shared memory or registers."""
 
     name = "mosaic_gpu"
     params = RowNormParams
 
     def formula(self, call: CallT) -> Formula:
-        """Return the formula of the operation for this call."""
+        """Return the formula of a row."""
         raise NotImplementedError
 
     def unsupported(self, call: CallT) -> str | None:
-        """Return why the kernel does not support `call`, with an alternative; `None` if it does."""
+        """Return why `call` does not run, and an alternative; `None` if it runs."""
         if not is_known(call.all_rows, call.dim) or not call.rows:
-            return "it needs a known number of rows, at least 1; use 'xla'."
+            return "it needs a static number of rows above 0; use 'xla'."
         if call.dtype not in _DTYPES:
-            return f"x has dtype {call.dtype}, and 'mosaic_gpu' takes {', '.join(_DTYPES)}; cast it, or use 'xla'."
+            return f"x has dtype {call.dtype}; 'mosaic_gpu' supports {', '.join(_DTYPES)}; cast it, or use 'xla'."
         is_short = call.dim < SHORT
         if call.dim % (_SHORTEST if is_short else THREADS):
             return (
-                f"x has rows of {call.dim} elements, and 'mosaic_gpu' takes multiples of {_SHORTEST} below {SHORT}, "
-                f"and multiples of {THREADS} from {SHORT}; use 'xla'."
+                f"x has rows of {call.dim} elements; 'mosaic_gpu' supports multiples of {_SHORTEST} below {SHORT}, "
+                f"and of {THREADS} above; use 'xla'."
             )
         if is_short and call.rows % SLAB:
-            return (
-                f"x has {call.rows} rows of {call.dim} elements, and 'mosaic_gpu' takes multiples of {SLAB} rows "
-                f"below {SHORT} elements; use 'xla'."
-            )
+            return f"x has {call.rows} short rows; 'mosaic_gpu' supports multiples of {SLAB}; use 'xla'."
         if self.params_fault(call, RowNormParams(block_rows=SLAB if is_short else 1, stages=1, occupancy=1)):
             where = "registers" if is_short else "shared memory"
-            return f"x has rows of {call.dim} elements, which do not fit in {where}; use 'xla'."
+            return f"x has rows of {call.dim} elements, too long for {where}; use 'xla'."
         return hopper.unavailable(call, "x", "'xla'")
 
     def preference(self, call: CallT) -> int:
-        """Return -1, which leaves an untuned call to XLA, if XLA is as fast or faster; else 0.
+        """Return -1 where XLA is as fast or faster, else 0.
 
-        XLA is as fast for small calls, for forwards that only sum squares before scaling, and for backwards under
-        `vmap`, which sum gradients separately for each example.
+        XLA is as fast for small arrays, and for forwards that only sum squares. It is faster for gradients of weights
+        with separate sums for many examples.
         """
         much = call.all_rows * call.dim > _FEW
         known = call.dim >= SHORT or (much and call.dim <= _SHORT_KNOWN)
         if call.backward:
             return 0 if call.examples == 1 and known else -1
-        # XLA's time relative to this kernel's, forward on one H200: rms_norm 0.96 to 1.08; layer_norm 1.03 to 1.49, but
-        # 0.93 and 0.97 for rows of 64 and 128; both with a residual 1.14 to 1.49, and 1.16 to 1.27 for rows below 512.
+        # On one H200, XLA's time over ours: 0.96 to 1.08 for rms_norm's forward; 1.03 to 1.49 for layer_norm's, but
+        # 0.93 and 0.97 for rows of 64 and 128; with a residual 1.14 to 1.49 for both, 1.16 to 1.27 for rows below 512.
         centred = self.formula(call).centred and much and call.dim > _NARROW
         return 0 if known and (centred or call.residual) else -1
 
     def params_fault(self, call: CallT, params: RowNormParams) -> str | None:
-        """Return why the kernel cannot run with these parameters; `None` if it can."""
+        """Return why the call cannot run with these parameters; `None` if it can."""
         plan = self._plan(call, params)
         needed = plan.shared_bytes()
         if call.rows % params.block_rows:
-            return f"block_rows must divide {call.rows}, the number of rows; got {params.block_rows}."
+            return f"block_rows must divide {call.rows}, the number of rows, got {params.block_rows}."
         if plan.is_short:
             return plan.short_fault()
         if needed > hopper.SHARED_MEMORY:
-            return f"it takes {needed} bytes of shared memory, and a thread block has {hopper.SHARED_MEMORY}."
+            return f"it needs {needed} bytes of shared memory; a block of threads has {hopper.SHARED_MEMORY}."
         return None
 
     def heuristic(self, call: CallT) -> RowNormParams:
-        """Return the highest occupancy that fits with one row per copy; at occupancy 1, two rows per copy.
+        """Return the highest occupancy that fits, with one row at a time; two rows at occupancy 1.
 
-        For short rows, return as many rows as registers hold, but few for gradients.
+        For short rows, as many at a time as fit in registers; fewer for gradients.
         """
         if call.dim < SHORT:
             return self._short_heuristic(call)
@@ -103,7 +100,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         return params if self._fits(call, params) else RowNormParams(stages=1, occupancy=1)
 
     def _short_heuristic(self, call: CallT) -> RowNormParams:
-        """Return parameters that measured best or nearly so, for a quarter to one million rows on one H200."""
+        """Return the best parameters, or nearly, for a quarter to one million rows on one H200."""
         occupancy = 4 if call.backward and call.dim > _SHORTEST else 16
         at_most = 16 * (1 + (call.dim > _NARROW)) if call.backward else _AT_ONCE // call.dim
         fitting = [params.block_rows for params in self.space(call) if params.occupancy == occupancy]
@@ -111,7 +108,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         return RowNormParams(block_rows=block_rows, stages=1, occupancy=occupancy)
 
     def space(self, call: CallT) -> ConfigSpace[RowNormParams]:
-        """Return the search space; its constraint excludes parameters that do not fit."""
+        """Return the search space: all parameters that fit."""
 
         def fits(block_rows: int, stages: int, occupancy: int) -> bool:
             return self._fits(call, RowNormParams(block_rows=block_rows, stages=stages, occupancy=occupancy))
@@ -136,7 +133,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         )
 
     def forward(self, call: CallT, /, *args: Any, params: RowNormParams) -> tuple[Any, Any]:
-        """Return the output, and the statistics of every row as residuals."""
+        """Return the output, and the statistics of each row."""
         x, *vectors, residual = args if call.residual else (*args, None)
         rows = [x] if residual is None else [x, residual]
         found = launch.normalize(self.formula(call), params, rows, [v for v in vectors if v is not None])
@@ -154,7 +151,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         params: RowNormParams,
     ) -> tuple[jax.Array | None, ...]:
         """Return the gradients."""
-        # The forward returned the sum of x and residual, so the kernel reads only that.
+        # The forward returned the normalised sum: the backward reads it instead of its terms.
         x, *vectors, _ = args if call.residual else (*args, None)
         formula = self.formula(call)
         stats = residuals if formula.centred else (residuals,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a launch, computed from shapes and parameters before compilation."""
+"""The static description of one launch, and the shared memory and registers that it takes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import jax.numpy as jnp
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.ops.errors import ConfigError
 
-THREADS = 128  # threads per block: one warpgroup, which processes one row
-MINOR = 256  # the most elements of a copy along its last axis
-SHORT = 512  # elements; a warpgroup holds several shorter rows at once, in registers
-SLAB = 16  # short rows processed together
-_CHUNK = 1024  # elements of a longer row held in registers at once
-# Limits for short rows: estimated registers of a thread, and elements of one array per warpgroup. Below both, no spill
-# was observed.
+THREADS = 128  # of a block: one warpgroup
+MINOR = 256  # elements, the most that a TMA copy takes along one axis
+SHORT = 512  # elements; a warpgroup holds several shorter rows in registers
+SLAB = 16  # short rows that a warpgroup computes at once
+_CHUNK = 1024  # elements of a longer row in registers at once
+# Limits of the estimated registers per thread, and of the elements that a warpgroup reads of one array. No compiled
+# kernel within both limits spilled.
 _REGISTERS, _ELEMENTS = 256, 24_576
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowNormParams:
-    """Launch parameters of the kernels.
+    """Launch parameters of the row norms.
 
     Attributes:
-        block_rows: Rows per copy; for rows shorter than 512, which are read into registers, a multiple of 16.
-        stages: Number of pipeline stages, each of one copy; 1 for short rows.
-        occupancy: Thread blocks per multiprocessor.
+        block_rows: Rows per copy; a multiple of 16 for rows shorter than 512, which stay in registers.
+        stages: Pipeline stages, each with `block_rows` rows; 1 for short rows.
+        occupancy: Blocks of threads per multiprocessor.
     """
 
     block_rows: int = 1
@@ -43,14 +43,14 @@ class RowNormParams:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """The normalisation of one row.
+    """The formula of a row.
 
     Attributes:
         centred: Whether the mean is subtracted.
         eps: Added to the mean of squares.
-        weight: The offset to add to the weight; `None` without a weight.
+        weight: The number added to the weight; `None` without a weight.
         bias: Whether a bias is added.
-        residual: Whether a residual is added first, and the sum returned.
+        residual: Whether another array is added first; the sum is then a result too.
     """
 
     centred: bool
@@ -62,14 +62,14 @@ class Formula:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowNormPlan:
-    """The sizes of one launch.
+    """The static description of one launch.
 
     Attributes:
-        rows: Number of rows.
-        dim: Elements per row.
-        dtype: Name of the dtype of the rows.
-        formula: The normalisation of each row.
-        backward: Whether the kernel computes gradients.
+        rows: The number of rows.
+        dim: Their length.
+        dtype: Of the rows.
+        formula: The formula of a row.
+        backward: Whether the launch computes gradients.
         params: The launch parameters.
     """
 
@@ -82,17 +82,17 @@ class RowNormPlan:
 
     @property
     def is_short(self) -> bool:
-        """Whether registers hold whole rows."""
+        """Whether whole rows fit in registers."""
         return self.dim < SHORT
 
     @property
     def stats(self) -> int:
-        """Number of statistics per row that the kernel reads."""
+        """Statistics per row that the forward passes to the backward."""
         return self.backward * (1 + self.formula.centred)
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """The shape of a row in a copy."""
+        """The shape of a row that TMA copies."""
         return self.dim // self.minor, self.minor
 
     @property
@@ -102,57 +102,57 @@ class RowNormPlan:
 
     @property
     def chunk(self) -> int:
-        """Elements of a row that registers hold at once."""
+        """Elements of a row in registers at once."""
         return next(size for size in (_CHUNK, 512, 256, 128) if self.dim % size == 0)
 
     @property
     def programs(self) -> int:
-        """Number of thread blocks in the launch."""
+        """Blocks of threads."""
         return min(hopper.MULTIPROCESSORS * self.params.occupancy, self.blocks)
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of rows."""
+        """Blocks of rows."""
         return self.rows // self.params.block_rows
 
     @property
     def sources(self) -> int:
-        """Number of arrays of rows that the kernel reads."""
+        """Arrays of rows that the kernel reads."""
         return 1 + self.backward + self.formula.residual
 
     @property
     def results(self) -> int:
-        """Number of arrays of rows that the kernel writes."""
+        """Arrays of rows that the kernel writes."""
         return 1 + (self.formula.residual and not self.backward)
 
     @property
     def sums(self) -> int:
-        """Number of vectors that the kernel sums over rows."""
+        """Vectors that the backward sums over rows: the gradients of weight and bias."""
         return self.backward * ((self.formula.weight is not None) + self.formula.bias)
 
     def registers(self) -> int:
-        """Estimate the registers of a thread for short rows, vectors, sums, and the computation on a slab."""
+        """Return an estimate of the registers per thread for short rows, vectors, sums and the work on a slab."""
         read = self.sources * self.params.block_rows * self.dim * jnp.dtype(self.dtype).itemsize // 4
         vectors = (self.formula.weight is not None) + (self.formula.bias and not self.backward)
         kept = self.sums + vectors + (3 if self.backward else 1)
         return (read + kept * SLAB * self.dim) // THREADS
 
     def short_fault(self) -> str | None:
-        """Return why the kernel for short rows cannot run with these parameters; `None` if it can."""
+        """Return why the parameters do not fit short rows; `None` if they do."""
         block_rows, stages = self.params.block_rows, self.params.stages
         if block_rows % SLAB or stages != 1:
-            wanted = f"block_rows to be a multiple of {SLAB}, and stages to be 1"
-            return f"rows of {self.dim} elements need {wanted}; got {block_rows} and {stages}."
+            needed = f"block_rows to be a multiple of {SLAB} and stages=1"
+            return f"rows of {self.dim} elements need {needed}, got {block_rows} and {stages}."
         if block_rows * self.dim > _ELEMENTS:
-            return f"it reads {block_rows * self.dim} elements at once, and registers hold {_ELEMENTS}."
+            return f"it reads {block_rows * self.dim} elements at once; registers hold {_ELEMENTS}."
         if self.registers() > _REGISTERS:
-            return f"it takes about {self.registers()} registers per thread, more than {_REGISTERS}."
+            return f"it needs about {self.registers()} registers per thread; {_REGISTERS} are available."
         return None
 
     def shared_bytes(self) -> int:
-        """Return the bytes of shared memory that a thread block needs."""
+        """Return the bytes of shared memory of a block of threads."""
         if self.is_short:
             return 0
         row = self.dim * jnp.dtype(self.dtype).itemsize
         rows = (self.sources + self.results) * self.params.stages * self.params.block_rows * row
-        return rows + self.sums * 4 * self.dim + 1024  # float32 sums; barriers and scratch for means
+        return rows + self.sums * 4 * self.dim + 1024  # float32 sums, barriers, and scratch memory of the means
