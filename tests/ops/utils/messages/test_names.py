@@ -51,10 +51,10 @@ CALLS = [
     (lambda: flash_attention(Q, Q, Q, mask=None), "no argument `mask`; use `attention_mask=`."),
     (
         lambda: flash_attention(Q, Q, Q, attn_mask=None),
-        "`attn_mask`: use `attention_mask=` for one of booleans, `bias=",
+        "`attn_mask`: use `attention_mask=` for a boolean mask, `bias=",
     ),
     (lambda: flash_attention(Q, Q, Q, local_window_size=4), "`local_window_size`; use `sliding_window=`."),
-    (lambda: flash_attention(Q, Q, Q, window_size=(-1, 0)), "use `sliding_window=`, with None where there -1 means"),
+    (lambda: flash_attention(Q, Q, Q, window_size=(-1, 0)), "use `sliding_window=`, with None instead of -1 for"),
     (lambda: flash_attention(Q, Q, Q, softcap=2.0), "`softcap`; use `logits_soft_cap=`."),
     (lambda: flash_attention(Q, Q, Q, key_value_seq_lengths=None), "use `key_lengths=`."),
     (lambda: flash_attention(Q, Q, Q, dropout_p=0.1), "use `dropout_rate=`."),
