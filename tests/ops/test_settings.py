@@ -167,7 +167,7 @@ def test_xlas_flag_for_results_that_repeat_is_read(flags, said):
 
 @pytest.fixture
 def untold(monkeypatch):
-    monkeypatch.setattr(settings, "_told", set())
+    monkeypatch.setattr(settings, "_reported", set())
     settings._of.cache_clear()
 
 
