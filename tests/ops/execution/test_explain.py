@@ -115,7 +115,7 @@ def test_a_function_without_calls_has_no_explanations():
 
 
 def test_what_is_no_function_is_a_clear_error():
-    with pytest.raises(ArgumentError, match="a kernel or a function is needed, got 3"):
+    with pytest.raises(ArgumentError, match="target must be a kernel or a function, got 3"):
         default_executor().explain(3)
 
 

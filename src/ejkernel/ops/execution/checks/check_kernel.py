@@ -84,9 +84,9 @@ def check_kernel(
     unknown = [name for name in without if name not in GROUPS]
     if unknown:
         raise ArgumentError(f"without must name groups of checks, {', '.join(GROUPS)}; got {unknown[0]!r}.")
-    from ejkernel.ops.execution.checks.running import checked  # which most programs never need
+    from ejkernel.ops.execution.checks.running import checked  # most programs never need it
 
-    # On a thread of its own no trace and no mesh of the caller is open; its settings are carried over.
+    # A new thread is outside the caller's traces and meshes; its settings are carried over.
     report = on_measuring_thread(
         lambda: checked(kernel, args, kwargs, configs=configs, without=frozenset(without), seed=seed)
     )

@@ -255,5 +255,5 @@ def _together(jobs: dict[str, Job]) -> dict[str, Results]:
 def _alone(name: str, job: Job) -> Results | Exception:
     try:
         return _together({name: job})[name]
-    except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
+    except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the row has the reason
         return error

@@ -31,7 +31,7 @@ def rule_row(
         return
     try:
         reasons = _wrong_types(subject, config, arrays, cotangents)
-    except Exception as error:  # noqa: BLE001 - a rule may fail in every way; the reason is the row's
+    except Exception as error:  # noqa: BLE001 - a rule may fail in any way; the row has the reason
         reasons = [f"{type(error).__name__}: {error}"]
     yield CheckRow(
         check="gradient types",
@@ -99,7 +99,7 @@ class _Pairs:
                 types = types or found
                 reason = "" if found == types else _differing_types(found, types)
                 saved[index] = self._saved(config) if not reason else None
-            except Exception as error:  # noqa: BLE001 - a forward may fail in every way; the reason is its row's
+            except Exception as error:  # noqa: BLE001 - a forward may fail in any way; the row has the reason
                 reason = f"{type(error).__name__}: {error}"
             if reason:
                 yield _pair_row(config, reason)
@@ -168,7 +168,7 @@ class _Pairs:
     def _alone(self, number: int, saved: Any) -> Any:
         try:
             return self._compiled([number], saved)
-        except Exception as error:  # noqa: BLE001 - the reason is the row's
+        except Exception as error:  # noqa: BLE001 - the row has the reason
             return error
 
     def _difference(self, number: int, gradients: dict[tuple[int, int], Any]) -> str:

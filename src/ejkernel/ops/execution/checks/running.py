@@ -126,7 +126,7 @@ def _rows(
         yield CheckRow(check="outputs", config=None, status=CheckStatus.SKIPPED, reason=str(error))
         # What is left, platforms and the key, needs nothing to run here.
         without |= {"inputs", "dtypes", "export", "pickle", "split"}
-    except Exception as error:  # noqa: BLE001 - a kernel may fail in every way; the reason is its row's
+    except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the row has the reason
         yield CheckRow(
             check="outputs", config=configs[0], status=CheckStatus.FAILED, reason=f"{type(error).__name__}: {error}"
         )

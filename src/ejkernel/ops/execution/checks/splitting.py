@@ -115,7 +115,7 @@ def _split_row(subject: Subject, config: object, name: str, arrays: Arrays, plac
         return _row(check, config, CheckStatus.SKIPPED, reason)
     try:
         reason = _difference(subject, config, arrays, placing)
-    except Exception as error:  # noqa: BLE001 - the reason is the row's
+    except Exception as error:  # noqa: BLE001 - the row has the reason
         reason = f"{type(error).__name__}: {error}"
     return _row(check, config, CheckStatus.FAILED if reason else CheckStatus.OK, reason)
 
