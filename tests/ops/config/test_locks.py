@@ -82,7 +82,7 @@ def test_a_put_between_comparison_and_removal_stays_where_locks_reach_no_other_m
     assert os.listdir(file.parent) == [file.name]
 
 
-def test_what_a_killed_command_renamed_aside_is_put_back_unless_there_is_a_later_put(cache, file):
+def test_files_renamed_aside_by_a_killed_command_are_restored_unless_replaced(cache, file):
     aside = file.with_name(f".{file.name}.123-0123abcd.aside")
     file.rename(aside)
     restore_aside(cache.path, file.parent)
@@ -169,7 +169,7 @@ def test_a_linked_file_is_not_read_and_is_replaced_itself(cache, file, outside):
     target = outside.path.joinpath(*location(KEY))
     file.unlink()
     file.symlink_to(target)
-    with pytest.warns(CacheWarning, match="a link, which is not followed"):
+    with pytest.warns(CacheWarning, match="not a regular file but a link"):
         assert cache.get(KEY) is None
     cache.put(KEY, {"rows": 8})
     assert (cache.get(KEY), outside.get(KEY), file.is_symlink()) == ({"rows": 8}, {"rows": 7}, False)

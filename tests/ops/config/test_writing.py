@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -68,13 +69,13 @@ def test_the_names_of_new_folders_are_kept_too(steps, tmp_path):
     assert set(steps[2:]) == {tmp_path, tmp_path / "device", tmp_path / "device" / "op"}
 
 
-def test_what_need_not_be_durable_waits_for_nothing(steps, tmp_path):
+def test_a_write_that_is_not_durable_does_not_sync(steps, tmp_path):
     write_file(tmp_path / "file.json", "text", durable=False)
     assert steps == [("renamed", tmp_path / "file.json")]
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
-def test_a_file_system_that_cannot_do_that_does_what_it_can(monkeypatch, tmp_path, number):
+def test_a_file_system_without_fsync_is_no_error(monkeypatch, tmp_path, number):
     monkeypatch.setattr(_writing, "_sync", SYNC)
     monkeypatch.setattr(_writing.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(number, "cannot")))
     write_file(tmp_path / "file.json", "text")
@@ -107,7 +108,7 @@ def test_a_disk_that_fails_is_a_warning_and_memory(monkeypatch, tmp_path):
 # --- what others left ---
 
 
-def test_what_was_left_long_ago_is_removed_by_the_first_write_into_its_folder(tmp_path):
+def test_old_temporary_files_are_removed_by_the_first_write_into_their_folder(tmp_path):
     file = tmp_path / "file.json"
     old, new = beside(file, 1, age=LEFT_OVER + 60), beside(file, 2, age=LEFT_OVER - 60)
     mine = tmp_path / ".mine.tmp"
@@ -128,16 +129,16 @@ def test_the_clock_that_counts_is_the_file_system_s(tmp_path):
     assert remove_left_over(tmp_path / "none", 0.0) == 0
 
 
-def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog):
+def test_a_temporary_file_that_cannot_be_removed_does_not_block_others(tmp_path, caplog):
     left = beside(tmp_path / "z.json")
     (tmp_path / ".a.json.1-0123abcd.tmp").mkdir()
     with caplog.at_level("INFO"):
         assert remove_left_over(tmp_path, left.stat().st_mtime + 2 * LEFT_OVER) == 1
     assert not left.exists()
-    assert "what another process left stays there" in caplog.text
+    assert "an abandoned temporary file cannot be removed" in caplog.text
 
 
-def test_a_process_whose_file_was_taken_for_left_over_writes_it_again(monkeypatch, tmp_path):
+def test_a_process_rewrites_a_temporary_file_that_was_removed_as_abandoned(monkeypatch, tmp_path):
     replace, taken = os.replace, []
 
     def take(source, target):
@@ -184,7 +185,7 @@ for round in range(25):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_what_was_put_is_there_however_the_process_ends(tmp_path):
+def test_stored_entries_survive_killed_processes(tmp_path):
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
@@ -198,3 +199,31 @@ def test_what_was_put_is_there_however_the_process_ends(tmp_path):
         os.utime(left, (0, 0))
     PersistentCache(tmp_path, shipped=False).put("gpu", "op@v0", "call0", 1)
     assert list(tmp_path.rglob(".*.tmp")) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="no /proc")
+def test_temporary_files_of_a_dead_writer_on_this_machine_are_removed_at_once(tmp_path):
+    dead = _pid_of_none()
+    machine = _writing._this_machine()
+    gone = tmp_path / f".a.json.{dead}-{machine}0123abcd.tmp"
+    alive = tmp_path / f".a.json.{os.getpid()}-{machine}0123abcd.tmp"
+    elsewhere = tmp_path / f".a.json.{dead}-{'0' * 8}0123abcd.tmp"
+    for file in (gone, alive, elsewhere):
+        file.touch()
+    assert remove_left_over(tmp_path, alive.stat().st_mtime) == 1
+    assert not gone.exists()
+    assert alive.exists()
+    assert elsewhere.exists()  # of another machine, whose processes are not known here
+
+
+def _pid_of_none():
+    """Return the number of no process."""
+    with Path("/proc/sys/kernel/pid_max").open() as file:
+        return int(file.read())
+
+
+def test_a_file_beside_its_place_names_its_writer(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(os, "replace", lambda beside, file: names.append(Path(beside).name))
+    write_file(tmp_path / "a.json", "{}")
+    assert re.fullmatch(rf"\.a\.json\.{os.getpid()}-([0-9a-f]{{8}}){{1,2}}\.tmp", names[0])

@@ -155,7 +155,7 @@ class Opaque:
     ],
     ids=["lambda", "closure", "object", "partial", "dataclass", "tuple", "dict", "method"],
 )
-def test_what_has_no_stable_name_has_no_key_and_the_error_says_what_to_pass(value):
+def test_a_value_without_a_stable_name_has_no_key_and_the_error_suggests_others(value):
     text = "has no name that is the same in every process; pass a number, a string, an enum, a dataclass, or a function"
     with pytest.raises(UnstableKeyError, match=text):
         key_of(X, value)

@@ -101,7 +101,7 @@ def test_writers_of_one_bucket_lose_nothing(tmp_path, s3):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_bucket_is_mended_and_pruned_and_one_that_is_not_there_is_known(tmp_path, s3):
+def test_a_bucket_is_repaired_and_pruned_and_a_missing_bucket_is_detected(tmp_path, s3):
     import fsspec
 
     place = SharedPlace(s3, tmp_path / "mine", may_be_new=True)
