@@ -44,7 +44,7 @@ def test_an_explanation_reads_like_this(executor):
         "  sister     - the chain does not ask for it",
         "  forward    - the call is a forward",
         "  heuristic  1",
-        "  devices    - no sharding_rule: of several devices every one computes all of it",
+        "  devices    - no sharding_rule: each device computes the whole call",
         f"  label      ejkernel_ops#Times@v0:{inv.call_key}",
         "  => 1 from heuristic",
     ]
