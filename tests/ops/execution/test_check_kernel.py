@@ -139,7 +139,7 @@ def test_a_function_that_no_other_process_finds_is_found():
     [
         (
             "GradientOfOneArgument",
-            r"gradient of w differs from JAX's gradient of `run`: .* relative \(allowed: 0.002\)",
+            r"the gradient of w differs from JAX's gradient of `run`: .* relative \(allowed: 0.002\)",
         ),
         ("DtypeOfGradient", r"the gradient of w is float16, but w is float32; return it as float32"),
         ("ForgottenGradient", r"the gradient of w differs from JAX's gradient of `run`: 0 instead of"),

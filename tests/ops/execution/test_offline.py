@@ -129,7 +129,10 @@ def test_labels_under_another_prefix_are_found(chain, kernel):
 def test_calls_that_were_not_recorded_are_a_warning_that_says_how_to_record(chain, executor, kernel):
     lowered = jax.jit(loss_of(executor, kernel)).lower(X)
     (label,) = ops.find_labels_in_lowered(lowered)
-    text = rf"1 of 1 labelled calls were not recorded, so they are not tuned \({label}\); .* EJKERNEL_OPS_RECORD=1 or inside"
+    text = (
+        rf"1 of 1 labelled calls were not recorded, so they are not tuned \({label}\); "
+        ".* EJKERNEL_OPS_RECORD=1 or inside"
+    )
     with pytest.warns(OfflineWarning, match=text):
         assert len(ops.autotune_lowered(chain, lowered)) == 0
 
