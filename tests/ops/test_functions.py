@@ -144,7 +144,7 @@ def test_cfg_and_arguments_may_agree_but_not_differ():
     assert shown(rows=4, cfg={"rows": 4, "cols": 16}) == 416
     with pytest.raises(ConfigError, match=r"cfg is .*'rows': 1.* but the call passes {'rows': 4}"):
         shown(rows=4, cfg={"rows": 1, "cols": 16})
-    with pytest.raises(ConfigError, match=r"cfg is .*'cols': 16.* but the arguments say .*'cols': 8"):
+    with pytest.raises(ConfigError, match=r"cfg is .*'cols': 16.* but the arguments give .*'cols': 8"):
         shown(rows=1, cols=8, cfg={"rows": 1, "cols": 16})
 
 

@@ -212,7 +212,7 @@ def test_explanation_is_that_of_the_part():
     part = default_executor().explain(kernel, X[:4], Y)
     assert [each.key for each in explained] == [part.key]
     assert "devices    split m, n, k" in str(part)
-    assert "every one computes all of it" in str(default_executor().explain(Product(rule=None), X, Y))
+    assert "each device computes the whole call" in str(default_executor().explain(Product(rule=None), X, Y))
 
 
 def test_overlay_that_was_in_force_when_a_program_was_lowered_holds_where_it_is_compiled():
