@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel cache`: what a folder holds, what of it cannot be used, and how to be rid of it."""
+"""`ejkernel cache`: listing, checking and removing the entries of a folder."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_verify_counts_entries_of_other_versions(clean, capsys, monkeypatch):
     assert [stale["differences"] for stale in found["stale"]] == 2 * [
         [{"field": "jax", "stored": jax.__version__, "here": "9.9"}]
     ]
-    assert found["unknown"]["space"] == 1  # of what was put by hand
+    assert found["unknown"]["space"] == 1  # of an entry set by hand
 
 
 def test_verify_looks_at_the_spaces_of_the_kernels_that_are_named(tmp_path, capsys, monkeypatch):
@@ -293,7 +293,7 @@ def test_a_bad_variable_that_a_command_needs_is_an_error_that_names_it(capsys, m
         assert (status, "URLs are for EJKERNEL_CACHE_LAYERS" in err) == (1, True)
 
 
-# --- what other processes do meanwhile, and what leads out of the folder ---
+# --- concurrent processes, and links out of the folder ---
 
 
 def put_meanwhile(monkeypatch, folder, where, name):

@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(capsys, tmp_path, monkeypatch)
     assert "Not a directory" in err
 
 
-# --- what other processes do meanwhile ---
+# --- concurrent processes ---
 
 
 @pytest.mark.parametrize("words", [("merge",), ("pull",)])

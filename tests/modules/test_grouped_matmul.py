@@ -124,7 +124,8 @@ def test_wrong_arguments_of_the_weights_gradient_are_named():
 
 def test_types_in_the_place_of_arrays_are_told():
     with pytest.raises(
-        ArgumentError, match=r"grouped_matmul: an argument is a type, float32\[20, 8\], .* jax.eval_shape"
+        ArgumentError,
+        match=r"grouped_matmul: an argument is a type without values, float32\[20, 8\]; .* jax.eval_shape",
     ):
         grouped_matmul(jax.ShapeDtypeStruct((20, 8), "float32"), RHS, SIZES)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package ships: where it is looked for, whom it serves, and what is said of it."""
+"""Shipped configurations: lookup, sister devices, and messages."""
 
 from __future__ import annotations
 
