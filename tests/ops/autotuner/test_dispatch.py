@@ -76,7 +76,7 @@ def is_lost_with(*configs, what="running"):
 
 
 def refuse(assignment):
-    return Refused("it has gpu:abacus, and the call is for a gpu:slide_rule")
+    return Refused("it has gpu:abacus, but the call is for a gpu:slide_rule")
 
 
 def tuned_by(*workers, calls=(CALL,), **options):
@@ -136,7 +136,7 @@ def test_a_candidate_that_was_alone_with_two_lost_workers_is_out():
     _, _, executor = tuned_by(is_lost_with(BEST), is_lost_with(BEST), find)
     (out,) = executor.assignments[2].task.known
     assert (out.config, out.status) == (BEST, "crashed")
-    assert "alone under way when 2 workers were lost" in out.reason
+    assert "2 workers were lost while it ran alone" in out.reason
 
 
 def test_candidates_that_were_not_alone_are_not_to_blame():
@@ -161,7 +161,7 @@ def test_a_candidate_that_was_timed_before_is_out_with_the_third_worker():
 
 
 def test_a_task_that_loses_twenty_workers_is_given_up():
-    with pytest.warns(TuningWarning, match="plain: given up after 20 workers were lost"):
+    with pytest.warns(TuningWarning, match="plain: gave up after the loss of 20 workers"):
         result, _, _ = tuned_by(*[is_lost_with()] * 20)
     assert len(result) == 0
 
@@ -173,7 +173,7 @@ def test_a_task_that_is_refused_is_sent_again():
 
 
 def test_a_task_that_nobody_takes_is_not_tuned_and_the_reason_is_told_once():
-    refusals = r"do not take the task: it has gpu:abacus, and the call is for a gpu:slide_rule\. Give an executor"
+    refusals = r"refuse the task: it has gpu:abacus, but the call is for a gpu:slide_rule\. Pass an executor"
     with pytest.warns(TuningWarning, match=refusals):
         result, chain, _ = tuned_by(*[refuse] * 6)
     assert len(result) == 0
@@ -218,7 +218,7 @@ def test_a_task_that_the_executor_cancels_and_does_not_take_again_is_carried_out
     monkeypatch.setattr(dispatch, "carry_out", lambda sent: pickled(Answer(Returned(FOUND))))
     executor = Closing(lambda assignment: None)
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=executor))
-    text = "the executor takes no more tasks, and the rest is tuned in this process: ValueError: the quota"
+    text = "the executor accepts no more tasks, so this process tunes the rest: ValueError: the quota"
     with pytest.warns(TuningWarning, match=text):
         assert tune_invocations(chain, [CALL]).entries[0].cfg == BEST
 
@@ -291,7 +291,7 @@ def test_programs_travel_with_their_code_and_one_whose_file_is_gone_is_compiled_
         for config, program in ((HEURISTIC, here), (BEST, gone))
     ]
     compiled = {CALL.key: BundledCall(description=CALL.description, candidates=tuple(candidates), reference=here)}
-    with pytest.warns(TuningWarning, match=r"compiled anew: its program 0-1\.bin is not there"):
+    with pytest.warns(TuningWarning, match=r"compiled again: its program 0-1\.bin is not there"):
         _, _, executor = tuned_by(find, compiled=compiled)
     task = executor.assignments[0].task
     assert [(config, program.code) for config, program in task.programs] == [(HEURISTIC, b"code")]

@@ -168,19 +168,19 @@ def assignment_of(call, line, **changes):
 def test_a_worker_with_another_jax_refuses(line):
     answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain), line, versions=("0.1", "0.2")))
     assert isinstance(answer.outcome, Refused)
-    assert answer.outcome.reason.endswith("and the caller JAX 0.1 and jaxlib 0.2")
+    assert answer.outcome.reason.endswith(", the caller JAX 0.1 and jaxlib 0.2")
 
 
 def test_a_worker_that_sees_no_gpu_refuses_a_call_for_one(line, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="gpu:abacus"), line))
-    assert answer.outcome.reason.endswith("sees no GPU, and the call is for gpu:abacus")
+    assert answer.outcome.reason.endswith("sees no GPU, but the call is for gpu:abacus")
 
 
 @pytest.mark.slow
 def test_a_worker_with_another_device_refuses(line):
     answer = tune_at_place(assignment_of(call_of(faulty_kernels.plain, device="cpu:abacus_x7"), line))
-    assert answer.outcome.reason.endswith("and the call is for cpu:abacus_x7")
+    assert answer.outcome.reason.endswith("but the call is for cpu:abacus_x7")
 
 
 def test_a_task_that_begins_when_nobody_waits_any_more_is_not_carried_out(line):
@@ -243,7 +243,7 @@ def test_what_a_broken_pool_leaves_is_tuned_here():
                 process.kill()
 
     executor = spawned(1)
-    text = "the executor takes no more tasks, and the rest is tuned in this process: BrokenProcessPool"
+    text = "the executor accepts no more tasks, so this process tunes the rest: BrokenProcessPool"
     with on_event(end), pytest.warns(TuningWarning, match=text):
         result = tuned_by(executor, CALLS)
     executor.shutdown()
