@@ -106,7 +106,7 @@ def test_the_heuristic_comes_first_and_every_candidate_has_its_fate(twice, tmp_p
     reasons = {outcome.config: outcome.reason for outcome in outcomes_of(call)}
     assert reasons[30] == "the same program as 3"
     assert reasons[-1] == "ValueError: it raises"
-    assert reasons[5].startswith("it calls back to the host")
+    assert reasons[5].startswith("it calls back into the process")
 
 
 def test_only_the_candidates_that_are_wanted_are_compiled_beside_the_heuristic(twice, tmp_path):
@@ -197,7 +197,7 @@ def test_a_call_without_candidates_is_a_warning_and_the_next_is_compiled(twice, 
             return []
 
     calls = [Invocation(kernel=kernel, args=(X,)) for kernel in (Empty("empty"), twice)]
-    with pytest.warns(TuningWarning, match="empty: there is nothing to compile"):
+    with pytest.warns(TuningWarning, match="empty: nothing to compile"):
         bundled = compile_bundle(calls, HERE, tmp_path / "bundle")
     assert [call.description["op"] for call in bundled] == ["twice@v0"]
     assert len(read_bundle(tmp_path / "bundle")) == 1
