@@ -15,13 +15,19 @@ from pathlib import Path
 
 import pytest
 from benchmarks.torture import __main__ as program
-from benchmarks.torture import bombs, candidates, commands, fuzzing, part, surroundings, threads
+from benchmarks.torture import bombs, candidates, commands, fuzzing, part, searches, surroundings, threads
 from benchmarks.torture.crashes import Plan, Writer
 from benchmarks.torture.formats import formats
 from benchmarks.torture.fuzzing import Judge, input_of, runs_of
 from benchmarks.torture.part import Budget, Tally
 
+from ejkernel.ops import ConfigSelectorChain, PersistentCache
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.store import saving
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
 from ejkernel.ops.config import persistent
+from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.errors import TuningError
 from ejkernel.ops.utils.storage import sealed
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -213,6 +219,35 @@ def test_a_process_that_is_left_behind_is_found_and_ended(budget, tally, monkeyp
     assert [(found.kind, found.number) for found in tally.findings] == [("hang", 3)]
     left.communicate()
     assert left.returncode < 0
+
+
+def save_unmeasured(folder, number):
+    """Have a chain save what a search found that ended before the winner was measured."""
+    inv, config = searches.call(number), searches.Candidate("", 2)
+    heuristic = Outcome(config=searches.HEURISTIC, status="measured", measurement=Measurement(samples=(2.0,)))
+    outcomes = (heuristic, Outcome(config=config, status="skipped"))
+    data = AutotuneData(inv=inv, config=config, outcomes=outcomes, seconds=1.0, checked=("outputs",))
+
+    class Tuner:
+        def tune(self, inv, kernel, **_):
+            return data
+
+    chain = ConfigSelectorChain(ConfigCache(), PersistentCache(folder, shipped=False), tuner=Tuner())
+    with contextlib.suppress(TuningError):
+        chain.search(inv, searches.INTERRUPTED)
+
+
+def test_a_winner_that_was_never_measured_is_found_in_the_cache(tmp_path, tally, monkeypatch):
+    save_unmeasured(tmp_path, 0)
+    searches.check(tmp_path, 0, None, tally)
+    assert (tally.findings, tally.counts["entries that were saved"]) == ([], 0)  # the library saves no such winner
+    monkeypatch.setattr(saving, "why_not_saved", lambda *_, **__: "")
+    save_unmeasured(tmp_path, 0)
+    searches.check(tmp_path, 0, None, tally)
+    assert kinds(tally) == {("wrong", "searches")}
+    whats = " ".join(found.what for found in tally.findings)
+    assert "it was not measured" in whats
+    assert "it was not confirmed against the heuristic" in whats
 
 
 # --- the program ---

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import report
-from benchmarks.torture import bombs, candidates, commands, fuzzing, surroundings, threads, upkeep
+from benchmarks.torture import bombs, candidates, commands, fuzzing, searches, surroundings, threads, upkeep
 from benchmarks.torture.part import KINDS, Budget, Finding, Part, Tally
 
 PARTS: Final[dict[str, Part]] = {
@@ -37,6 +37,7 @@ PARTS: Final[dict[str, Part]] = {
     "commands": commands.commands,
     "threads": threads.threads,
     "candidates": candidates.candidates,
+    "searches": searches.searches,
 }
 NUMBERED: Final = {"places", "clocks", "damage", "bombs", "mutation", "commands"}  # whose inputs are alone repeated
 SHORT: Final = {  # what all of it takes a minute with
@@ -52,6 +53,7 @@ SHORT: Final = {  # what all of it takes a minute with
     "commands": 60,
     "threads": 300,
     "candidates": 1,
+    "searches": 4,
 }
 
 

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+
 pytestmark = pytest.mark.slow
 
 PROGRAM = r'''
@@ -190,6 +192,13 @@ def test_ctrl_c_while_the_worker_starts_prints_no_traceback(folder):
     assert (out, err.strip()) == ("", "ejkernel: stopped; what was tuned so far is saved, run it again to go on")
 
 
+def logged(folder):
+    """Return how far the only search came, and whether it was interrupted."""
+    store = MeasurementStore(folder / "cache")
+    (search,) = store.searches()
+    return search.progress, search.interrupted
+
+
 def saved(folder):
     (path,) = (folder / "cache").rglob("*.json")
     return json.loads(path.read_text())
@@ -203,15 +212,17 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far_which_is_saved_and_gone_on_
     assert status == 130, err
     assert "Traceback" not in err
     assert "stopped; what was tuned so far is saved, run it again to go on" in err
-    entry = saved(folder)
-    assert entry["measured"]["interrupted"] is True
-    assert entry["measured"]["candidates"] == 12
+    progress, interrupted = logged(folder)
+    assert interrupted
+    assert (progress.state, progress.candidates) == ("partial", 12)
+    assert progress.done < 12
+    assert list((folder / "cache").rglob("*.json")) == []  # nothing was confirmed
     again = ("tune", "prog:long", "--in-process")
     status, _, err = run(folder, *again)
     assert status == 0, err
     assert "tuned before" not in err
     assert "1 of 1 call tuned" in err
-    assert saved(folder)["measured"]["interrupted"] is False
+    assert saved(folder)["measured"]["search"] == {"state": "complete", "done": 12, "candidates": 12}
     _, _, err = run(folder, *again)
     assert "1 of them was tuned before" in err
 

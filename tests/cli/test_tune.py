@@ -123,11 +123,13 @@ def test_what_was_tuned_before_is_not_tuned_again_unless_forced(program, capsys)
     assert "product.bwd" in out
 
 
-def test_a_search_that_ran_out_of_time_is_done_again_when_there_is_more(program, capsys):
+def test_a_search_that_ran_out_of_time_is_gone_on_with_by_the_next_run(program, capsys):
     arguments = ("tune", "--in-process", "program:step", "--cache", "saved")
     run(capsys, *arguments, "--budget", "0.000001")
-    _, _, err = run(capsys, *arguments, "--budget", "0.000001")
-    assert "2 of them were tuned before" in err
+    _, out, err = run(capsys, *arguments, "--budget", "0.000001")
+    assert "tuned before" not in err
+    assert "not finished (1 of 4)" in out
+    assert "kept" not in out
     _, out, err = run(capsys, *arguments, "--budget", "600")
     assert "2 of 2 calls tuned" in err
     assert "repeats=1" in out
@@ -178,24 +180,36 @@ def test_a_dry_run_lists_the_calls_and_measures_nothing(program, capsys):
 def test_a_dry_run_says_which_calls_are_tuned_already(program, capsys):
     run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
     _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--dry-run", "--cache", "saved")
-    assert re.search(r"product@v0 .* yes$", out, re.M)
+    assert re.search(r"product@v0 .* complete$", out, re.M)
     assert re.search(r"product.bwd@v0 .* no$", out, re.M)
     _, out, _ = run(capsys, "tune", "--in-process", "program:step", "--dry-run", "--cache", "saved", "--json")
-    assert [call["tuned"] for call in json.loads(out)] == ["yes", "no"]
+    assert [call["tuned"] for call in json.loads(out)] == ["complete", "no"]
 
 
 def test_a_call_whose_search_ran_out_of_time_is_tuned_in_part(program, capsys):
     arguments = ("tune", "--in-process", "program:forward", "--cache", "saved")
     run(capsys, *arguments, "--budget", "0.000001")
-    assert re.search(r"product@v0 .* in part$", run(capsys, *arguments, "--dry-run")[1], re.M)
-    assert re.search(r"product@v0 .* yes$", run(capsys, *arguments, "--dry-run", "--budget", "0.000001")[1], re.M)
+    words = r"product@v0 .* partial \(1 of 4\)"
+    data = {"state": "partial", "done": 1, "candidates": 4}
+    assert re.search(f"{words}$", run(capsys, *arguments, "--dry-run")[1], re.M)
+    assert json.loads(run(capsys, *arguments, "--dry-run", "--json")[1])[0]["search"] == data
+    assert re.search(f"{words} ", run(capsys, "show", "--cache", "saved")[1], re.M)
+    (shown,) = json.loads(run(capsys, "show", "--cache", "saved", "--json")[1])
+    assert (shown["search"], shown["config"]) == (data, None)
+    (logged,) = json.loads(run(capsys, "show", "--cache", "saved", "--log", "product", "--json")[1])
+    assert logged["search"] == data
+    _, out, err = run(capsys, "explain", "program:forward", "--cache", "saved")
+    assert "search: partial (1 of 4)" in out
+    assert "0 of 1 call with a measured configuration" in err
+    _, out, _ = run(capsys, "explain", "program:forward", "--cache", "saved", "--json")
+    assert json.loads(out)[0]["search"] == data
 
 
 def test_what_was_measured_with_other_versions_is_tuned_again_where_that_is_asked_for(program, capsys, monkeypatch):
     arguments = ("tune", "--in-process", "program:forward", "--cache", "saved", "--dry-run")
     run(capsys, "tune", "--in-process", "program:forward", "--cache", "saved")
     monkeypatch.setattr(staleness, "version", lambda name: "9.9")
-    assert re.search(r"product@v0 .* yes$", run(capsys, *arguments)[1], re.M)
+    assert re.search(r"product@v0 .* complete$", run(capsys, *arguments)[1], re.M)
     monkeypatch.setenv("EJKERNEL_STALE", "jax=retune")
     assert re.search(r"product@v0 .* stale$", run(capsys, *arguments)[1], re.M)
 

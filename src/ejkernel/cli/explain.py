@@ -70,7 +70,8 @@ def _as_text(inv: Invocation[Any, Any], why: Explanation) -> str:
     title = printable(f"{why.op_id_v}  {arguments(inv.description)}")
     refusals = [report.wrapped(printable(f"{name} does not run: {reason}")) for name, reason in why.refusals.items()]
     table = report.table(("tier", "answer"), rows)
-    return "\n".join([title, report.wrapped(printable(key)), table, *refusals, f"=> {answer}"])
+    search = [] if why.search is None else [f"search: {why.search.in_words}"]
+    return "\n".join([title, report.wrapped(printable(key)), table, *search, *refusals, f"=> {answer}"])
 
 
 def _answer(tier: Consulted) -> str:
@@ -89,6 +90,7 @@ def _as_data(inv: Invocation[Any, Any], why: Explanation) -> dict[str, Any]:
         "config": None if why.resolution is None else to_data(why.config),
         "label": why.label,
         "refusals": dict(why.refusals),
+        "search": None if why.search is None else why.search.data(),
         "tiers": [
             {
                 "tier": tier.tier,

@@ -17,6 +17,7 @@ import click
 from ejkernel.ops.autotuner.compile.bundles import BundledCall
 from ejkernel.ops.autotuner.measure.roofline import roofline
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, in_cases, program_name, ranked, remarks
+from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.autotuner.trials.status import Status
 from ejkernel.ops.core.invocation import Invocation
@@ -56,16 +57,21 @@ def found(target: str, calls: Sequence[Invocation[Any, Any]], device: str) -> st
 
 
 def calls_as_text(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> str:
-    """List calls with their keys, and whether they are tuned already: `yes`, `no`, `in part` or `stale`."""
+    """List calls with their keys, and how far they are tuned: `complete`, `partial (1 of 12)`, `no` and so on."""
     if not calls:
         return "Nothing to tune."
     rows = [(inv.op_id_v, arguments(inv.description), inv.call_key, how) for inv, how in zip(calls, tuned, strict=True)]
     return table(("operation", "arguments", "key", "tuned"), rows)
 
 
-def calls_as_data(calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str]) -> list[dict[str, Any]]:
+def calls_as_data(
+    calls: Sequence[Invocation[Any, Any]], tuned: Sequence[str], progress: Sequence[SearchProgress | None]
+) -> list[dict[str, Any]]:
     """List calls with all that is known of them."""
-    return [{"key": inv.call_key, "tuned": how, **inv.description} for inv, how in zip(calls, tuned, strict=True)]
+    return [
+        {"key": inv.call_key, "tuned": how, "search": None if far is None else far.data(), **inv.description}
+        for inv, how, far in zip(calls, tuned, progress, strict=True)
+    ]
 
 
 def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
@@ -80,11 +86,12 @@ def searches(result: AutotuningResult, *, verbose: bool = False) -> str:
             duration(tuned.after),
             tuned.in_a_word,
             compact(tuned.config),
+            tuned.progress.in_words,
             _fates(tuned),
         )
         for tuned in result.searches
     ]
-    header = ("operation", "arguments", "before", "after", "speed-up", "configuration", "candidates")
+    header = ("operation", "arguments", "before", "after", "speed-up", "configuration", "search", "candidates")
     text = table(header, rows, "candidates", "arguments")
     return "\n\n".join([text, *map(candidates, result.searches)]) if verbose else text
 
@@ -122,7 +129,10 @@ def candidates(tuned: AutotuneData) -> str:
     time = "mean (of each)" if tuned.cases else "median"
     header = ("", "configuration", "status", time, "spread", "compiled in", "reason")
     title = printable(f"{tuned.inv.op_id_v}:{tuned.inv.call_key}  {arguments(tuned.inv.description)}")
-    kept = [f"the heuristic stays: {tuned.why}"] if tuned.why else []
+    is_complete = tuned.progress.state == SearchState.COMPLETE
+    kept = (
+        [f"{'the heuristic stays' if is_complete else tuned.progress.not_finished}: {tuned.why}"] if tuned.why else []
+    )
     told = map(printable_lines, (*kept, *remarks(tuned)))
     return "\n".join([title + _achieved(tuned), *told, table(header, rows, "compiled in", "spread")])
 
@@ -151,6 +161,8 @@ def result_as_data(result: AutotuningResult) -> dict[str, Any]:
             "op": tuned.inv.op_id_v,
             "key": tuned.inv.call_key,
             "config": to_data(tuned.config),
+            "search": tuned.progress.data(),
+            "not_saved": tuned.not_saved,
             "measured": tuned.summary_data(),
         }
         for tuned in result.searches

@@ -12,6 +12,7 @@ import click
 from ejkernel.cli import report
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore, StoredSearch
 from ejkernel.ops.autotuner.trials.outcome import Outcome, programs
+from ejkernel.ops.autotuner.trials.progress import SearchProgress
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.types import ConfigKey
@@ -43,15 +44,16 @@ def run_show(cache: Path | None, as_json: bool, log: str | None = None) -> int:
     if log is not None:
         _show_searches(store, log, as_json)
         return 0
-    entries = [entry for _, entry in store.entries()]
+    entries, open_searches = [entry for _, entry in store.entries()], MeasurementStore(store).without_entry()
     if as_json:
-        report.echo_json([_as_data(entry) for entry in entries])
-    elif entries:
-        header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "measured")
-        click.echo(report.table(header, map(_cells, entries), "measured", "device", "arguments"))
+        report.echo_json([*map(_as_data, entries), *map(_open_as_data, open_searches)])
+    elif entries or open_searches:
+        header = ("device", "operation", "call", "arguments", "configuration", "speed-up", "search", "measured")
+        rows = [*map(_cells, entries), *map(_open_cells, open_searches)]
+        click.echo(report.table(header, rows, "measured", "device", "arguments"))
     else:
         click.echo(f"Nothing is saved in {store.path}.")
-    return 0 if entries else 1
+    return 0 if entries or open_searches else 1
 
 
 def run_show_entries(cache: Path | None, prefix: str, as_json: bool) -> None:
@@ -72,7 +74,19 @@ def _begins(key: Any, prefix: str) -> bool:
 
 def _cells(entry: StoredEntry) -> tuple[str, ...]:
     key = entry.key if isinstance(entry.key, ConfigKey) else ("", "", str(entry.key))
-    return (*key, arguments(entry.call), compact(entry.config), ratio(entry.speedup), entry.time)
+    return (*key, arguments(entry.call), compact(entry.config), ratio(entry.speedup), _search_of(entry), entry.time)
+
+
+def _search_of(entry: StoredEntry) -> str:
+    """Return how far the search came that led to an entry; `-` if none did."""
+    progress = SearchProgress.stored_in(entry.measured)
+    return "-" if progress is None else progress.in_words
+
+
+def _open_cells(search: StoredSearch) -> tuple[str, ...]:
+    """Return the row of a call that has no entry, because its search is partial or failed."""
+    time = str(search.provenance.get("time", "-"))[:16].replace("T", " ")
+    return (*search.key, arguments(search.call), "-", "-", search.progress.in_words, printable(time))
 
 
 def _in_full(entry: StoredEntry) -> str:
@@ -84,6 +98,7 @@ def _in_full(entry: StoredEntry) -> str:
         ("type", entry.config_type),
         ("device", device),
         ("speed-up", ratio(entry.speedup)),
+        ("search", _search_of(entry)),
         *((name, _median(measured[name])) for name in ("heuristic", "winner") if name in measured),
         *(
             (name, str(measured[name]))
@@ -130,6 +145,8 @@ def _search_as_data(search: StoredSearch) -> dict[str, Any]:
         "standing": None if search.standing is None else search.standing.data(),
         "undecided": search.undecided,
         "interrupted": search.interrupted,
+        "search": search.progress.data(),
+        "not_saved": search.not_saved,
         "rule_fault": search.rule_fault,
         "input_sets": search.input_sets,
         "outcomes": [_program_as_data(outcome, twins) for outcome, twins in found],
@@ -162,5 +179,19 @@ def _as_data(entry: StoredEntry) -> dict[str, Any]:
         "config": entry.config,
         "call": entry.call,
         "measured": entry.measured,
+        "search": None if (progress := SearchProgress.stored_in(entry.measured)) is None else progress.data(),
         "provenance": dict(entry.provenance),
+    }
+
+
+def _open_as_data(search: StoredSearch) -> dict[str, Any]:
+    """Return a call that has no entry, because its search is partial or failed; laid out as one that has an entry."""
+    return {
+        "key": search.key,
+        "config_type": search.config_type,
+        "config": None,
+        "call": search.call,
+        "measured": None,
+        "search": search.progress.data(),
+        "provenance": dict(search.provenance),
     }

@@ -25,6 +25,7 @@ from ejkernel.ops.autotuner.compile.targets import Target
 from ejkernel.ops.autotuner.tasks.task import SharedCall
 from ejkernel.ops.autotuner.trials.events import Event, SearchFinished, WorkerRestarted, on_event
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.result import AutotuningResult
 from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.entries import StoredEntry
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from ejkernel.ops.autotuner.process.worker import WorkerStatus
 
 _EQUAL = 1e-4  # by which weights may differ, that an entry has rounded
-_MORE = 2.0  # times what a search took before it ran out of time, from which on another one is worth it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +125,10 @@ def _find_and_tune(options: TuneOptions, source: Source, store: PersistentCache,
 
 
 def _list(options: TuneOptions, found: Found, chain: ConfigSelectorChain[Any, Any]) -> None:
-    done = [call.inv.key for each in _sets(found) if _all_known(chain, each, options.budget) for call in each]
-    tuned = ["yes" if inv.key in done else _partly(chain, inv) for inv in found.calls]
+    done = [call.inv.key for each in _sets(found) if _all_known(chain, each) for call in each]
+    tuned = [_how_tuned(chain, inv, is_done=inv.key in done) for inv in found.calls]
     if options.as_json:
-        report.echo_json(report.calls_as_data(found.calls, tuned))
+        report.echo_json(report.calls_as_data(found.calls, tuned, [chain.store.progress(i.key) for i in found.calls]))
     else:
         click.echo(report.calls_as_text(found.calls, tuned))
     _print_counts(found, messages())
@@ -155,7 +155,7 @@ def _tune_found(
         stale=usual_stale_policy(),
     )
     chain: ConfigSelectorChain[Any, Any] = ConfigSelectorChain(ConfigCache(), store, policy=policy)
-    todo = sets if options.force else [calls for calls in sets if not _all_known(chain, calls, options.budget)]
+    todo = sets if options.force else [calls for calls in sets if not _all_known(chain, calls)]
     if len(todo) < len(sets):
         before = sum(map(len, sets)) - sum(map(len, todo))
         verb, them = ("was", "it") if before == 1 else ("were", "them")
@@ -172,7 +172,7 @@ def _tune_found(
             f"{len(result)} of {counted(sum(map(len, todo)), 'call')} tuned in {seconds:.1f} s, saved in {store.path}",
             soft_wrap=True,
         )
-    found.settle(lambda inv: _known(chain, inv, options.budget))
+    found.settle(lambda inv: _known(chain, inv))
     _print_counts(found, console)
     if todo and not result.searches:
         raise TuningError("no call could be tuned; the warnings above say why.")
@@ -234,10 +234,18 @@ def _print_counts(found: Found, console: Console) -> None:
         console.print(found.counts, soft_wrap=True, highlight=False)
 
 
-def _partly(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> str:
-    """Return how a call is tuned that would be tuned again: its last search may have been stopped, or out of time."""
+def _how_tuned(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], *, is_done: bool) -> str:
+    """Return how a call is tuned: the state of its search, `saved` where no search led to its entry, `stale` or `no`.
+
+    `apart` is a call that was tuned, but not together with those that are to share its configuration.
+    """
     actions = [action for _, action in _saved(chain, inv)]
-    return "no" if not actions else "in part" if "use" in actions else "stale"
+    if actions and "use" not in actions:
+        return "stale"
+    progress = chain.store.progress(inv.key)
+    if progress is None:
+        return "saved" if actions else "no"
+    return "apart" if progress.state == SearchState.COMPLETE and not is_done else progress.in_words
 
 
 def _saved(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> Iterator[tuple[StoredEntry, Action]]:
@@ -256,9 +264,9 @@ def _sets(found: Found) -> list[Sequence[SharedCall]]:
     return [[SharedCall(inv=inv)] for inv in sorted(found.calls, key=lambda inv: inv.direction != "fwd")]
 
 
-def _all_known(chain: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall], budget: float | None) -> bool:
+def _all_known(chain: ConfigSelectorChain[Any, Any], calls: Sequence[SharedCall]) -> bool:
     """Return whether calls were tuned; of several, together, and with these weights."""
-    if not all(_known(chain, call.inv, budget) for call in calls):
+    if not all(_known(chain, call.inv) for call in calls):
         return False
     # An entry of each call alone, or for other weights, may be another configuration.
     return len(calls) == 1 or all(_are_alike(_weights_of(chain, call.inv), _shares(calls)) for call in calls)
@@ -284,16 +292,13 @@ def _shares(calls: Sequence[SharedCall]) -> dict[str, float]:
     return {call.inv.call_key: call.weight / total for call in calls}
 
 
-def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any], budget: float | None) -> bool:
-    """Return whether the call was tuned to the end, or for about as long as it may be now."""
+def _known(chain: ConfigSelectorChain[Any, Any], inv: Invocation[Any, Any]) -> bool:
+    """Return whether the call was tuned to the end; a partial search is gone on with."""
     entry = next((entry for entry, action in _saved(chain, inv) if action == "use"), None)
-    measured = {} if entry is None else dict(entry.measured or {})
-    if entry is None or measured.get("interrupted"):
+    if entry is None:
         return False
-    seconds = measured.get("seconds")
-    spent = seconds if isinstance(seconds, float) else 0.0  # an entry says whatever its file says
-    # A search that time cut short is gone on with only where there is much more time now.
-    return not measured.get("skipped") or (budget is not None and budget < _MORE * spent)
+    progress = SearchProgress.stored_in(entry.measured)
+    return progress is None or progress.state == SearchState.COMPLETE
 
 
 def _tune(

@@ -99,6 +99,7 @@ from ejkernel.compat.settings import numerics_in_force as numerics_in_force
 from ejkernel.compat.settings import process_settings as process_settings
 from ejkernel.compat.settings import put_back as put_back
 from ejkernel.compat.settings import settings_name as settings_name
+from ejkernel.compat.settings import silence_failed_callbacks as silence_failed_callbacks
 from ejkernel.compat.settings import x64_enabled as x64_enabled
 from ejkernel.compat.tracing import Origin as Origin
 from ejkernel.compat.tracing import Primitive as Primitive

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -117,3 +118,8 @@ def put_back(settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 def _of_process(holder: Any) -> Any:
     # Flags that have no context manager have one value for all threads.
     return holder.get_global() if hasattr(holder, "get_global") else holder.value
+
+
+def silence_failed_callbacks() -> None:
+    """Have JAX log nothing of callbacks that fail from now on: at its end this process ends them itself."""
+    logging.getLogger("jax._src.callback").disabled = True

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementations behind `ejkernel.modules`: a folder an operation, a file a backend."""
+"""The implementations behind `ejkernel.modules`: one folder per operation, one file per backend."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are static: which of them count as one, NumPy's included, and what sums run in."""
+"""Static numbers, and the dtype of accumulators."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 _limits: Any = jnp.finfo  # it has no annotations
-LOG2_E = math.log2(math.e)  # exponentials are base 2 on the chip
+LOG2_E = math.log2(math.e)  # the hardware computes exponentials in base 2
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype that sums run in: float32, or float64 for float64."""
+    """Return the accumulator dtype: float32, or float64 for float64."""
     return jnp.dtype("float64" if jnp.dtype(dtype) == np.float64 else "float32")
 
 
@@ -25,10 +25,10 @@ def has_small_range(dtype: DTypeLike) -> bool:
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether a value is an integer of Python or NumPy, and no boolean."""
+    """Return whether a value is a Python or NumPy integer; booleans are not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is an integer or a float of Python or NumPy, and no boolean."""
+    """Return whether a value is a Python or NumPy integer or float; booleans are not."""
     return is_integer(value) or isinstance(value, float | np.floating)

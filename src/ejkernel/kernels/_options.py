@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several operations take, in one form."""
+"""Options of several operations in canonical form."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ejkernel.ops.utils.values.scalars import given_text
 
 
 def canonical_flag(name: str, value: Any) -> bool:
-    """Return what is True or False, NumPy's too, as a bool."""
+    """Return a Python or NumPy boolean as a bool."""
     if not isinstance(value, bool | np.bool_):
         raise ArgumentError(f"{name} must be True or False, got {given_text(value)}.")
     return bool(value)
 
 
 def canonical_precision(value: Any) -> str | None:
-    """Return the name of a precision in lower case; `None` is JAX's default."""
+    """Return the name of a matmul precision in lower case; `None` for JAX's default."""
     if value is None:
         return None
     name = value.name if isinstance(value, jax.lax.Precision) else value

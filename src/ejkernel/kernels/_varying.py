@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeping the types of loop carries under `shard_map`."""
+"""Types of loop carries under `shard_map`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Tree = TypeVar("Tree")
 
 
 def unify_varying(tree: Tree) -> Tree:
-    """Return `tree` with every array varying over all mesh axes that any of them varies over.
+    """Return `tree` with every array varying over the union of their mesh axes.
 
-    Under `shard_map` an array's type says over which axes it varies, and a loop's carry must keep its type.
+    Under `shard_map` an array's type includes the axes over which it varies, and a loop's carry must keep its type.
     """
     leaves, structure = jax.tree.flatten(tree)
     varying = [compat.varying_axes(x) for x in leaves]

@@ -17,6 +17,7 @@ from tests.ops.faulty_kernels import BEST, SHAPE, Fault, Faulty, failing_on_devi
 from ejkernel.ops.autotuner.compile.bundles import compile_bundle
 from ejkernel.ops.autotuner.compile.processes import CompileProcesses, compile_processes, compiler_for
 from ejkernel.ops.autotuner.compile.targets import Target
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout
 from ejkernel.ops.autotuner.process.worker import worker_session
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -52,6 +53,9 @@ def platforms_and_caching():
     return jax.config.jax_platforms, jax.config.jax_enable_compilation_cache
 
 
+TIMEOUT = AdaptiveTimeout(first=600.0, least=600.0)
+
+
 def fates(data):
     return {outcome.config: outcome.status for outcome in data.outcomes}
 
@@ -64,11 +68,10 @@ def test_what_was_compiled_runs_here():
 
 
 def test_there_is_no_compiler_without_processes_or_for_a_device_that_nobody_described():
-    always = lambda: 60.0  # noqa: E731
-    assert compiler_for(device_fingerprint(), 0, always) is None
-    assert compiler_for("tpu:v9", 2, always) is None
+    assert compiler_for(device_fingerprint(), 0, TIMEOUT, lambda: 60.0) is None
+    assert compiler_for("tpu:v9", 2, TIMEOUT, lambda: 60.0) is None
     with jax.default_device(jax.devices()[1]):
-        assert compiler_for(device_fingerprint(), 1, always) is None
+        assert compiler_for(device_fingerprint(), 1, TIMEOUT, lambda: 60.0) is None
 
 
 def test_what_processes_compile_is_what_threads_compile(monkeypatch):
@@ -159,7 +162,7 @@ def test_a_process_that_dies_while_it_is_idle_is_replaced():
 
 
 def test_what_is_under_way_when_a_search_ends_is_ended_with_it():
-    compiler = compiler_for(device_fingerprint(), 1, lambda: 600.0)
+    compiler = compiler_for(device_fingerprint(), 1, TIMEOUT, lambda: 600.0)
     inv = Invocation(kernel=plain, args=(X,)).abstract()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         future = threads.submit(compiler, inv, Choice(config=Fault("never while tracing"), platform="cpu"))
@@ -177,7 +180,7 @@ def test_the_time_that_is_allowed_may_change_meanwhile():
 
 
 def test_what_calls_back_is_left_to_be_compiled_here():
-    compiler = compiler_for(device_fingerprint(), 1, lambda: 60.0)
+    compiler = compiler_for(device_fingerprint(), 1, TIMEOUT, lambda: 60.0)
     inv = Invocation(kernel=plain, args=(X,)).abstract()
     assert compiler(inv, Choice(config=Fault("memory"), platform="cpu")) is None
 

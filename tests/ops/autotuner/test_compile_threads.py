@@ -175,3 +175,15 @@ def test_a_job_that_takes_too_long_or_is_to_stop_is_left_alone():
 
 def raised(error):
     raise error
+
+
+@pytest.mark.parametrize(("left", "for_budget"), [(0.0, True), (1e9, False)])
+def test_a_compilation_that_had_too_little_time_because_of_the_budget_is_told_from_one_that_is_too_long(
+    left, for_budget
+):
+    goes_on, now = threading.Event(), iter(range(10_000))
+    timeout = AdaptiveTimeout(first=LONG, least=LONG, factor=1.0)
+    timeout.note(1.0)
+    found = results([goes_on.wait], timeout=timeout, left=lambda: left, clock=lambda: float(next(now)))
+    goes_on.set()
+    assert (len(found), found[0].error.for_budget) == (1, for_budget)

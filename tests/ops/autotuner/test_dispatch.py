@@ -17,11 +17,13 @@ from ejkernel.ops.autotuner.compile.bundles import BundledCall, BundledCandidate
 from ejkernel.ops.autotuner.fleet import dispatch
 from ejkernel.ops.autotuner.fleet.lines import Wish
 from ejkernel.ops.autotuner.fleet.place import Answer, Arrived, Location, Refused
+from ejkernel.ops.autotuner.measure.duels import compare
+from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.process.messages import Began, Happened, Raised, Returned, Warned
 from ejkernel.ops.autotuner.process.serve import pickled, unpickled
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted, WorkerRestarted, on_event
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
 from ejkernel.ops.autotuner.trials.programs import CodeFile, Program
 from ejkernel.ops.config.policy import AutotunePolicy, policy_override
 from ejkernel.ops.config.selection import ConfigSelectorChain
@@ -31,8 +33,12 @@ from ejkernel.ops.execution.offline import tune_invocations
 from ejkernel.ops.utils.storage.sealed import digest_of
 
 CALL = Invocation(kernel=plain, args=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),)).abstract()
-OUTCOMES = (Outcome(config=HEURISTIC, status="measured"), Outcome(config=BEST, status="measured"))
-FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0)
+OUTCOMES = tuple(
+    Outcome(config=config, status="measured", measurement=Measurement(samples=(seconds,) * 8))
+    for config, seconds in ((HEURISTIC, 2.0), (BEST, 1.0))
+)
+STANDING = Standing(BEST, compare((1.0,) * 8, (2.0,) * 8), alone=True)
+FOUND = AutotuneData(inv=CALL, config=BEST, outcomes=OUTCOMES, seconds=1.0, checked=("outputs",), standing=STANDING)
 THERE = Location("elsewhere", 7)
 
 

@@ -89,14 +89,16 @@ def test_whoever_keeps_the_interpreter_s_lock_is_found_among_all_and_the_heurist
     data = tune(faulty_kernels.locking, width=4, budget_s=16.0)
     found = fates(data)
     assert data.heuristic.status == "measured"
-    assert "crashed" in {found[kind][0] for kind in ("lock", "lock while tracing")}
+    assert {found[kind][0] for kind in ("lock", "lock while tracing")} <= {"skipped", "crashed"}
+    assert any("the budget left it too little time" in found[kind][1] for kind in ("lock", "lock while tracing"))
     assert "crashed" not in found.get("", ())
 
 
 def test_a_budget_holds_when_a_candidate_never_returns():
     data = tune(faulty_kernels.hanging, budget_s=10.0)  # its deadline alone is two minutes
     assert data.heuristic.status == "measured"
-    assert fates(data)["never"][0] == "crashed"
+    assert fates(data)["never"][0] == "skipped"
+    assert data.progress.in_words == "partial (2 of 3)"
     assert data.seconds < 60  # by far enough for any machine, and half of the deadline
 
 
@@ -104,7 +106,7 @@ def test_in_this_process_what_never_returns_is_left_and_the_search_goes_on():
     with pytest.warns(TuningWarning, match=r"no sign of life .* while running .*'never'.* cannot be ended in this"):
         data = tune(faulty_kernels.hanging, isolate=False, budget_s=6.0)
     assert data.heuristic.status == "measured"
-    assert fates(data)["never"][0] == "crashed"
+    assert fates(data)["never"][0] == "skipped"
 
 
 def test_what_candidates_close_is_there_for_the_others():

@@ -11,6 +11,7 @@ import pytest
 
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.tasks.journal import Journal
 from ejkernel.ops.autotuner.tasks.task import TuningTask
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, SearchStarted
@@ -36,7 +37,8 @@ class Search:
     def __init__(self, budget=None, heard=True):
         self.now = 100.0
         task = TuningTask(inv=INV, policy=AutotunePolicy(budget_s=budget))
-        self.journal = Journal(task, clock=lambda: self.now)
+        self.cancellation = Cancellation()
+        self.journal = Journal(task, clock=lambda: self.now, cancellation=self.cancellation)
         self.journal.task()
         if heard:
             self.journal.note(SearchStarted(INV.key, 3, HEURISTIC))
@@ -60,7 +62,7 @@ class Search:
     [
         ("running", [A], [A], []),
         ("compiling", [A], [A], []),
-        ("running", [HEURISTIC], [HEURISTIC], []),  # alone there is nobody else
+        ("running", [HEURISTIC], [], [HEURISTIC]),  # without it no winner can be confirmed: it has a second attempt
         ("running", [HEURISTIC, B], [], [HEURISTIC, B]),  # announced last, while another one kept the lock
         ("running", [B, HEURISTIC], [], [B, HEURISTIC]),
         ("compiling", [A, B], [], [A, B]),
@@ -74,6 +76,13 @@ def test_only_who_was_alone_under_way_is_to_blame(what, accused, crashed, suspec
     search = Search()
     search.journal.attribute_crash("it ended", what, accused)
     assert (search.crashed(), search.suspects()) == (crashed, suspects)
+
+
+def test_the_heuristic_is_out_when_it_was_alone_under_way_twice():
+    search = Search()
+    for _ in range(2):
+        search.journal.attribute_crash("it ended", "running", [HEURISTIC])
+    assert (search.crashed(), search.suspects()) == ([HEURISTIC], [])
 
 
 def test_a_suspect_that_is_alone_the_next_time_is_to_blame_and_the_others_stay_suspects():
@@ -173,3 +182,50 @@ def test_what_a_candidate_tunes_in_its_turn_is_not_taken_for_its_own():
     search.journal.note(SearchStarted(other, 9, 7))
     search.journal.note(CandidateFinished(other, Outcome(config=7, status="failed")))
     assert search.journal.task().known == ()
+
+
+# --- budgets and Ctrl-C ---
+
+
+@pytest.mark.parametrize(("allowed", "status"), [(120.0, "skipped"), (2.0, "crashed")])
+def test_a_candidate_that_had_too_little_time_because_of_the_budget_is_skipped(allowed, status):
+    search = Search(budget=20.0)
+    search.journal.silence("running", [A], allowed)
+    search.journal.attribute_crash("no sign of life", "running", [A], is_silence=True)
+    (outcome,) = search.journal.task().known
+    assert (outcome.status, "the budget left it too little time" in outcome.reason) == (status, status == "skipped")
+
+
+def test_a_candidate_that_ends_its_process_under_a_small_budget_has_crashed():
+    search = Search(budget=20.0)
+    search.journal.silence("running", [A], 120.0)
+    search.journal.attribute_crash("the worker was ended by SIGABRT", "running", [A])
+    assert search.crashed() == [A]
+
+
+@pytest.mark.parametrize("budget", [None, 600.0])
+def test_after_ctrl_c_a_search_ends_within_seconds(budget):
+    search = Search(budget=budget)
+    search.measured(HEURISTIC)
+    search.cancellation.request()
+    assert 0 < search.journal.left() <= 5.0
+    search.now += 5.0
+    assert search.journal.left() <= 0
+    data = search.journal.conclude("its time was over while running")
+    assert (data.config, data.interrupted, data.progress.in_words) == (HEURISTIC, True, "partial (1 of 3)")
+
+
+def test_after_ctrl_c_without_a_heuristic_there_is_nothing_to_conclude():
+    search = Search()
+    search.cancellation.request()
+    with pytest.raises(KeyboardInterrupt):
+        search.journal.conclude("its time was over")
+
+
+def test_candidates_that_are_missing_count_as_not_done():
+    search = Search(budget=10.0)
+    search.measured(HEURISTIC)
+    search.now += 16.0
+    data = search.journal.conclude("no sign of life")
+    assert len(data.outcomes) == 1
+    assert (data.progress.in_words, data.in_a_word) == ("partial (1 of 3)", "not finished (1 of 3)")

@@ -94,7 +94,7 @@ def searched(inv, times, winner=0):
         Outcome(config=config, status=Status.FAILED, reason="no") if us is None else measured(config, [us])
         for config, us in times.items()
     )
-    return AutotuneData(inv=inv, config=outcomes[winner].config, outcomes=outcomes, seconds=1.5)
+    return AutotuneData(inv=inv, config=outcomes[winner].config, outcomes=outcomes, seconds=1.5, checked=("outputs",))
 
 
 def loaded(text):

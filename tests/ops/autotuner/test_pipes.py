@@ -9,6 +9,8 @@ import threading
 
 import pytest
 
+from ejkernel.ops.autotuner.process import serve
+from ejkernel.ops.autotuner.process.messages import Began
 from ejkernel.ops.autotuner.process.pipes import Exchange, read_message, write_message
 
 LARGE = os.urandom(1 << 22)  # more than a pipe holds
@@ -63,3 +65,18 @@ def test_what_was_said_before_the_end_is_not_lost(ends):
     assert taken(exchange, exchange._pipe) == b"last words"
     with pytest.raises(EOFError):
         taken(exchange, exchange._pipe)
+
+
+def test_a_worker_whose_parent_is_gone_ends_quietly(monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def end(status):
+        raise Ended(status)
+
+    monkeypatch.setattr(serve.os, "_exit", end)
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    worker = serve.Reports(theirs, [0] * serve.SHARED, None)
+    with theirs, pytest.raises(Ended):
+        worker.send(Began("running", [], 1.0))

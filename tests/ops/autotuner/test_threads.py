@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from ejkernel.ops.autotuner.process import threads
+from ejkernel.ops.autotuner.process.signals import raise_in
 from ejkernel.ops.autotuner.process.threads import AbandonedError, in_callers_context, on_measuring_thread
 from ejkernel.ops.core.context import is_measuring
 
@@ -91,3 +92,40 @@ def test_what_is_carried_to_another_thread_is_no_deeper_unless_it_is_said_so():
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         assert not other.submit(in_callers_context(is_measuring)).result()
         assert other.submit(in_callers_context(is_measuring, deeper=True)).result()
+
+
+@pytest.mark.parametrize("end", [AbandonedError("it hangs"), KeyboardInterrupt()], ids=["hangs", "second ctrl-c"])
+def test_what_hangs_after_ctrl_c_is_left_and_the_next_work_has_another_thread(monkeypatch, end):
+    goes_on, raised = threading.Event(), [KeyboardInterrupt(), end]
+
+    def wait(future, look):
+        raise raised.pop(0)
+
+    before = list(threads._abandoned)
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "_wait_for", wait)
+        with pytest.raises(type(end)):
+            on_measuring_thread(goes_on.wait, on_interrupt=lambda: None)
+    (left,) = (thread for thread in threads._abandoned if thread not in before)
+    assert on_measuring_thread(threading.get_ident) != left.ident
+    goes_on.set()
+    left.wait(60)
+
+
+def test_a_thread_that_was_left_in_python_ends_when_it_is_asked_to():
+    began, ended = threading.Event(), []
+
+    def poll():
+        try:
+            began.set()
+            while True:
+                pass
+        except SystemExit:
+            ended.append(True)
+
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
+    began.wait()
+    raise_in([thread.ident, threading.get_ident(), None])  # but not this one
+    thread.join(60)
+    assert ended == [True]

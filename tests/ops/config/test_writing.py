@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -198,3 +199,31 @@ def test_what_was_put_is_there_however_the_process_ends(tmp_path):
         os.utime(left, (0, 0))
     PersistentCache(tmp_path, shipped=False).put("gpu", "op@v0", "call0", 1)
     assert list(tmp_path.rglob(".*.tmp")) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="no /proc")
+def test_what_a_dead_writer_of_this_machine_left_is_removed_at_once(tmp_path):
+    dead = _pid_of_none()
+    machine = _writing._this_machine()
+    gone = tmp_path / f".a.json.{dead}-{machine}0123abcd.tmp"
+    alive = tmp_path / f".a.json.{os.getpid()}-{machine}0123abcd.tmp"
+    elsewhere = tmp_path / f".a.json.{dead}-{'0' * 8}0123abcd.tmp"
+    for file in (gone, alive, elsewhere):
+        file.touch()
+    assert remove_left_over(tmp_path, alive.stat().st_mtime) == 1
+    assert not gone.exists()
+    assert alive.exists()
+    assert elsewhere.exists()  # of another machine, whose processes are not known here
+
+
+def _pid_of_none():
+    """Return the number of no process."""
+    with Path("/proc/sys/kernel/pid_max").open() as file:
+        return int(file.read())
+
+
+def test_a_file_beside_its_place_names_its_writer(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(os, "replace", lambda beside, file: names.append(Path(beside).name))
+    write_file(tmp_path / "a.json", "{}")
+    assert re.fullmatch(rf"\.a\.json\.{os.getpid()}-([0-9a-f]{{8}}){{1,2}}\.tmp", names[0])

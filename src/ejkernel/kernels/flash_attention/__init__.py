@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: what its implementations share, and one file for each of them.
+"""Attention: shared definitions, and one file or folder for each implementation.
 
-All share one contract, so that the forward of one may be followed by the backward of another: the forward's residuals
-are its output and the log-sum-exp of every row, `[batch, heads, queries]` in float32.
+All implementations share one residual contract, so the backward of one can follow the forward of another: the residuals
+are the output and the float32 log-sum-exp `[batch, heads, queries]`.
 """

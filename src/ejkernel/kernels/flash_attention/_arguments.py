@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of attention: checked, and brought into the one form that implementations take."""
+"""The arguments of attention: validation and canonical form."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ejkernel.ops.utils.values.signature import is_array, is_known
 SlidingWindow = Integer | tuple[Integer | None, Integer | None]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_FAR = 1 << 30  # a window's side that no array reaches; positions and sides are added as 32-bit numbers
+_FAR = 1 << 30  # a window side beyond every array; positions and sides are added as 32-bit integers
 
 
 def check_main(query: Any, key: Any, value: Any) -> None:
     """Check query, key and value against each other.
 
     Raises:
-        ArgumentError: they are no arrays, or their axes, shapes or dtypes do not go together.
+        ArgumentError: One is not an array, or their axes, shapes or dtypes do not match.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not is_array(x):
@@ -66,7 +66,7 @@ def full_shape(query: Any, key: Any) -> tuple[int, int, int, int]:
 
 
 def canonical_bias(bias: Any, full: tuple[int, ...]) -> Any:
-    """Return `bias` with four axes."""
+    """Return `bias` with four axes, `[batch, heads, queries, keys]`."""
     if bias is None:
         return None
     if not is_array(bias) or not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -80,7 +80,7 @@ def canonical_bias(bias: Any, full: tuple[int, ...]) -> Any:
 
 
 def canonical_mask(mask: Any, full: tuple[int, ...]) -> Any:
-    """Return `mask` with four axes; with two it is over batch and keys."""
+    """Return `mask` with four axes; a mask with two axes is `[batch, keys]`."""
     if mask is None:
         return None
     if not is_array(mask) or mask.dtype != bool:
@@ -100,7 +100,7 @@ def canonical_mask(mask: Any, full: tuple[int, ...]) -> Any:
 
 
 def canonical_segments(segments: Any, full: tuple[int, ...]) -> tuple[Any, Any] | None:
-    """Return segment ids as a pair, of queries and of keys."""
+    """Return segment ids as a pair: those of the queries and those of the keys."""
     if segments is None:
         return None
     pair = segments if isinstance(segments, tuple | list) else (segments, segments)
@@ -119,7 +119,7 @@ def canonical_segments(segments: Any, full: tuple[int, ...]) -> tuple[Any, Any] 
 
 
 def canonical_lengths(pair: tuple[Any, Any], batch: int) -> tuple[Any, Any] | None:
-    """Return lengths of queries and keys in int32; `None`: neither is given."""
+    """Return the lengths of queries and keys as int32; `None` if neither is given."""
     query_lengths, key_lengths = pair
     for name, lengths in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
         if lengths is None:
@@ -132,7 +132,7 @@ def canonical_lengths(pair: tuple[Any, Any], batch: int) -> tuple[Any, Any] | No
 
 
 def canonical_sinks(sinks: Any, heads: int) -> Any:
-    """Return the logits of attention sinks, one for each head."""
+    """Return the logits of the attention sinks, `[heads]`."""
     if sinks is None:
         return None
     if not is_array(sinks) or not jnp.issubdtype(sinks.dtype, jnp.floating) or tuple(sinks.shape) != (heads,):
@@ -141,10 +141,10 @@ def canonical_sinks(sinks: Any, heads: int) -> Any:
 
 
 def canonical_dropout(rate: Any, key: Any) -> tuple[float, Any]:
-    """Return the rate of dropout, and its key as two words; without dropout there is no key."""
+    """Return the dropout rate, and its random key as two uint32 words (`None` without dropout)."""
     if not is_number(rate) or not 0 <= rate < 1:
         raise ArgumentError(f"dropout_rate must be a number from 0 to 1, 1 excluded, got {given_text(rate)}.")
-    # The key is left out: a call whose dropout drops nothing is the call without one.
+    # with rate 0 the key is dropped, so that the call equals one without dropout
     if not rate:
         return 0.0, None
     if key is None:
@@ -167,7 +167,7 @@ def _two_words(key: Any) -> Any:
 
 
 def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, int | None] | None]:
-    """Return whether attention is causal, and the window as `(left, right)`; equal rules give equal answers."""
+    """Return whether attention is causal, and the window as `(left, right)`, in one form for equal masks."""
     causal = canonical_flag("causal", causal)
     sides = window if isinstance(window, tuple | list) else (window, window)
     if len(sides) != 2 or not all(side is None or (is_integer(side) and side >= 0) for side in sides):
@@ -176,14 +176,14 @@ def canonical_window(window: Any, causal: Any) -> tuple[bool, tuple[int | None, 
             f"{given_text(window)}."
         )
     left, right = (None if side is None or side >= _FAR else int(side) for side in sides)
-    # Who sees no key after its own position is causal, in whichever words that was said.
+    # a window without later keys is causal, however the caller expressed it
     if causal or right == 0:
         return True, None if left is None else (left, 0)
     return False, None if left is None and right is None else (left, right)
 
 
 def positive(name: str, value: Any, default: float | None) -> float | None:
-    """Return a positive finite number as a float; `None` gives `default`."""
+    """Return a positive finite number as a float; `default` for `None`."""
     if value is None:
         return default
     if not is_number(value) or not 0 < value < math.inf:
@@ -192,7 +192,7 @@ def positive(name: str, value: Any, default: float | None) -> float | None:
 
 
 def canonical_scale(scale: Any, head_dim: Any) -> float | None:
-    """Return the factor on the logits, by default `head_dim ** -0.5`."""
+    """Return the factor on the logits; `head_dim ** -0.5` by default."""
     if scale is None and not is_known(head_dim):
         raise ArgumentError(
             f"softmax_scale must be given where head_dim is symbolic, got None and {head_dim}; it is a number that the "
@@ -208,7 +208,7 @@ def canonical_more(
     return_lse: Any = False,
     deterministic: Any = False,
 ) -> dict[str, Any]:
-    """Return the options that say something."""
+    """Return the options that differ from their defaults."""
     found = {
         "soft_cap_after_bias": canonical_flag("soft_cap_after_bias", soft_cap_after_bias),
         "precision": canonical_precision(precision),
@@ -221,7 +221,7 @@ def canonical_more(
 def _cast(x: Any, dtype: Any) -> Any:
     if x is None or x.dtype == dtype:
         return x
-    # Calls are also prepared from types alone, as those that are read from a program's text.
+    # a call read from a program's text has types in place of arrays
     return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with any number of batch axes: folded into the one that implementations have, and unfolded again."""
+"""Calls with any number of batch axes: folded into the single one of the implementations, and unfolded again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def batch_of(query: Any, key: Any, value: Any) -> tuple[int, ...]:
     """Return the sizes of the batch axes.
 
     Raises:
-        ArgumentError: query, key and value do not have the same ones.
+        ArgumentError: The batch axes of query, key and value differ.
     """
     count = len(query.shape) - 3
     if count < 0:
@@ -30,7 +30,7 @@ def batch_of(query: Any, key: Any, value: Any) -> tuple[int, ...]:
 
 
 def fold(name: str, x: Any, batch: tuple[int, ...]) -> Any:
-    """Return an array that has all batch axes with one in their place; `None` and what is no array stay."""
+    """Return an array with its batch axes folded into one; `None` and other values are returned unchanged."""
     if not is_array(x):
         return x
     if tuple(x.shape[: len(batch)]) != batch:
@@ -39,7 +39,7 @@ def fold(name: str, x: Any, batch: tuple[int, ...]) -> Any:
 
 
 def fold_broadcast(name: str, x: Any, batch: tuple[int, ...]) -> Any:
-    """Return an array that may be broadcast to `[*batch, heads, queries, keys]` with four axes."""
+    """Return an array that broadcasts to `[*batch, heads, queries, keys]`, folded to four axes."""
     if not is_array(x):
         return x
     shape = (1,) * (len(batch) + 3 - len(x.shape)) + tuple(x.shape)
@@ -56,19 +56,19 @@ def fold_broadcast(name: str, x: Any, batch: tuple[int, ...]) -> Any:
 
 
 def fold_mask(mask: Any, batch: tuple[int, ...]) -> Any:
-    """Return an attention mask, `[*batch, keys]` or one that may be broadcast, with two or four axes."""
+    """Return an attention mask, `[*batch, keys]` or broadcastable, folded to two or four axes."""
     if is_array(mask) and len(mask.shape) == len(batch) + 1:
         return fold("attention_mask", mask, batch)
     return fold_broadcast("attention_mask", mask, batch)
 
 
 def fold_segments(segments: Any, batch: tuple[int, ...]) -> Any:
-    """Return segment ids, one array or a pair, with one batch axis."""
+    """Return segment ids, one array or a pair, with their batch axes folded into one."""
     if isinstance(segments, tuple | list):
         return tuple(fold("segment_ids", x, batch) for x in segments)
     return fold("segment_ids", segments, batch)
 
 
 def unfold(x: Any, batch: tuple[int, ...]) -> Any:
-    """Return a result with all batch axes."""
+    """Return a result with the original batch axes."""
     return jnp.reshape(x, (*batch, *x.shape[1:]))

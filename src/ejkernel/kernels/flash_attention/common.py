@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every implementation of attention shares: the operands in one form, the rules, and the description of a call."""
+"""Shared by all implementations of attention: operands, static rules, and the description of a call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ejkernel import compat
 from ejkernel.kernels._numbers import accumulator as accumulator
 from ejkernel.ops.implementation import Implementation, OperationCall
 
-# The log-sum-exp of a row that sees no key. Large, so that exp(score - lse) is exactly zero in every backward;
-# finite, so that no implementation meets inf - inf.
+# The log-sum-exp of a row without visible keys: large, so that exp(score - lse) is exactly zero in every backward, and
+# finite, to avoid inf - inf.
 EMPTY_ROW_LSE = 1e30
 
 
-_LARGEST_SCALE = 1024.0  # what a GPU's kernels take
+_LARGEST_SCALE = 1024.0  # limit of the GPU kernels
 
 
 class Operands(NamedTuple):
@@ -31,13 +31,13 @@ class Operands(NamedTuple):
         key: `[batch, keys, groups, head_dim]`; head `i` reads group `i // (heads // groups)`.
         value: `[batch, keys, groups, value_dim]`.
         bias: Added to the logits; four axes, each of full size or 1, `[batch, heads, queries, keys]`.
-        attention_mask: True where a key is visible; axes as `bias`.
+        attention_mask: True where a key is visible; axes as for `bias`.
         query_segments: `[batch, queries]`; a query sees the keys of its own segment.
         key_segments: `[batch, keys]`.
-        query_lengths: `[batch]` in int32; queries from there on see nothing.
-        key_lengths: `[batch]` in int32; keys from there on are hidden.
-        sinks: `[heads]`; a logit that takes part in every row's softmax, with a value of zero.
-        dropout_key: Two words, in uint32, that the mask of the dropout is drawn with; see `dropout.kept`.
+        query_lengths: int32 `[batch]`; queries past the length see no key.
+        key_lengths: int32 `[batch]`; keys past the length are masked.
+        sinks: `[heads]`; an extra logit in every row's softmax, with a value of zero.
+        dropout_key: Two uint32 words that seed the dropout mask; see `dropout.kept`.
     """
 
     query: jax.Array
@@ -55,18 +55,18 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What is static about one call.
+    """The static options of one call.
 
-    Query `i` stands at position `i + keys - queries`: the last query is aligned with the last key.
+    Query `i` is at position `i + keys - queries`: the last query is aligned with the last key.
 
     Attributes:
-        scale: Factor on the product of query and key.
-        left: How many keys before its own position a query sees; `None`: all.
-        right: How many keys after its own position a query sees; `None`: all; causal attention is 0.
-        soft_cap: Scaled products are squashed into `(-soft_cap, soft_cap)` before the bias is added.
-        cap_after_bias: Whether the sum of product and bias is squashed instead.
-        dropout_rate: With what probability a weight is dropped; the others are divided by one less it.
-        precision: Of matrix products, as `jax.lax.Precision` calls it; `None`: JAX's default.
+        scale: The factor on the product of query and key.
+        left: The number of visible keys before a query's position; `None` means all.
+        right: The number of visible keys after a query's position; `None` means all, 0 is causal attention.
+        soft_cap: Scaled products are capped to `(-soft_cap, soft_cap)` by tanh before the bias is added.
+        cap_after_bias: Whether to cap the sum of product and bias instead.
+        dropout_rate: The probability of dropping a weight; the others are divided by `1 - dropout_rate`.
+        precision: The matmul precision, a name of `jax.lax.Precision`; `None` for JAX's default.
     """
 
     scale: float
@@ -80,17 +80,17 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall(OperationCall):
-    """A call without its arrays: all that decides whether an implementation can run it, and how.
+    """The abstract call: everything on which an implementation's support and choices depend.
 
     Attributes:
-        query: Shape, as in `Operands`; so are `key`, `value`, `bias` and `attention_mask`.
-        dtype: Name of the dtype of query, key and value.
-        bias_dtype: Name of the dtype of `bias`, if there is one.
+        query: The shape, as in `Operands`; the same for `key`, `value`, `bias` and `attention_mask`.
+        dtype: The dtype name of query, key and value.
+        bias_dtype: The dtype name of `bias`, if given.
         segments: Whether segment ids are given.
-        rules: The static part.
-        query_lengths: Whether they are given; so with `key_lengths`.
-        return_lse: Whether the log-sum-exp is a result too, so that a backward has its cotangent.
-        deterministic: Whether results, and gradients above all, must repeat bit by bit.
+        rules: The static options.
+        query_lengths: Whether query lengths are given; `key_lengths` is the same for keys.
+        return_lse: Whether the log-sum-exp is a result, so that the backward receives its cotangent.
+        deterministic: Whether results and gradients must be bitwise reproducible.
     """
 
     query: tuple[int, ...]
@@ -109,11 +109,11 @@ class AttentionCall(OperationCall):
 
     @property
     def features(self) -> frozenset[str]:
-        """See `OperationCall`; attention sinks are not among them, for `AttentionImplementation` brings them in."""
+        """See `OperationCall`; sinks are not a feature, because `AttentionImplementation` adds them."""
         asked = {
             "query_lengths": self.query_lengths,
             "key_lengths": self.key_lengths,
-            # Every forward has it; what takes more is its cotangent.
+            # every forward computes it; only its cotangent needs support
             "return_lse": self.return_lse and self.backward,
             "deterministic": self.deterministic,
             "soft_cap_after_bias": self.rules.cap_after_bias,
@@ -124,16 +124,16 @@ class AttentionCall(OperationCall):
 
 
 class AttentionImplementation(Implementation[AttentionCall]):
-    """What the implementations of attention have in common: how they are called, and what a forward leaves.
+    """Base of the attention implementations: their calling convention and residuals.
 
-    Attention sinks change what `attend` found by one factor a row, and nothing else that `differentiate` reads, so
-    that they are brought in here, for all implementations.
+    Attention sinks multiply each row of `attend`'s result by one factor and change nothing else that `differentiate`
+    reads, so this class adds them for all implementations.
     """
 
     residuals = "the log-sum-exp of every row, [batch, heads, queries] in float32"
 
     def attend(self, operands: Operands, rules: Rules, params: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp; sinks are left out."""
+        """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp, without sinks."""
         raise NotImplementedError
 
     def differentiate(
@@ -141,14 +141,14 @@ class AttentionImplementation(Implementation[AttentionCall]):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Return the gradients of query, key, value and bias.
 
-        Where `"return_lse"` is among the features, the cotangent of the log-sum-exp is given as `dlse`.
+        If `"return_lse"` is a feature, `dlse` is the cotangent of the log-sum-exp.
 
         Args:
-            operands: As the forward had them.
-            residuals: Output and log-sum-exp, of whichever forward computed them.
-            dout: Cotangent of the output.
-            rules: As the forward had them.
-            params: Parameters of the backward.
+            operands: The operands of the forward.
+            residuals: The output and log-sum-exp of any implementation's forward.
+            dout: The cotangent of the output.
+            rules: The rules of the forward.
+            params: The parameters of the backward.
         """
         raise NotImplementedError
 
@@ -167,7 +167,7 @@ class AttentionImplementation(Implementation[AttentionCall]):
         operands, lse, dlse = operands_of(args), residuals, None
         dout = cotangents[0]
         if call.return_lse:
-            # A row that sees no key has minus infinity, which no argument moves.
+            # the log-sum-exp of a row without visible keys is -inf, and its derivative is zero
             out, dlse = out[0], jnp.where(lse == EMPTY_ROW_LSE, 0, cotangents[1].astype(lse.dtype))
         more = {} if dlse is None else {"dlse": dlse}
         found = self.differentiate(operands._replace(sinks=None), (out, lse), dout, call.rules, params, **more)
@@ -176,35 +176,35 @@ class AttentionImplementation(Implementation[AttentionCall]):
 
 
 def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return output and log-sum-exp as they are if every row's softmax has one more logit, of a value of zero."""
+    """Return the output and log-sum-exp with one more logit per head, with value zero, in every row's softmax."""
     sink, empty = sinks.astype(lse.dtype)[None, :, None], lse == EMPTY_ROW_LSE
-    seen = jnp.where(empty, 0, lse)  # keeps what is not used, and its derivative, finite
+    seen = jnp.where(empty, 0, lse)  # keeps unused values and their derivatives finite
     both = jnp.logaddexp(seen, jnp.broadcast_to(sink, seen.shape))
     share = jnp.where(empty, 0, jnp.exp(seen - both))
     scaled = out.astype(lse.dtype) * share.transpose(0, 2, 1)[..., None]
-    # A sink of minus infinity is none: a row that sees nothing else has nothing at all.
+    # a sink of -inf is no sink: a row without visible keys stays empty
     alone = jnp.where(sink == -jnp.inf, EMPTY_ROW_LSE, sink)
     return scaled.astype(out.dtype), jnp.where(empty, alone, both)
 
 
 def returned_lse(lse: jax.Array) -> jax.Array:
-    """Return the log-sum-exp as users have it: minus infinity for a row that sees no key."""
+    """Return the log-sum-exp for users: -inf for a row without visible keys."""
     return jnp.where(lse == EMPTY_ROW_LSE, -jnp.inf, lse)
 
 
 def _gradient_of_sinks(
     sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
 ) -> jax.Array:
-    # The sink's value is zero, so its weight pulls at the output's product with the cotangent alone.
+    # the sink's value is zero, so its gradient depends only on the product of output and cotangent
     pull = jnp.einsum("bqhe,bqhe->bhq", out, dout, preferred_element_type=lse.dtype)
     pull = -pull if dlse is None else dlse - pull
-    # Rounding may leave a large log-sum-exp below the sink.
+    # rounding may leave a large log-sum-exp below the sink
     weight = jnp.exp(jnp.minimum(sinks.astype(lse.dtype)[None, :, None] - lse, 0))
     return (weight * pull).sum(axis=(0, 2)).astype(sinks.dtype)
 
 
 def operands_of(args: Sequence[Any]) -> Operands:
-    """Return the positional arguments of the operation, of which some are pairs, as operands."""
+    """Return the positional arguments of the operation, some of them pairs, as operands."""
     query, key, value, bias, mask, segments, lengths, sinks, dropout_key = (*args, *[None] * 6)[:9]
     query_segments, key_segments = segments or (None, None)
     query_lengths, key_lengths = lengths or (None, None)
@@ -226,7 +226,7 @@ def operands_of(args: Sequence[Any]) -> Operands:
 def describe(
     operands: Operands, rules: Rules, *, platform: str | None = None, fingerprint: str = "", backward: bool = False
 ) -> AttentionCall:
-    """Return the description of a call; only shapes and dtypes of `operands` are looked at."""
+    """Return the abstract call for these shapes and dtypes of operands."""
     bias, mask = operands.bias, operands.attention_mask
     return AttentionCall(
         query=tuple(operands.query.shape),
@@ -248,10 +248,10 @@ def describe(
 
 
 def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: Rules) -> jax.Array | None:
-    """Return `[queries, keys]`, true where the rules let a query see a key; `None` if they let it see every key.
+    """Return `[queries, keys]`, true where the rules let a query see a key; `None` if every key is visible.
 
-    Positions are those of the arrays, whatever the lengths of an example: with lengths' ends aligned it would be known
-    only as the program runs which blocks a causal mask hides.
+    Positions come from the arrays and not from lengths. If the ends of lengths were aligned, the blocks hidden by a
+    causal mask would be known only at run time.
     """
     ahead = key_positions[None, :] - query_positions[:, None]
     visible = None if rules.right is None else ahead <= rules.right
@@ -262,21 +262,21 @@ def within_window(query_positions: jax.Array, key_positions: jax.Array, rules: R
 
 
 def scale_reason(call: AttentionCall, name: str) -> str | None:
-    """Return why a kernel that subtracts scaled logits does not run `call`, and what would; `None` if it does.
+    """Return why a kernel that subtracts scaled logits refuses `call`, and an alternative; `None` if it supports it.
 
-    It computes `products * scale - maximum` in one operation, where the maximum was rounded before. With logits of 1e9
-    the difference is off by up to 32, and its exponential by any factor.
+    Such a kernel computes `products * scale - maximum` in one operation with a rounded maximum. For logits of 1e9 the
+    difference is off by up to 32, and its exponential by any factor.
     """
     if call.rules.scale <= _LARGEST_SCALE:
         return None
     return (
-        f"softmax_scale is {call.rules.scale:g}, and {name} takes up to {_LARGEST_SCALE:g}, beyond which the rounding "
-        "of logits makes its weights inexact; use 'xla'."
+        f"softmax_scale is {call.rules.scale:g}, and {name} takes up to {_LARGEST_SCALE:g}, because the rounding of "
+        "larger logits makes its weights inexact; use 'xla'."
     )
 
 
 def visible_pairs(queries: int, keys: int, rules: Rules) -> int:
-    """Return how many pairs of a query and a key the rules let see each other, in one head."""
+    """Return the number of visible pairs of query and key in one head."""
     positions = np.arange(queries) + keys - queries
     first = 0 if rules.left is None else np.clip(positions - rules.left, 0, keys)
     end = keys if rules.right is None else np.clip(positions + rules.right + 1, 0, keys)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a dropout keeps: a function of its key and of a weight's place, the same in every implementation.
+"""The dropout mask: a function of the random key and a weight's position, the same in every implementation.
 
-Nothing is stored for the backward, which asks again; blocks of any size, in any order, ask for their own part.
+The backward recomputes the mask, so nothing is stored; blocks of any size and order compute their own part.
 
 Source: the finalizer of Appleby's MurmurHash3, which lets every bit of a word reach every other.
 """
@@ -14,18 +14,18 @@ from jax import lax
 
 from .common import Rules
 
-_ODD = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it are far from each other
+_ODD = 0x9E3779B9  # 2**32 / golden ratio: its multiples are far from each other
 
 
 def kept(key: jax.Array, rows: jax.Array, queries: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
-    """Return which weights are kept, `[..., queries, keys]`.
+    """Return the mask of kept weights, `[..., queries, keys]`.
 
     Args:
-        key: Two words, in uint32.
-        rows: `[...]`, for each matrix of weights `batch * heads + head`.
-        queries: Indices of queries, `[queries]`.
-        keys: Indices of keys, `[keys]`.
-        rules: Of which the rate counts.
+        key: Two uint32 words.
+        rows: `[...]`; `batch * heads + head` for each weight matrix.
+        queries: Indices of the queries, `[queries]`.
+        keys: Indices of the keys, `[keys]`.
+        rules: The rules with the dropout rate.
     """
     words = query_words(key, rows, queries)
     shape = (*words.shape, *keys.shape)
@@ -37,16 +37,16 @@ def kept(key: jax.Array, rows: jax.Array, queries: jax.Array, keys: jax.Array, r
 
 
 def query_words(key: jax.Array, rows: jax.Array, queries: jax.Array) -> jax.Array:
-    """Return what `keeps` has to know of queries, `[..., queries]` in uint32; for the arguments see `kept`."""
+    """Return the uint32 words of queries for `keeps`, `[..., queries]`; see `kept` for the arguments."""
     words = key.astype(jnp.uint32)
     row = _mixed(_word(rows) * jnp.uint32(_ODD) ^ words[0])
     return _mixed(lax.expand_dims(row, (rows.ndim,)) + _along(queries, rows.ndim) * jnp.uint32(_ODD) ^ words[1])
 
 
 def keeps(words: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
-    """Return which weights are kept, given words of their queries and indices of their keys, of one shape in uint32."""
+    """Return the mask of kept weights, given uint32 query words and key indices of the same shape."""
     bits = _mixed(words + keys * jnp.uint32(_ODD))
-    # A rate near 1 is rounded to 2**32, which a word does not hold.
+    # a rate near 1 would round to 2**32, which does not fit in a word
     keep: jax.Array = bits >= jnp.uint32(min(round(rules.dropout_rate * 2**32), 2**32 - 1))
     return keep
 
@@ -56,7 +56,7 @@ def _word(x: jax.Array) -> jax.Array:
 
 
 def _along(indices: jax.Array, axes: int) -> jax.Array:
-    """Return indices with so many axes before theirs."""
+    """Return indices with `axes` leading axes of length 1."""
     return lax.expand_dims(_word(indices), tuple(range(axes)))
 
 

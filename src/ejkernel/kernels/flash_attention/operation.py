@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation behind `flash_attention`: its arguments, its reference, its cost, and which implementations it has."""
+"""The operation behind `flash_attention`: arguments, reference, cost and implementations."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _Invocation = Invocation["FlashAttentionConfig", jax.Array]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FlashAttentionConfig(OperationConfig):
-    """How one call of `flash_attention` runs, forward or backward.
+    """The configuration of one call of `flash_attention`, forward or backward.
 
     Attributes:
-        implementation: Which implementation runs, one of `FlashAttention.implementations`.
-        fwd: Its parameters for the forward, such as `FwdParams` of `xla`; `None`: its heuristic's.
-        bwd: Its parameters for the backward, such as `BwdParams` of `xla`; likewise.
+        implementation: The name of an implementation in `FlashAttention.implementations`.
+        fwd: Its forward parameters, e.g. `FwdParams` for `xla`; `None` for its heuristic.
+        bwd: Its backward parameters, e.g. `BwdParams` for `xla`; `None` for its heuristic.
     """
 
     implementation: str = "xla"
@@ -41,10 +41,10 @@ class FlashAttentionConfig(OperationConfig):
 class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
     """The operation behind `flash_attention`, which documents the arguments.
 
-    Forward and backward are configured apart, and any forward goes with any backward.
+    Forward and backward have separate configurations, and every forward works with every backward.
     """
 
-    # In this order where none of those that run a call is to be preferred.
+    # the order breaks ties between equally preferred implementations
     implementations = Implementations(
         {
             "cudnn": LazyImplementation(f"{__package__}.cudnn:Cudnn", platforms=("gpu",)),
@@ -77,10 +77,10 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         return_lse: bool = False,
         implementation: Any = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments, and bring equal calls into one form.
+        """Check the arguments and return the canonical form of the call.
 
-        `others` are a pair of lengths, the sinks, and the key of the dropout. Options with their default are left out
-        of the call, so that they are not in its key.
+        `others` are the pair of lengths, the sinks and the dropout key. Options at their default are omitted, so they
+        are not part of the call's key.
         """
         lengths, sinks, dropout_key = (*others, *[None] * 3)[:3]
         arguments.check_main(query, key, value)
@@ -113,13 +113,13 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
             return_lse=return_lse,
             deterministic=deterministic,
         )
-        # Without the two of them there is no order to speak of, and equal calls have one key.
+        # the order of cap and bias matters only if both are given
         if cap is None or bias is None:
             more.pop("soft_cap_after_bias", None)
         return _without_trailing(arrays), options | more | ({"dropout_rate": rate} if rate else {})
 
     def describe(self, *args: Any, **options: Any) -> AttentionCall:
-        """Return the shapes and the rules."""
+        """Return the abstract call: shapes and rules."""
         described = describe(operands_of(args), _rules(options))
         return_lse, deterministic = options.get("return_lse", False), options.get("deterministic", False)
         if not return_lse and not deterministic:
@@ -127,14 +127,14 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         return dataclasses.replace(described, return_lse=return_lse, deterministic=deterministic)
 
     def reference(self, *args: Any, **options: Any) -> Any:
-        """Return the output, computed in float32 from the whole score matrix."""
+        """Return the output computed in float32 from the full score matrix."""
         operands = operands_of(args)
         out, lse = attention(operands, _rules(options))
         out = out.astype(operands.query.dtype)
         return (out, returned_lse(lse)) if options.get("return_lse") else out
 
     def example_inputs(self, inv: _Invocation, rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return random arrays; the first key is never masked, segment ids rise, and no example is without a key."""
+        """Return random arrays in which the first key is visible, segment ids ascend, and no example is empty."""
         args, kwargs = super().example_inputs(inv, rng)
         query, key, value, bias, mask, segments, lengths, *others = _all_arrays(args)
         if mask is not None:
@@ -147,13 +147,13 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         return (query, key, value, bias, mask, segments, lengths, *others)[: len(args)], kwargs
 
     def sharding_rule(self, inv: _Invocation) -> ShardingRule | None:
-        """Return that examples and heads may be split."""
+        """Return the rule that shards examples and heads."""
         return attention_rule(operands_of(inv.args), return_lse=inv.kwargs.get("return_lse", False))
 
     def cost(self, inv: _Invocation) -> Cost | None:
-        """Return the forward's work: two products for every pair that the static rules let see each other.
+        """Return the cost of the forward: two products for every pair that the static rules make visible.
 
-        What masks, segment ids and lengths hide depends on their values, and counts as seen.
+        Pairs hidden by masks, segment ids or lengths count as visible, because they depend on values.
         """
         if inv.direction != "fwd":
             return None
@@ -166,18 +166,18 @@ class FlashAttention(Operation[FlashAttentionConfig, AttentionCall, jax.Array]):
         return Cost(flops=2 * rows * pairs * (head_dim + value_dim), bytes=inv.input_bytes + out)
 
     def typical_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return plain attention."""
+        """Return a plain attention call."""
         return (jax.ShapeDtypeStruct((1, 256, 8, 64), jnp.bfloat16),) * 3, {}
 
 
 class BucketedFlashAttention(FlashAttention):
-    """The same operation for varying lengths: it has the keys, and so what was tuned, of lengths that are rounded up.
+    """The same operation for varying lengths: its keys, and so its tuned configurations, use rounded-up lengths.
 
-    Every configuration runs for every length: blocks are cut to it, and the last ones are padded.
+    Every configuration runs for every length, because blocks are clipped to the length and the last ones are padded.
     """
 
     def bucket(self, inv: _Invocation) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with lengths of powers of two, where the same implementations run these."""
+        """Return the arguments with lengths rounded up to powers of two, if the same implementations support them."""
         own, options = inv.abstract_args, inv.abstract_kwargs
         query, key, value, bias, mask, segments, *others = _all_arrays(own)
         rounded = (
@@ -191,7 +191,7 @@ class BucketedFlashAttention(FlashAttention):
 
 
 bucketed_flash_attention = BucketedFlashAttention()
-flash_attention = FlashAttention()  # the later of two of one name: descriptions of any length are rebuilt with it
+flash_attention = FlashAttention()  # after the bucketed one: descriptions of any length are rebuilt with this kernel
 
 
 def _rules(options: dict[str, Any]) -> Rules:
@@ -213,8 +213,8 @@ def _all_arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _without_trailing(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     given = max((index for index, array in enumerate(arrays) if array is not None), default=0)
-    # The first six have been arguments from the start; those that came later are left out where they say nothing, so
-    # that keys of before stay.
+    # The first six arguments existed from the start. Later ones are omitted at their default, so that earlier keys
+    # remain valid.
     return arrays[: max(6, given + 1)]
 
 

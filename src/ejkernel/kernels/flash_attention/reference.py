@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as its formula says, with the whole score matrix in float32: the truth that implementations are held to."""
+"""The reference for attention: the formula with the full score matrix in float32."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .dropout import kept
 def attention(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
     """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`.
 
-    Both are float32 (float64 for float64 arguments), and differentiable in every way that JAX knows.
+    Both are float32 (float64 for float64 arguments) and support every JAX differentiation.
     """
     dtype = accumulator(operands.query.dtype)
     query, key, value = (x.astype(dtype) for x in operands[:3])
     repeats = query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
     logits = _logits(query, key, operands, rules)
-    # A bias of minus infinity hides a key as a mask does.
+    # a bias of -inf hides a key like a mask
     visible = _visible(operands, rules) & (logits != -jnp.inf)
-    # Two selects: the inner one keeps -inf out of the derivative of exp, the outer one keeps empty rows at zero.
+    # two selects: the inner one keeps -inf out of the derivative of exp, the outer one keeps empty rows at zero
     logits = jnp.where(visible, logits, 0)
     top = jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf)
     sink = None if operands.sinks is None else operands.sinks.astype(dtype)[None, :, None, None]
-    # The result does not depend on it.
+    # the result does not depend on the subtracted maximum
     top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
-    top = jnp.where(top == -jnp.inf, 0, top)  # of a row that sees nothing, and whose sink is none
+    top = jnp.where(top == -jnp.inf, 0, top)  # a row without visible keys and without a sink
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits - top, 0)), 0)
     total = weights.sum(axis=-1)
     if sink is not None:
@@ -44,14 +44,14 @@ def _logits(query: jax.Array, key: jax.Array, operands: Operands, rules: Rules) 
     def capped(logits: jax.Array) -> jax.Array:
         return logits if rules.soft_cap is None else rules.soft_cap * jnp.tanh(logits / rules.soft_cap)
 
-    # By default GPUs and TPUs may round the operands of float32 products.
+    # by default GPUs and TPUs may round the operands of float32 products
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest") * rules.scale
     if operands.bias is None:
         return capped(logits)
     bias = operands.bias.astype(logits.dtype)
     if not rules.cap_after_bias:
         return capped(logits) + bias
-    # minus infinity hides a key as it does without the cap
+    # -inf hides a key, as without the cap
     return jnp.where(bias == -jnp.inf, bias, capped(logits + jnp.where(bias == -jnp.inf, 0, bias)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call of attention may be split over devices: by examples, and by heads."""
+"""The sharding rule of attention: over examples and heads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from ejkernel.ops.core.sharding.rule import ShardingRule
 
 from .common import Operands
 
-# Sequences are not among what may be split. The query's has the name that the output's has, so that one which arrives
-# in parts may leave in parts.
+# Sequences are not sharded. Query and output share the axis name, so that a sharded query can give a sharded output.
 _AXES = {
     "query": "batch queries heads _",
     "key": "batch _ groups _",
@@ -27,7 +26,7 @@ _MAIN = ("query", "key", "value")
 
 
 def attention_rule(operands: Operands, *, return_lse: bool) -> ShardingRule | None:
-    """Return the rule for a call with these operands; `None` with dropout, whose mask depends on where a row stands."""
+    """Return the rule for a call with these operands; `None` with dropout, whose mask depends on the row's position."""
     if operands.dropout_key is not None:
         return None
     given = [(name, array) for name, array in operands._asdict().items() if array is not None]
@@ -42,5 +41,5 @@ def attention_rule(operands: Operands, *, return_lse: bool) -> ShardingRule | No
 
 
 def _broadcast(axes: str, array: Any) -> str:
-    """Return the axes, those of length one without a name: they are the same for all."""
+    """Return the axes, with `_` in place of those of length 1, which broadcast."""
     return " ".join("_" if length == 1 else name for name, length in zip(axes.split(), array.shape, strict=True))

@@ -7,17 +7,16 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ejkernel.ops.autotuner.bench.partners import partners_in_force
 from ejkernel.ops.autotuner.store.measurements import MeasurementStore
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.store.saving import Saver
 from ejkernel.ops.autotuner.tuner import Autotuner
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.selection import ConfigSelectorChain, Resolution
-from ejkernel.ops.config.spaces.digest import space_digest
 from ejkernel.ops.config.tiers import AUTOTUNE
 from ejkernel.ops.core.context import is_measuring
 from ejkernel.ops.core.invocation import Invocation
@@ -63,16 +62,19 @@ class AutotuneTier:
                 dataclasses.replace(o, inv=o.inv.representative, partners=partners_in_force(chain, o.inv, kernel))
                 for o in options["others"]
             ]
+        elif store is not None and _takes(tuner.tune, "known"):
+            options["known"] = store.unfinished(inv)
         if _takes(tuner.tune, "partners"):
             options["partners"] = partners_in_force(chain, inv, kernel)
-        tuned = tuner.tune(inv.representative, kernel, **options)
+        policy = options.get("policy") or AutotunePolicy()
         own_space = options.get("candidates") is None and kernel is not None
-        for key, call, found in _found(inv, tuned):
-            space = {"space": space_digest(kernel, call)} if own_space else {}
-            chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
-            # All of it, not the winner alone: other searches start from there.
-            if store is not None and chain.persist_autotune:
-                store.save(found)
+        saver = Saver(chain=chain, store=store, kernel=kernel, validated=bool(policy.validate), own_space=own_space)
+        try:
+            tuned = tuner.tune(inv.representative, kernel, **options)
+        except TuningError as error:
+            saver.save_failure(inv, error)
+            raise
+        tuned = saver.save(inv, tuned)
         if tuned.interrupted:  # what was measured until then is not lost
             raise KeyboardInterrupt
         return tuned
@@ -115,13 +117,6 @@ class AutotuneTier:
     def _lock_of(self, key: ConfigKey) -> threading.RLock:
         with self._locks_guard:
             return self._locks.setdefault(key, threading.RLock())
-
-
-def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, Invocation[Any, Any], Any]]:
-    """Yield what is remembered of a search: of each call that it was for."""
-    yield inv.key, inv, tuned
-    for other in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
-        yield other.key, other.inv, other
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -81,6 +81,7 @@ class Autotuner:
         candidates: Collection[object] | None = None,
         policy: AutotunePolicy | None = None,
         records: Sequence[Record] = (),
+        known: Sequence[Outcome] = (),
         compiled: BundledCall | None = None,
         inputs: GivenInputs | None = None,
         weight: float = 1.0,
@@ -99,6 +100,8 @@ class Autotuner:
                 measured whole; of a larger `ConfigSpace`, what a search asks for.
             policy: All is heeded but what concerns the tiers, and `devices`.
             records: What was measured elsewhere for the same operation, the nearest first.
+            known: Candidates that an earlier search of the call measured before it had to end. They are not measured
+                again, unless they are among the best.
             compiled: The candidates, compiled before; they replace `candidates`.
             inputs: What to measure with, in place of what is made from the signature.
             weight: How much the call counts beside the others.
@@ -129,6 +132,7 @@ class Autotuner:
             partners=tuple(partners),
             policy=policy or AutotunePolicy(),
             records=tuple(records),
+            known=tuple(known),
             rounds=self.rounds,
             warmup=self.warmup,
             seed=self.seed,
@@ -209,5 +213,5 @@ def _report(data: AutotuneData, inputs: GivenInputs | None) -> None:
         data.seconds,
         len(data.outcomes),
         compact(data.config),
-        "the heuristic could not be measured" if speedup is None else f"{ratio(speedup)} the heuristic's speed",
+        data.progress.in_words if speedup is None else f"{ratio(speedup)} the heuristic's speed",
     )

@@ -8,8 +8,9 @@ take no lock. Where the lock does not reach other machines, a removal renames th
 puts it back if it is another one.
 
 A durable write takes milliseconds, which after a search nobody sees. What a killed process left beside a file's place
-is removed when it is older than an hour, by the file system's own clock; a process that stood still for so long finds
-its file gone, and writes it again.
+is removed as soon as its writer is known to be dead: the file's name has the process and a digest of its machine. Where
+the writer is on another machine, it is removed when it is older than an hour, by the file system's own clock; a process
+that stood still for so long finds its file gone, and writes it again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 LEFT_OVER: Final = 3600.0  # seconds after which a file beside its place is nobody's: to write one takes milliseconds
 
-_BESIDE: Final = re.compile(r"\..*\.(\d+)-[0-9a-f]{8}\.tmp")
+_BESIDE: Final = re.compile(r"\..*\.(\d+)-([0-9a-f]{8})?[0-9a-f]{8}\.tmp")  # process, machine, and what is random
 _NO_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # what a file system says that has no such thing
 _NO_FOLDER_SYNC: Final = (*_NO_SYNC, errno.EACCES, errno.EPERM, errno.EISDIR)  # one may write where one may not read
 
@@ -144,8 +145,12 @@ def is_being_written(name: str) -> bool:
     match = _BESIDE.fullmatch(name)
     if match is None or os.name != "posix":
         return match is not None
+    return _runs(int(match[1]))
+
+
+def _runs(pid: int) -> bool:
     try:
-        os.kill(int(match[1]), 0)
+        os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # another user's
@@ -155,7 +160,7 @@ def is_being_written(name: str) -> bool:
 
 def _removed(file: Path, now: float) -> bool:
     try:
-        if now - file.lstat().st_mtime <= LEFT_OVER:
+        if not _is_writer_dead(file.name) and now - file.lstat().st_mtime <= LEFT_OVER:
             return False
         file.unlink()
     except FileNotFoundError:  # another process does the same
@@ -164,6 +169,23 @@ def _removed(file: Path, now: float) -> bool:
         logger.info("what another process left stays there: %s", printable(error))
         return False
     return True
+
+
+def _is_writer_dead(name: str) -> bool:
+    """Return whether a file's name says that its writer was a process of this machine which is gone."""
+    match = _BESIDE.fullmatch(name)
+    return match is not None and match[2] == _this_machine() is not None and not _runs(int(match[1]))
+
+
+@functools.cache
+def _this_machine() -> str | None:
+    """Return a digest of what numbers processes here: the machine since its start, or a container of it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        space = os.readlink("/proc/self/ns/pid")
+    except (OSError, ValueError):  # nothing is there but on Linux
+        return None
+    return hashlib.sha256(f"{boot} {space}".encode()).hexdigest()[:8]
 
 
 class _Ready(NamedTuple):
@@ -201,7 +223,7 @@ def _beside(file: Path, chunks: Iterable[bytes], root: Path | None, durable: boo
         check_inside(root, file)
     new = _made(file.parent)
     # not tempfile: its files are for their owner alone, and a folder may be shared by a group
-    beside = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    beside = file.with_name(f".{file.name}.{os.getpid()}-{_this_machine() or ''}{secrets.token_hex(4)}.tmp")
     try:
         with beside.open("xb") as stream:
             stream.writelines(chunks)

@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
+from ejkernel.ops.autotuner.trials.progress import SearchProgress
 from ejkernel.ops.config.agreement.agreement import agreed_before
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.selection import BareChooser, Consulted, Resolution
+from ejkernel.ops.config.selection import BareChooser, ConfigSelectorChain, Consulted, Resolution
 from ejkernel.ops.config.tiers import MEMORY, OVERLAY, OVERRIDE, PERSISTENT, SHARED
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.sharding.nodes import has_rule
@@ -41,6 +42,7 @@ class Explanation:
         refusals: Why implementations that there are do not run the call, by their names.
         split: Along which axes the call may be split over devices.
         split_note: Why it is not.
+        search: How far the search for its configuration came; `None` if there was none.
     """
 
     op_id_v: str
@@ -53,6 +55,7 @@ class Explanation:
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)
     split: tuple[str, ...] = ()
     split_note: str = ""
+    search: SearchProgress | None = None
 
     @property
     def config(self) -> Any:
@@ -69,6 +72,7 @@ class Explanation:
         lines = [f"{self.op_id_v}  key {key}"]
         lines += [f"  {consulted.tier:<10} {_said(consulted)}" for consulted in self.tiers]
         lines += [f"  {name:<10} - does not run: {reason}" for name, reason in self.refusals.items()]
+        lines += [] if self.search is None else [f"  search     {self.search.in_words}"]
         if self.split or self.split_note:
             lines.append(f"  devices    {'split ' + ', '.join(self.split) if self.split else '- ' + self.split_note}")
         lines.append(f"  label      {self.label or '- ' + self.label_note}")
@@ -116,7 +120,13 @@ def explain_call(chooser: object, inv: Invocation[Cfg, Out], prefix: str) -> Exp
         refusals={} if kernel is None else kernel.refusals(inv),
         split=split,
         split_note=split_note,
+        search=_search_of(chooser, key),
     )
+
+
+def _search_of(chooser: object, key: ConfigKey | None) -> SearchProgress | None:
+    store = getattr(chooser, "store", None) if isinstance(chooser, ConfigSelectorChain) else None
+    return None if store is None or key is None else store.progress(key)
 
 
 def _split_of(inv: Invocation[Cfg, Out]) -> tuple[tuple[str, ...], str]:

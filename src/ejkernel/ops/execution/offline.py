@@ -142,7 +142,8 @@ def tune_invocations(
 ) -> AutotuningResult:
     """Tune each call, forwards before what is derived of them, and let the chain remember the answers.
 
-    A call of which no candidate can be measured is a `TuningWarning`, and has no entry in the result. Ctrl-C ends the
+    A call of which no candidate can be measured is a `TuningWarning`, and has no entry in the result. A call whose
+    search had to end before its winner was confirmed has no entry either. Ctrl-C ends the
     search under way; the best so far is remembered, and then the interrupt is raised.
 
     Args:
@@ -373,7 +374,8 @@ def _result(searched: Iterable[tuple[Sequence[SharedCall], AutotuneData]], devic
     entries, searches = [], []
     for calls, data in searched:
         for inv, found in [(calls[0].inv, data)] if len(calls) == 1 else ((o.inv, o) for o in data.of_each_call()):
-            entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
+            if not getattr(data, "not_saved", ""):  # a user's own tuner may return another type
+                entries.append(Entry(inv.op_id_v, inv.call_key, data.config))
             searches.append(found)
     return AutotuningResult(device, tuple(entries), tuple(searches))
 

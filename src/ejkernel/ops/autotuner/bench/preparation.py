@@ -14,7 +14,7 @@ import jax
 
 from ejkernel.ops.autotuner.bench.checking import check
 from ejkernel.ops.autotuner.bench.oracle import Oracle
-from ejkernel.ops.autotuner.compile.threads import CompileThreads, Done
+from ejkernel.ops.autotuner.compile.threads import CompileThreads, Done, GivenUpError
 from ejkernel.ops.autotuner.measure.memory import check_room, num_bytes
 from ejkernel.ops.autotuner.process.threads import in_callers_context
 from ejkernel.ops.autotuner.trials.candidates import Candidate, config_id, exchange
@@ -87,10 +87,10 @@ class Preparation:
             TuningError: there are no inputs, or no truth about them.
             DeviceLostError: the device no longer works in this process.
         """
-        inv, watch = self.oracle.inv, self.oracle.watch
+        watch = self.oracle.watch
         check_room(
             sum(num_bytes(like) for oracle in self.oracle.all for like in example_types(oracle.inv)),
-            f"the inputs of {inv.op_id}{', all calls together,' * (len(self.oracle.all) > 1)}",
+            f"the inputs{' of all calls together' * (len(self.oracle.all) > 1)}",
         )
         jobs = [in_callers_context(functools.partial(self._compile, candidate)) for candidate in candidates]
 
@@ -129,6 +129,8 @@ class Preparation:
         candidate.compile_seconds = done.seconds
         if isinstance(done.error, _SameProgram):
             candidate.status, candidate.reason, candidate.twin = Status.SAME, str(done.error), done.error.owner
+        elif isinstance(done.error, GivenUpError) and done.error.for_budget:
+            candidate.fail(Status.SKIPPED, CandidateError(f"the budget left it too little time: {done.error}"))
         elif done.error is not None:
             candidate.fail(Status.FAILED, done.error)
         elif candidate.deferred is None:

@@ -38,8 +38,17 @@ class Timing:
     cold_cache: bool = False
     stop: Callable[[], bool] = lambda: False
 
-    def race(self, runners: Sequence[Candidate], race: Race) -> list[Candidate]:
-        """Measure compiled candidates in turns, and return them, the best first; one that fails leaves the race.
+    def race(
+        self, runners: Sequence[Candidate], race: Race, *, stop: Callable[[], bool] | None = None
+    ) -> list[Candidate]:
+        """Measure compiled candidates in turns, and return those that have samples, the best first.
+
+        One that fails leaves the race.
+
+        Args:
+            runners: The candidates.
+            race: Who is sampled how often.
+            stop: In place of the usual one.
 
         Raises:
             DeviceLostError: the device no longer works in this process.
@@ -59,13 +68,13 @@ class Timing:
             check_device(oracle, runners[index])
 
         with oracle.settings.during(*(repr(runner.config) for runner in runners)):
-            measurements = interleaved(functions, race=race, warmup=self.warmup, stop=self.stop, on_error=left)
+            measurements = interleaved(functions, race=race, warmup=self.warmup, stop=stop or self.stop, on_error=left)
         for index, measurement in enumerate(measurements):
             if index not in failed and measurement.samples:
                 # Which the runner does not know: it was compiled long before.
                 seconds = runners[index].compile_seconds
                 runners[index].measurement = dataclasses.replace(measurement, compile_seconds=seconds)
-                runners[index].status = Status.MEASURED
+                runners[index].status, runners[index].is_recalled = Status.MEASURED, False
         return [runners[index] for index in race.ranking()]
 
     def _runner(self, runner: Candidate, index: int, workload: Workload, sets: Sequence[Sequence[Any]]) -> Runner:

@@ -22,11 +22,17 @@ from collections.abc import Callable, Iterator
 from ejkernel import compat, settings
 from ejkernel.ops.autotuner.compile.ahead_of_time import compile_for
 from ejkernel.ops.autotuner.compile.targets import Target
-from ejkernel.ops.autotuner.compile.threads import default_width
+from ejkernel.ops.autotuner.compile.threads import AdaptiveTimeout, GivenUpError, default_width
 from ejkernel.ops.autotuner.process.outputs import flush
 from ejkernel.ops.autotuner.process.serve import reports, write_to
 from ejkernel.ops.autotuner.process.threads import in_callers_context
-from ejkernel.ops.autotuner.process.worker import Worker, WorkerDiedError, WorkerStatus, at_session_end
+from ejkernel.ops.autotuner.process.worker import (
+    Worker,
+    WorkerDiedError,
+    WorkerSilentError,
+    WorkerStatus,
+    at_session_end,
+)
 from ejkernel.ops.autotuner.trials.programs import Program, is_first
 from ejkernel.ops.core.context import Scope, current_scope, entered
 from ejkernel.ops.core.invocation import Invocation
@@ -81,7 +87,7 @@ class CompileProcesses:
             busy: Has the process in it as long as it works.
 
         Raises:
-            CandidateError: it ended its process, or took too long.
+            CandidateError: it ended its process, or took too long, which is a `GivenUpError`.
             TuningError: the call cannot be sent to another process, or there are no processes any more.
         """
         process = self._idle.get()
@@ -175,7 +181,8 @@ class _Process:
             program: Program = self._worker.call(_carry_out, work, current_scope(), doing=doing)
         except WorkerDiedError as death:
             said = self._pass_on(self._written())
-            raise CandidateError(": ".join([str(death), *said[:1]])) from None
+            kind = GivenUpError if isinstance(death, WorkerSilentError) else CandidateError
+            raise kind(": ".join([str(death), *said[:1]])) from None
         except BaseException:
             self._pass_on(self._written())
             raise
@@ -266,18 +273,26 @@ class Compiler:
     Args:
         target: What for.
         count: How many processes the session has.
-        allowed: The seconds that one may take now.
+        timeout: How long one may take.
+        left: The seconds that are left for the search.
     """
 
-    def __init__(self, target: Target, count: int, allowed: Callable[[], float]) -> None:
+    def __init__(self, target: Target, count: int, timeout: AdaptiveTimeout, left: Callable[[], float]) -> None:
         self._target = target
         self._processes = compile_processes(count)
-        self._allowed = allowed
+        self._timeout = timeout
+        self._left = left
         self._busy: set[_Process] = set()
 
     def __call__(self, inv: Invocation[Cfg, Out], choice: Choice) -> Program | None:
         """Return the program; `None` if it must be compiled where it runs."""
-        program = self._processes.compile(inv, choice, self._target, allowed=self._allowed, busy=self._busy)
+        try:
+            program = self._processes.compile(
+                inv, choice, self._target, allowed=lambda: self._timeout.within(self._left()), busy=self._busy
+            )
+        except GivenUpError as error:
+            error.for_budget = self._timeout.is_short(self._left())
+            raise
         return None if program.why_left else program
 
     def close(self) -> None:
@@ -286,12 +301,12 @@ class Compiler:
             process.end()
 
 
-def compiler_for(device: str, count: int, allowed: Callable[[], float]) -> Compiler | None:
-    """Return what compiles calls for `device` in `count` processes, each for as long as it is `allowed`.
+def compiler_for(device: str, count: int, timeout: AdaptiveTimeout, left: Callable[[], float]) -> Compiler | None:
+    """Return what compiles calls for `device` in `count` processes; for the time that each may take, see `Compiler`.
 
     `None`, if there are no processes, or nobody has described the device to them, or it is not the first.
     """
     target = Target.of(device)
     if count < 1 or target is None or not is_first(default_device()):
         return None
-    return Compiler(target, count, allowed)
+    return Compiler(target, count, timeout, left)

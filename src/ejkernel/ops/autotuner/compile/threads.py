@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from ejkernel.ops.autotuner.process.signals import raise_in
 from ejkernel.ops.errors import CandidateError
 
 T = TypeVar("T")
@@ -27,7 +28,13 @@ _POLL = 0.05  # seconds between two looks at the deadlines, and at whether to st
 
 
 class GivenUpError(CandidateError):
-    """A compilation takes longer than is allowed, and was left alone."""
+    """A compilation takes longer than is allowed, and was left alone.
+
+    Attributes:
+        for_budget: Whether it would have had more time under a larger budget; then it is skipped, and no failure.
+    """
+
+    for_budget: bool = False
 
 
 class AdaptiveTimeout:
@@ -67,6 +74,10 @@ class AdaptiveTimeout:
         if not self._seen:
             return self.seconds
         return min(self.seconds, max(left / 2, 2 * max(self._seen)))
+
+    def is_short(self, left: float) -> bool:
+        """Return whether the seconds that are left for everything cut down what is allowed."""
+        return self.within(left) < self.seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,6 +181,7 @@ class CompileThreads(Generic[T]):
             seconds = now - self._running.pop(index)
             self._fill()
             error = GivenUpError(f"compiling was given up after {seconds:.1f} s (allowed: {allowed:.1f} s)")
+            error.for_budget = allowed < self._timeout.seconds
             yield Done(index, None, error, seconds)
 
 
@@ -190,6 +202,7 @@ def result_within(
 def _wait_at_exit() -> None:
     """Wait for compilations that were left alone: the interpreter's end would meet them in the middle of C++."""
     end = time.monotonic() + _AT_EXIT
+    raise_in(thread.ident for thread in list(_threads) if thread.is_alive())
     for thread in list(_threads):
         thread.join(max(0.0, end - time.monotonic()))
 

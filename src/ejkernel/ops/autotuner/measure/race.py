@@ -265,9 +265,10 @@ class Race:
         _, samples = self.judged
         stayed = {index: len(values) for index, values in enumerate(samples) if values} | self._stayed
         keys = {
-            index: (-rounds, self.plan.center(samples[index][:rounds]) if rounds else math.inf)
+            index: (-rounds, self.plan.center(samples[index][:rounds]))
             for index, rounds in stayed.items()
-            if index not in self._failed
+            # One that was dropped while it warmed up has no samples: nothing is known of it.
+            if rounds and index not in self._failed
         }
         return sorted(keys, key=lambda index: (*keys[index], index))
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # and whether to end the search. Messages would not do: one for every call would be measured too.
 RUNNING, BEATS, WAKES, STOP = range(4)
 SHARED = 4
+_ORPHANED = 79  # status of a worker that nobody listens to
 WAKE_UP = 0.5  # seconds between two changes of `WAKES`
 
 
@@ -46,10 +47,13 @@ class Reports:
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
     def send(self, message: Message) -> None:
-        """Send a message."""
+        """Send a message; where the parent is gone, or waits no longer, this process ends quietly."""
         data = pickle.dumps(message)
         with self.lock:
-            write_message(self.pipe, data)
+            try:
+                write_message(self.pipe, data)
+            except (BrokenPipeError, ConnectionResetError):
+                os._exit(_ORPHANED)
 
     def compiling(self, configs: Sequence[object]) -> None:
         """See `Watch`."""

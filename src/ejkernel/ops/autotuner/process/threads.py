@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 
 from ejkernel import compat
+from ejkernel.ops.autotuner.process.signals import of_callbacks, raise_in
 from ejkernel.ops.core.context import at_search_depth, current_scope, entered, search_depth
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import Cfg, Out
@@ -41,7 +42,13 @@ class _MeasuringThread:
         self._given = queue.SimpleQueue()
         self._last_done = threading.Event()
         self._last_done.set()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def ident(self) -> int | None:
+        """The thread's identifier."""
+        return self._thread.ident
 
     def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have `work` done after what was given before."""
@@ -90,6 +97,9 @@ def _wait_at_exit() -> None:
     end = time.monotonic() + _AT_EXIT
     for thread in list(_threads.values()):
         thread.wait(max(0.0, end - time.monotonic()))
+    if _abandoned:
+        compat.silence_failed_callbacks()
+        raise_in([*(thread.ident for thread in _abandoned), *of_callbacks()])
     for thread in _abandoned:
         thread.wait(_AT_EXIT_LEFT)
 
@@ -134,14 +144,16 @@ def on_measuring_thread(
     thread = _thread_of(default_device(), search_depth())
     future = thread.submit(in_callers_context(work, deeper=True))
     try:
-        _wait_for(future, look)
-    except KeyboardInterrupt:  # the user's: what `work` raises is not seen here
-        if on_interrupt is None:
-            raise
-        on_interrupt()  # even if the work has just been done: it is not lost
-        _wait_for(future, look)
-    except AbandonedError:
-        _abandon(thread)
+        try:
+            _wait_for(future, look)
+        except KeyboardInterrupt:  # the user's: what `work` raises is not seen here
+            if on_interrupt is None:
+                raise
+            on_interrupt()  # even if the work has just been done: it is not lost
+            _wait_for(future, look)
+    except (AbandonedError, KeyboardInterrupt):
+        if not future.done():  # what is measured next must not wait for it
+            _abandon(thread)
         raise
     return future.result()
 

@@ -80,6 +80,10 @@ class WorkerDiedError(TuningError):
     """A worker process ended, or had to be ended, before it had an answer."""
 
 
+class WorkerSilentError(WorkerDiedError):
+    """A worker process was ended because it showed no sign of life, or because its time was over."""
+
+
 class Deadline(Protocol):
     """How long a worker may be waited for, beside what it says itself."""
 
@@ -259,7 +263,7 @@ class Worker:
         """End the worker if it has been silent for too long, or its time is over.
 
         Raises:
-            WorkerDiedError: it was.
+            WorkerSilentError: it was.
         """
         allowed = deadline.silence(self.doing, is_stuck=is_stuck)
         if silent > allowed:
@@ -269,7 +273,7 @@ class Worker:
         else:
             return
         self.kill()
-        raise WorkerDiedError(text)
+        raise WorkerSilentError(text)
 
     def _take_note(self, message: Message, on_event: Callable[[Any], None] | None) -> None:
         match message:

@@ -89,6 +89,21 @@ class StoredSearch(Findings):
             logger.info(text, len(refused), len(self.outcomes), printable(self.path or self.key), refused[0])
         return Record(label or f"{self.key.device} {self.key.call}", tuple(times))
 
+    def measured(self, cfg_type: object = None) -> tuple[Outcome, ...]:
+        """Return the outcomes that were measured, without the heuristic's, with their configurations decoded.
+
+        What cannot be decoded is left out, with a line in the log.
+        """
+        found = []
+        for outcome in self.outcomes[1:]:
+            if outcome.status != Status.MEASURED or outcome.measurement is None:
+                continue
+            try:
+                found.append(dataclasses.replace(outcome, config=self._decoded(outcome.config, cfg_type)))
+            except ConfigError as error:
+                logger.info("a configuration in the log of %s cannot be decoded: %s", printable(self.key), error)
+        return tuple(found)
+
     def _decoded(self, config: object, cfg_type: object) -> Any:
         return decode_config(config, self.config_type) if cfg_type is None else from_data(config, cfg_type)
 
@@ -165,7 +180,8 @@ class _Header:
         outcomes: How many lines follow.
         columns: What they hold.
         twins: Of each outcome that is `same`, the number of its line and of that of the candidate whose program it is.
-        why, standing, undecided, interrupted, rule_fault, input_sets: As in `AutotuneData`.
+        why, standing, undecided, interrupted, rule_fault, input_sets, planned, unconfirmed, not_saved: As in
+            `AutotuneData`.
         cases: What candidates were measured on, if that is more than one thing.
     """
 
@@ -186,6 +202,9 @@ class _Header:
     interrupted: bool = False
     rule_fault: str = ""
     input_sets: int = 0
+    planned: int = 0
+    unconfirmed: bool = False
+    not_saved: str = ""
     cases: list[_Case] | None = None
 
 
@@ -242,6 +261,9 @@ def dump(data: AutotuneData, provenance: Mapping[str, object]) -> str:
         interrupted=data.interrupted,
         rule_fault=shortened(data.rule_fault),
         input_sets=data.input_sets,
+        planned=data.planned,
+        unconfirmed=data.unconfirmed,
+        not_saved=shortened(data.not_saved),
         cases=[_Case(call=c.call, arguments=c.arguments, draw=c.draw, weight=c.weight) for c in data.cases] or None,
     )
     rows = (
@@ -327,6 +349,9 @@ def load(lines: Sequence[str], path: Path | None = None) -> StoredSearch:
         interrupted=header.interrupted,
         rule_fault=header.rule_fault,
         input_sets=header.input_sets,
+        planned=min(header.planned, _MOST),
+        unconfirmed=header.unconfirmed,
+        not_saved=header.not_saved,
     )
 
 

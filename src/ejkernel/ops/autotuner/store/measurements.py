@@ -19,7 +19,8 @@ from ejkernel.ops.autotuner.search.strategies import Strategy
 from ejkernel.ops.autotuner.store.log import StoredSearch as StoredSearch
 from ejkernel.ops.autotuner.store.log import dump, lines_of, load, load_header
 from ejkernel.ops.autotuner.store.similarity import dimensions_of, distance
-from ejkernel.ops.autotuner.trials.outcome import AutotuneData
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.config._files import (
     ENTRY,
     UnusableError,
@@ -127,6 +128,47 @@ class MeasurementStore:
             if search is not None:
                 yield search
 
+    def progress(self, key: ConfigKey) -> SearchProgress | None:
+        """Return how far the tuning of a call came, as all commands report it; `None` if no search is known.
+
+        That is the search that led to the call's entry. Without an entry it is the newest one.
+        """
+        entry = self.cache.load(key)
+        if entry is not None:
+            return SearchProgress.stored_in(entry.measured)
+        search = next((search for search in self.searches(key.op) if search.key == key), None)
+        return None if search is None else search.progress
+
+    def without_entry(self) -> list[StoredSearch]:
+        """Return the newest search of each call that has no entry: it is partial, or it failed."""
+        newest: dict[ConfigKey, StoredSearch] = {}
+        for search in self.searches():
+            if search.key not in newest and self.cache.load(search.key) is None:
+                newest[search.key] = search
+        return list(newest.values())
+
+    def unfinished(self, inv: Invocation[Cfg, Out]) -> tuple[Outcome, ...]:
+        """Return the candidates that the newest search of a call measured, if it ended early; not the heuristic.
+
+        Searches that measured nothing do not count. Times that were taken with other versions, or for several calls
+        together, are of no use here.
+        """
+        for search in self.searches(inv.key.op):
+            if search.key != inv.key or search.progress.state == SearchState.FAILED:
+                continue
+            here = provenance(inv.key, self.cache.clock())
+            is_same = all(search.provenance.get(name) == here.get(name) for name in here if name != "time")
+            is_open = search.progress.state == SearchState.PARTIAL and not search.cases
+            return search.measured(self._config_type(inv)) if is_open and is_same else ()
+        return ()
+
+    @staticmethod
+    def _config_type(inv: Invocation[Cfg, Out]) -> Any:
+        if inv.kernel is None:
+            return None
+        note_config_types(inv, inv.kernel)
+        return inv.kernel.config_type
+
     def records(self, inv: Invocation[Cfg, Out], *, count: int = RECORDS) -> list[Record]:
         """Return what was measured for the call and for others like it, as a search starts from it.
 
@@ -152,9 +194,7 @@ class MeasurementStore:
                 other = log.key.call != inv.key.call
                 rank = (2 * other + elsewhere, apart, f"{log.key.device} {log.key.call}")
                 by_key.setdefault(log.key, (rank, []))[1].append(log)
-        if inv.kernel is not None:
-            note_config_types(inv, inv.kernel)
-        cfg_type = None if inv.kernel is None else inv.kernel.config_type
+        cfg_type = self._config_type(inv)
         found: list[Record] = []
         for (*_, label), logs in sorted(by_key.values(), key=lambda item: item[0]):
             searches = [search for log in logs if (search := _loaded(log)) is not None]

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ejkernel.ops.autotuner.measure.duels import MARGIN, Verdict, compare
 from ejkernel.ops.autotuner.measure.race import CLOCK, PROCESSOR
 from ejkernel.ops.autotuner.trials.candidates import Candidate
 from ejkernel.ops.autotuner.trials.outcome import Standing
-from ejkernel.ops.utils.formatting import compact
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.types import Cfg, Out
+from ejkernel.ops.utils.formatting import compact, counted
 
-_CLEAR = 0.1  # share of the heuristic's time that a winner saves at least where there is no time to make sure
 _FINALISTS = 7  # the best of a search that are measured again, beside the heuristic
 _HOPELESS = 1.25  # times the heuristic's time that a candidate takes for which it is not measured again
 
@@ -27,12 +29,14 @@ class Decision:
         checked: What was checked of it.
         standing: How the best of the others stands against the heuristic.
         doubtful: Whether the times of another say that it is faster than the winner.
+        unconfirmed: Whether the search had to end before the best candidate was compared with the heuristic.
     """
 
     winner: Candidate
     checked: tuple[str, ...]
     standing: Standing | None = None
     doubtful: bool = False
+    unconfirmed: bool = False
 
     @property
     def undecided(self) -> bool:
@@ -50,28 +54,21 @@ def at_first_look(rival: Candidate, heuristic: Candidate) -> Verdict:
 
     One that was dropped on the way because it is hopeless has few samples, and is settled all the same.
     """
-    verdict = _by_median(rival, heuristic, MARGIN)
-    hopeless = not verdict.wins and verdict.speedup * _HOPELESS <= 1
-    return dataclasses.replace(verdict, settled=verdict.settled or hopeless)
-
-
-def at_last_look(rival: Candidate, heuristic: Candidate) -> Verdict:
-    """Compare two by what there was time for, where a rival wins that is clearly faster in the median."""
-    return _by_median(rival, heuristic, _CLEAR)
-
-
-def _by_median(rival: Candidate, heuristic: Candidate, margin: float) -> Verdict:
     mine, theirs = rival.measurement, heuristic.measurement
     assert mine is not None  # who compares them has seen to it
     assert theirs is not None
     sure = compare(mine.samples, theirs.samples)
-    wins = compare(mine.samples, theirs.samples, margin=margin, confidence=0.0).wins
+    wins = compare(mine.samples, theirs.samples, margin=MARGIN, confidence=0.0).wins
     witness = PROCESSOR if mine.method == PROCESSOR else CLOCK
-    return dataclasses.replace(sure, wins=wins, settled=sure.settled and sure.wins == wins, judged_by=witness)
+    verdict = dataclasses.replace(sure, wins=wins, settled=sure.settled and sure.wins == wins, judged_by=witness)
+    hopeless = not verdict.wins and verdict.speedup * _HOPELESS <= 1
+    return dataclasses.replace(verdict, settled=verdict.settled or hopeless)
 
 
-def why_it_stays(standing: Standing | None) -> str:
+def why_it_stays(standing: Standing | None, *, unconfirmed: bool = False) -> str:
     """Return why the heuristic stays."""
+    if unconfirmed:
+        return "the search ended before the best candidate was compared with it"
     if standing is None or (standing.verdict.settled and not standing.alone):
         return "no candidate was faster by more than a tie"
     verdict = standing.verdict
@@ -98,3 +95,30 @@ def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return those that were measured."""
     measured = [candidate for candidate in candidates if candidate.measurement is not None]
     return sorted(measured, key=lambda c: c.measurement.median if c.measurement else math.inf)
+
+
+def nobody_left(inv: Invocation[Cfg, Out], tried: Sequence[Candidate]) -> str:
+    """Return why a search has no winner: the candidates' reasons, the most frequent first."""
+    reasons = collections.Counter(candidate.reason for candidate in tried)
+    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+    return f"{inv.op_id}: none of {counted(len(tried), 'candidate')} could be measured: {listed}"
+
+
+def release_losers(tried: Sequence[Candidate]) -> None:
+    """Let go of the programs of all but the finalists."""
+    kept = {id(candidate) for candidate in finalists(tried)}
+    for candidate in tried:
+        if id(candidate) not in kept:
+            candidate.compiled = None
+
+
+def for_so_long(seconds: float, clock: Callable[[], float]) -> Callable[[], bool]:
+    """Return what says whether so many seconds have not passed yet since it was first asked."""
+    start: list[float] = []
+
+    def not_yet() -> bool:
+        now = clock()
+        start[:] = start or [now]
+        return now - start[0] < seconds
+
+    return not_yet

@@ -28,6 +28,8 @@ def tune_here(
 ) -> AutotuneData:
     """Carry out a task on the measuring thread; with a budget, go on in another one as often as a candidate hangs.
 
+    After Ctrl-C a candidate that hangs is left, too.
+
     Args:
         task: What to search for.
         cancellation: Requested by Ctrl-C, which ends the search with the best so far.
@@ -39,10 +41,10 @@ def tune_here(
     """
     with _outputs_kept() as outputs:
         # By another clock than the usual one nobody can wait for the budget's end.
-        if task.policy.budget_s is None or clock is not time.perf_counter:
+        if clock is not time.perf_counter:
             attempt = _Attempt(cancellation, outputs)
             return attempt.carry_out(TuningRun(task, watch=attempt, cancellation=cancellation, clock=clock))
-        return _within_budget(task, cancellation, outputs)
+        return _watched(task, cancellation, outputs)
 
 
 @contextlib.contextmanager
@@ -56,10 +58,10 @@ def _outputs_kept() -> Iterator[Outputs]:
         outputs.close()
 
 
-def _within_budget(task: TuningTask, cancellation: Cancellation, outputs: Outputs) -> AutotuneData:
-    journal = Journal(task)
+def _watched(task: TuningTask, cancellation: Cancellation, outputs: Outputs) -> AutotuneData:
+    journal = Journal(task, cancellation=cancellation)
     while True:
-        attempt = _Attempt(cancellation, outputs, journal)
+        attempt = _Attempt(cancellation, outputs, journal, has_budget=task.policy.budget_s is not None)
         run = TuningRun(journal.task(), watch=attempt, cancellation=cancellation, tell=attempt.tell)
         try:
             return attempt.carry_out(run)
@@ -69,9 +71,9 @@ def _within_budget(task: TuningTask, cancellation: Cancellation, outputs: Output
             )
             warn(f"{text}(AutotunePolicy(isolate=True) ends it).", TuningWarning)
             # What Ctrl-C asks for is an end, and not another attempt.
-            if journal.is_over or cancellation.is_requested:
+            if journal.is_over:
                 return journal.conclude(f"{error}{named(attempt.accused)}")
-            journal.attribute_crash(str(error), attempt.what, attempt.accused)
+            journal.attribute_crash(str(error), attempt.what, attempt.accused, is_silence=True)
 
 
 class _Attempt:
@@ -81,11 +83,19 @@ class _Attempt:
         what: What it is at.
     """
 
-    def __init__(self, cancellation: Cancellation, outputs: Outputs, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        cancellation: Cancellation,
+        outputs: Outputs,
+        journal: Journal | None = None,
+        *,
+        has_budget: bool = False,
+    ) -> None:
         self._cancellation = cancellation
         self._is_abandoned = False
         self._outputs = outputs
         self._journal = journal
+        self._has_budget = has_budget
         self.what = "starting"
         self._allowed = float("inf")
         self._configs: Sequence[Any] = ()
@@ -145,10 +155,15 @@ class _Attempt:
         Raises:
             AbandonedError: nothing is heard any more, or the time is over.
         """
-        assert self._journal is not None  # without a budget nobody looks
-        silent = time.monotonic() - self._alive
-        allowed = self._journal.silence(self.what, self.accused, self._allowed)
-        if silent > allowed:
-            raise AbandonedError(f"no sign of life for {silent:.1f} s while {self.what} (allowed: {allowed:.1f} s)")
+        assert self._journal is not None  # else nobody looks
+        # Without a budget a candidate may take as long as it likes, until Ctrl-C.
+        if self._has_budget:
+            self._check_silence(self._journal)
         if self._journal.left() <= 0:
             raise AbandonedError(f"its time was over while {self.what}")
+
+    def _check_silence(self, journal: Journal) -> None:
+        silent = time.monotonic() - self._alive
+        allowed = journal.silence(self.what, self.accused, self._allowed)
+        if silent > allowed:
+            raise AbandonedError(f"no sign of life for {silent:.1f} s while {self.what} (allowed: {allowed:.1f} s)")

@@ -16,6 +16,7 @@ from ejkernel.ops.autotuner.process.threads import on_device_of, on_measuring_th
 from ejkernel.ops.autotuner.process.worker import (
     Worker,
     WorkerDiedError,
+    WorkerSilentError,
     WorkerStatus,
     shared_worker,
     this_slot,
@@ -44,12 +45,14 @@ def tune_isolated(task: TuningTask, *, watch: Callable[[str, Sequence[Any]], obj
             reason that could be found.
         KeyboardInterrupt: Ctrl-C came before anything was measured, or twice.
     """
-    journal = Journal(task)
+    # The next worker must know, too, that Ctrl-C has asked for the end.
+    cancellation = Cancellation(within=this_slot().cancellation)
+    journal = Journal(task, cancellation=cancellation)
     here = current_scope()
     # what a candidate tunes in its turn is tuned in the worker itself
     policies = (*here.policies, PolicyChange(None, (("isolate", False),)))
     scope = dataclasses.replace(here, policies=policies, recording=())
-    attempt = _Attempt(journal, watch)
+    attempt = _Attempt(journal, watch, cancellation)
     with worker_session():
         while True:
             try:
@@ -57,10 +60,11 @@ def tune_isolated(task: TuningTask, *, watch: Callable[[str, Sequence[Any]], obj
             except (WorkerDiedError, DeviceLostError) as death:
                 if journal.is_over:
                     return journal.conclude(f"{death}{named(attempt.accused)}")
-                journal.attribute_crash(str(death), attempt.what, attempt.accused)
+                is_silence = isinstance(death, WorkerSilentError)
+                journal.attribute_crash(str(death), attempt.what, attempt.accused, is_silence=is_silence)
                 emit(WorkerRestarted(task.inv.key, str(death)))
             except TuningError as error:
-                if attempt.cancellation.is_requested:  # the reason why nothing was measured
+                if cancellation.is_requested:  # the reason why nothing was measured
                     raise KeyboardInterrupt from None
                 if not str(error).startswith(task.inv.op_id):
                     raise TuningError(f"{task.inv.op_id}: {error}") from error
@@ -85,17 +89,15 @@ def _carry_out(task: TuningTask, scope: Scope, sent: float) -> AutotuneData:
 
 
 class _Attempt:
-    """What a worker does of a task, one after the other until it is done; a `Deadline` for them.
+    """What a worker does of a task, one after the other until it is done; a `Deadline` for them."""
 
-    Attributes:
-        cancellation: Of the task: the next worker must know, too, that Ctrl-C has asked for the end.
-    """
-
-    def __init__(self, journal: Journal, watch: Callable[[str, Sequence[Any]], object]) -> None:
+    def __init__(
+        self, journal: Journal, watch: Callable[[str, Sequence[Any]], object], cancellation: Cancellation
+    ) -> None:
         self._journal = journal
         self._watch = watch
         self._worker: Worker | None = None
-        self.cancellation = Cancellation(within=this_slot().cancellation)
+        self._cancellation = cancellation
 
     def carry_out(self, scope: Scope) -> AutotuneData:
         """Have the session's worker go on with the task."""
@@ -106,7 +108,7 @@ class _Attempt:
                 scope,
                 time.monotonic(),
                 on_event=self._journal.note,
-                cancellation=self.cancellation,
+                cancellation=self._cancellation,
                 deadline=self,
             )
         return data

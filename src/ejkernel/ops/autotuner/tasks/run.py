@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -30,25 +29,25 @@ from ejkernel.ops.autotuner.tasks.decisions import (
     Decision,
     are_measured,
     at_first_look,
-    at_last_look,
     faster_than,
     fastest_first,
     finalists,
+    for_so_long,
+    nobody_left,
+    release_losers,
     why_it_stays,
 )
 from ejkernel.ops.autotuner.tasks.task import SharedCall, TuningTask
 from ejkernel.ops.autotuner.trials.candidates import LISTED, Candidate, config_id, distinct
 from ejkernel.ops.autotuner.trials.events import CandidateFinished, Event, SearchStarted, emit
 from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Standing
-from ejkernel.ops.autotuner.trials.status import REJECTED, Status
+from ejkernel.ops.autotuner.trials.status import FAULTY, REJECTED, Status
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.core.examples import why_not_finite
-from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.kernel import check_config
-from ejkernel.ops.core.types import Cfg, Out
 from ejkernel.ops.errors import CandidateError, EjkernelError, KernelError, TuningError
 from ejkernel.ops.utils.error_text import error_text
-from ejkernel.ops.utils.formatting import compact, counted
+from ejkernel.ops.utils.formatting import compact
 from ejkernel.ops.utils.validation import named
 
 if TYPE_CHECKING:
@@ -59,6 +58,8 @@ logger = logging.getLogger(__name__)
 _SCREENING = RacePlan.fixed(2)  # of candidates that a search asked for
 _DUEL = 8  # rounds of the winner and the heuristic at least; fewer prove nothing
 _DUEL_SECONDS = 20.0  # for which the two go on at most where those rounds prove nothing
+_LAST_SECONDS = 2.0  # that a race of the two goes on for after the search was asked for its end: a winner needs one
+_PREPARING = 2 / 3  # of the budget, after which those that are compiled by then are measured
 _DOUBTS = 2  # times that candidates which look faster than the winner are measured again, beside it
 _BATCH = 8  # candidates that a search asks for at once, so that they compile side by side and run in turns
 
@@ -90,12 +91,15 @@ class TuningRun:
         self._clock = clock
         self._known = {config_id(outcome.config): outcome for outcome in task.known}
         self._rejected = {config_id(outcome.config): outcome for outcome in task.rejected}
-        self._rejected |= {token: outcome for token, outcome in self._known.items() if outcome.status in REJECTED}
+        out = REJECTED | {Status.SKIPPED}  # the latter ended an attempt, because the budget left it too little time
+        self._rejected |= {token: outcome for token, outcome in self._known.items() if outcome.status in out}
         self._suspects = {config_id(config) for config in task.suspects}
         self._plan = RacePlan(rounds=task.rounds)
         self._rounds = max(_DUEL, task.rounds)  # of a race that decides
         self._ranking: list[Candidate] = []
         self._tried: list[Candidate] = []
+        self._planned = 0  # candidates that the search is about
+        self._ended_early = False  # before a strategy was asked for all of them
 
     def run(self) -> AutotuneData:
         """Return what was found.
@@ -118,9 +122,7 @@ class TuningRun:
                 self._take_all(first, others)
             self._rule_fault = self._checked_rule()
             decision = self._decide()
-        for candidate in self._tried:
-            if candidate.status == Status.READY:  # compiled, and then time was up
-                candidate.status = Status.SKIPPED
+        self._settle_statuses()
         self._oracle.settings.tell()
         return AutotuneData(
             inv=inv,
@@ -130,12 +132,28 @@ class TuningRun:
             seconds=self._clock() - start,
             checked=decision.checked,
             input_sets=decision.winner.input_sets,
-            why=why_it_stays(decision.standing) if decision.winner is self._tried[0] else "",
+            why=self._why_it_stays(decision),
             standing=decision.standing,
             undecided=decision.undecided,
             interrupted=self._cancellation.is_requested,
             rule_fault=self._rule_fault or self._pair_fault(decision),
+            planned=self._planned if self._ended_early else len(self._tried),
+            unconfirmed=decision.unconfirmed,
         )
+
+    def _settle_statuses(self) -> None:
+        """Have every candidate whose turn did not come be skipped, with the reason."""
+        for candidate in self._tried:
+            if candidate.status == Status.READY and candidate.measurement is None:  # compiled, and then time was up
+                candidate.status = Status.SKIPPED
+            is_given_up = config_id(candidate.config) in self._rejected
+            if candidate.status == Status.SKIPPED and self._cancellation.is_requested and not is_given_up:
+                candidate.reason = "the search was stopped before its turn"
+
+    def _why_it_stays(self, decision: Decision) -> str:
+        if decision.winner is not self._tried[0]:
+            return ""
+        return why_it_stays(decision.standing, unconfirmed=decision.unconfirmed)
 
     def _set_up(self, baseline: object, compiler: Compiler | None) -> None:
         """Make the bench: what is right, what compiles and checks candidates, and what times them."""
@@ -211,7 +229,7 @@ class TuningRun:
             from ejkernel.ops.autotuner.compile.processes import compiler_for  # imports multiprocessing
 
             device, count = self.task.inv.device_fingerprint, self.task.policy.compile_processes
-            compiler = compiler_for(device, count, lambda: self.task.limits.compile.within(self._left()))
+            compiler = compiler_for(device, count, self.task.limits.compile, self._left)
         try:
             yield compiler
         finally:
@@ -226,8 +244,11 @@ class TuningRun:
             check_config(self.task.kernel, config, "each candidate")
         self._tried = distinct((*first, *others))
         self._begin(len(self._tried), self._tried)
-        self._prepare(self._tried)
-        self._race(self._tried, self._plan)
+        fresh = [candidate for candidate in self._tried if not self._recall(candidate)]
+        self._prepare(fresh, stop=self._must_race)
+        self._race(fresh, self._plan)
+        if len(fresh) < len(self._tried):
+            self._race_finalists()
 
     def _ask(self, space: ConfigSpace[Any], first: Sequence[object]) -> None:
         """Measure the candidates that a strategy asks for, and the best of them, beside the heuristic, again."""
@@ -245,11 +266,16 @@ class TuningRun:
             for candidate in batch:
                 strategy.tell(candidate.config, candidate.seconds)
             # Programs take memory on the device, which candidates to come may need.
-            _release_losers(self._tried)
+            release_losers(self._tried)
             room = 0 if self._must_end() else min(_BATCH, total - len(self._tried))
             batch = distinct(strategy.ask(room), but=self._tried) if room > 0 else []
-        known = distinct((outcome.config for outcome in self.task.known), but=self._tried)
+            self._ended_early = room == 0 and len(self._tried) < total
+        known = distinct((o.config for o in self.task.known if o.config in space), but=self._tried)
         self._tried += [candidate for candidate in known if self._recall(candidate)]
+        self._race_finalists()
+
+    def _race_finalists(self) -> None:
+        """Measure the best again, beside the heuristic: they were measured in different races."""
         best = finalists(self._tried)
         self._prepare_again(best)
         if self._must_end():  # a race would have no rounds: what was sampled on the way decides
@@ -272,12 +298,14 @@ class TuningRun:
         if candidate is self._tried[0] or known is None or known.measurement is None or known.status != Status.MEASURED:
             return False
         candidate.take_over(known)
+        candidate.is_recalled = True
         self._preparation.note_spills(candidate.spilled)
         return True
 
     # --- what is done with them ---
 
     def _begin(self, total: int, candidates: Sequence[Candidate]) -> None:
+        self._planned = total
         self._tell(SearchStarted(self.task.inv.key, total, candidates[0].config))
 
     def _prepare(self, candidates: Sequence[Candidate], stop: Callable[[], bool] | None = None) -> None:
@@ -339,6 +367,13 @@ class TuningRun:
             return False
         return self._cancellation.is_requested or (self._deadline is not None and self._clock() > self._deadline)
 
+    def _must_race(self) -> bool:
+        """Return whether to measure what is compiled: else a small budget is spent when all are compiled."""
+        if self._must_end() or self._deadline is None or self.task.policy.budget_s is None:
+            return self._must_end()
+        is_late = self._left() < (1 - _PREPARING) * self.task.policy.budget_s
+        return is_late and any(candidate.status == Status.READY for candidate in self._tried[1:])
+
     # --- who wins ---
 
     def _checked_rule(self) -> str:
@@ -380,28 +415,39 @@ class TuningRun:
         heuristic = self._tried[0]
         while self._ranking:
             rival = next((candidate for candidate in self._ranking if candidate is not heuristic), None)
-            if rival is None:
+            # Without samples of a heuristic that did not fail, the search ended too early to compare anything with it.
+            if rival is None or not (heuristic.status in FAULTY or are_measured(heuristic)):
                 return self._stays(None)
             standing = self._first_look(rival)
-            checked: tuple[str, ...] = ()
-            if standing is None or standing.verdict.wins:
-                checked = self._confirmed(rival)
-                standing = self._duel(rival)
-            if rival.compiled is None:
-                self._race(self._tried, self._plan)  # some were dropped for being slower than that one
-            elif standing is None or standing.verdict.wins:
-                return Decision(rival, checked, standing)
-            else:
+            if standing is not None and not standing.verdict.wins:
                 return self._stays(standing)
+            checked = self._confirmed(rival)
+            standing = self._duel(rival)
+            if are_measured(rival):
+                return self._after_duel(rival, checked, standing)
+            self._race(self._tried, self._plan)  # some were dropped for being slower than that one
         self._oracle.settings.tell()
-        text = _nobody_left(self.task.inv, self._tried)
+        text = nobody_left(self.task.inv, self._tried)
         if any(NOT_FINITE in candidate.reason for candidate in self._tried):
             text = f"{text}; {why_not_finite(self.task.kernel, self.task.inputs)}"
         raise TuningError(text)
 
+    def _after_duel(self, rival: Candidate, checked: tuple[str, ...], standing: Standing | None) -> Decision:
+        """Return the rival if it won its race against the heuristic, or if the heuristic has failed."""
+        if standing is None:
+            if rival.is_recalled:  # a winner is measured in the search that names it
+                self._timing.race([rival], Race(1, plan=RacePlan.fixed(self._rounds)), stop=self._must_end_now())
+            has_failed = self._tried[0].status in FAULTY
+            return Decision(rival, checked) if has_failed and not rival.is_recalled else self._stays(None)
+        is_confirmed = standing.verdict.wins and standing.verdict.settled
+        return Decision(rival, checked, standing) if is_confirmed else self._stays(standing)
+
     def _stays(self, standing: Standing | None) -> Decision:
         checked = ("outputs",) if self.task.policy.validate else ()
-        return Decision(self._tried[0], checked, standing)
+        is_open = standing is None or not standing.verdict.settled
+        others = any(candidate.measurement is not None for candidate in self._tried[1:])
+        unconfirmed = is_open and others and self._must_end()
+        return Decision(self._tried[0], checked, standing, unconfirmed=unconfirmed)
 
     def _first_look(self, rival: Candidate) -> Standing | None:
         """Return how the best of a race stands against the heuristic, after more rounds where those told too little."""
@@ -426,49 +472,24 @@ class TuningRun:
     def _duel(self, rival: Candidate) -> Standing | None:
         """Race it against the heuristic until it is settled who is faster; `None` if one of them cannot be measured.
 
-        If there is no time for it, what was sampled so far decides, be it little: a large difference is enough.
+        A search that was asked for its end goes on for a moment: without this race there is no winner.
         """
         heuristic = self._tried[0]
         if not are_measured(rival, heuristic):
             return None
-        verdict = None
-        if not self._must_end():
-            duel = Duel(self._rounds, may_go_on=self._for_so_long(_DUEL_SECONDS))
-            # These samples are the figures that are kept.
-            self._timing.race([heuristic, rival], duel)
-            verdict = duel.verdict
-            if not are_measured(rival, heuristic):
-                return None
-        if verdict is None or (self._must_end() and not verdict.settled):
-            verdict = at_last_look(rival, heuristic)
-        return Standing(rival.config, verdict, alone=True)
+        duel = Duel(self._rounds, may_go_on=for_so_long(_DUEL_SECONDS, self._clock))
+        # These samples are the figures that are kept.
+        self._timing.race([heuristic, rival], duel, stop=self._must_end_now())
+        if not are_measured(rival, heuristic):
+            return None
+        return Standing(rival.config, duel.verdict, alone=True)
 
-    def _for_so_long(self, seconds: float) -> Callable[[], bool]:
-        """Return what says whether so many seconds have not passed yet since it was first asked."""
-        start: list[float] = []
-
-        def not_yet() -> bool:
-            now = self._clock()
-            start[:] = start or [now]
-            return now - start[0] < seconds
-
-        return not_yet
+    def _must_end_now(self) -> Callable[[], bool]:
+        """Return what says whether the search was asked for its end, and had a moment since."""
+        has_time = for_so_long(_LAST_SECONDS, self._clock)
+        return lambda: self._watch.is_abandoned() or (self._must_end() and not has_time())
 
     def _note_suspicion(self, winner: Candidate) -> None:
         times = [c.measurement.median for c in self._ranking if c.measurement is not None]
         if 0 in suspiciously_fast(times):
             logger.info("%s: %s is suspiciously fast; looking again", self.task.inv.op_id_v, compact(winner.config))
-
-
-def _release_losers(tried: Sequence[Candidate]) -> None:
-    """Let go of the programs of all but the finalists."""
-    kept = {id(candidate) for candidate in finalists(tried)}
-    for candidate in tried:
-        if id(candidate) not in kept:
-            candidate.compiled = None
-
-
-def _nobody_left(inv: Invocation[Cfg, Out], tried: Sequence[Candidate]) -> str:
-    reasons = collections.Counter(candidate.reason for candidate in tried)
-    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    return f"{inv.op_id}: none of {counted(len(tried), 'candidate')} could be measured: {listed}"

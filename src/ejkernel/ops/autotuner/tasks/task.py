@@ -48,7 +48,7 @@ class TuningTask:
         policy: `validate`, `budget_s`, `cold_cache`, `compile_processes` and `max_candidates` are heeded.
         records: What was measured elsewhere, the nearest first.
         rejected: Outcomes of candidates that need no measuring.
-        known: Outcomes of an earlier attempt, which a worker process did not survive.
+        known: Outcomes of an earlier attempt, which a worker process did not survive, or of a search that had to end.
         spent: Seconds that earlier attempts took.
         programs: Configurations that were compiled before, with their programs.
         reference: The kernel's reference for this call, compiled before.

@@ -35,6 +35,7 @@ class Candidate:
     measurement: Measurement | None = None
     twin: Candidate | None = None  # whose program is the same
     deferred: Sequence[Any] | None = None  # its programs, which spill much, until the others have been checked
+    is_recalled: bool = False  # whether its times are of an earlier attempt, or an earlier search
     input_sets: int = 0  # on which it was right, if it was about to win
     damage: int = 0  # what the watch knew of damage when it was begun
 
@@ -55,10 +56,11 @@ class Candidate:
         self.compile_seconds, self.peak_bytes, self.spilled = known.compile_seconds, known.peak_bytes, known.spilled
 
     def outcome(self) -> Outcome:
-        """Return what became of it."""
+        """Return what became of it; one that was measured before and is compiled again stays measured."""
+        was_measured = self.status == Status.READY and self.measurement is not None
         return Outcome(
             config=self.config,
-            status=self.status,
+            status=Status.MEASURED if was_measured else self.status,
             reason="" if self.status in (Status.MEASURED, Status.READY) else self.reason,
             twin=self.twin.config if self.twin is not None and self.status == Status.SAME else None,
             measurement=self.measurement,

@@ -12,6 +12,7 @@ from ejkernel.ops.autotuner.measure.cases import Case, seconds_on
 from ejkernel.ops.autotuner.measure.duels import Verdict
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.race import PROCESSOR
+from ejkernel.ops.autotuner.trials.progress import SearchProgress, SearchState
 from ejkernel.ops.autotuner.trials.status import FAULTY, CameOut, Status
 from ejkernel.ops.core.invocation import Invocation
 from ejkernel.ops.core.types import ConfigKey
@@ -138,6 +139,9 @@ class Findings:
             or how forward and backward configurations disagree on residuals; empty if nothing is known to be wrong.
         input_sets: On how many sets of inputs the winner's outputs were right; 0 if the heuristic stays, or if nothing
             was validated.
+        planned: How many candidates the search is about; `outcomes` may lack those whose turn never came.
+        unconfirmed: Whether it ended before its best candidate was compared with the heuristic.
+        not_saved: Why its configuration is not saved; empty if it is.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -148,6 +152,15 @@ class Findings:
     undecided: bool = False
     rule_fault: str = ""
     input_sets: int = 0
+    planned: int = 0
+    unconfirmed: bool = False
+    not_saved: str = ""
+
+    @property
+    def progress(self) -> SearchProgress:
+        """How far the search came."""
+        statuses = [outcome.status for outcome in self.outcomes]
+        return SearchProgress.of(statuses, planned=self.planned, unconfirmed=self.unconfirmed)
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -215,8 +228,13 @@ class AutotuneData(Findings):
 
     @property
     def in_a_word(self) -> str:
-        """What the search brought: how many times faster the winner is, or that the heuristic was kept."""
+        """What the search brought: how many times faster the winner is, or that the heuristic was kept.
+
+        The heuristic is kept only if the others were measured; until then the search is not finished.
+        """
         if self.winner is self.heuristic:
+            if self.progress.state != SearchState.COMPLETE:
+                return self.progress.not_finished
             return "undecided" if self.undecided else "kept"
         return ratio(self.speedup)
 
@@ -237,6 +255,7 @@ class AutotuneData(Findings):
             "heuristic": _times(self.heuristic, self.before),
             "speedup": self.speedup,
             "candidates": len(self.outcomes),
+            "search": self.progress.data(),
             "seconds": round(self.seconds, 3),
             "checked": list(self.checked),
             "input_sets": self.input_sets,
@@ -287,7 +306,9 @@ def summary_of(title: Sequence[str], search: Findings, winner: Outcome, *, width
     """
     outcomes = search.outcomes
     heuristic = outcomes[0].seconds
-    if winner is outcomes[0]:
+    if winner is outcomes[0] and search.progress.state != SearchState.COMPLETE:
+        found = f"{search.progress.not_finished}{': ' if search.why else ''}{search.why}"
+    elif winner is outcomes[0]:
         found = f"the heuristic stays{': ' if search.why else ''}{search.why}"
     elif heuristic is None or winner.seconds is None:
         found = "the heuristic could not be measured"
@@ -314,6 +335,8 @@ def remarks(search: Findings) -> list[str]:
         lines.append("undecided: the evidence was too little to tell which is the fastest")
     if search.interrupted:
         lines.append("interrupted: this is the best so far")
+    if search.not_saved:
+        lines.append(f"not saved: {search.not_saved}")
     return [*lines, search.rule_fault] if search.rule_fault else lines
 
 

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that saves what a search found: its log always, its configuration if that is confirmed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from ejkernel.ops.autotuner.store.measurements import MeasurementStore
+from ejkernel.ops.autotuner.trials.admission import AdmissionError, why_not_saved
+from ejkernel.ops.autotuner.trials.candidates import heuristic_of
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome
+from ejkernel.ops.autotuner.trials.status import Status
+from ejkernel.ops.config.policy import effective_policy
+from ejkernel.ops.config.selection import ConfigSelectorChain
+from ejkernel.ops.config.spaces.digest import space_digest
+from ejkernel.ops.config.staleness import saved_in, standing
+from ejkernel.ops.config.tiers import AUTOTUNE
+from ejkernel.ops.core.invocation import Invocation
+from ejkernel.ops.core.kernel import Kernel
+from ejkernel.ops.core.types import ConfigKey
+from ejkernel.ops.errors import TuningError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Saver:
+    """Saves searches on behalf of a chain.
+
+    Attributes:
+        chain: Remembers the configurations.
+        store: Keeps the logs; `None` if there is no place for them.
+        kernel: The kernel of the calls.
+        validated: Whether candidates were compared with the reference.
+        own_space: Whether the candidates are those that the kernel proposes.
+    """
+
+    chain: ConfigSelectorChain[Any, Any]
+    store: MeasurementStore | None
+    kernel: Kernel[Any, Any]
+    validated: bool
+    own_space: bool
+
+    def save(self, inv: Invocation[Any, Any], tuned: Any) -> Any:
+        """Save a search for each of its calls, and return it with the reason if its configuration is not saved.
+
+        A configuration that is not confirmed is not saved, and an earlier entry stays. What a tuner of the user's own
+        returns, which is no `AutotuneData`, is saved as it is.
+
+        Raises:
+            AdmissionError: the search names a winner that it has not measured, checked or confirmed.
+        """
+        reasons = [self._save_call(key, call, found) for key, call, found in _found(inv, tuned)]
+        if not isinstance(tuned, AutotuneData):
+            return tuned
+        faults = [reason for reason in reasons if isinstance(reason, AdmissionError)]
+        if faults and not tuned.interrupted:
+            raise AdmissionError(f"{inv.op_id}: nothing is saved: {faults[0]}")
+        return dataclasses.replace(tuned, not_saved=str(reasons[0]))
+
+    def save_failure(self, inv: Invocation[Any, Any], error: TuningError) -> None:
+        """Keep a log of a search that measured nothing, so that commands can report that it failed."""
+        if self.store is None or not self.chain.persist_autotune:
+            return
+        try:
+            config = next(iter(heuristic_of(inv, self.kernel)), None)
+        except Exception as why:  # noqa: BLE001 - the kernel's own hook, which may be what the search failed for
+            logger.info("%s: the failed search has no log: %s", inv.op_id_v, why)
+            return
+        if config is not None:
+            outcome = Outcome(config=config, status=Status.SKIPPED, reason=str(error))
+            data = AutotuneData(inv=inv, config=config, outcomes=(outcome,), seconds=0.0, why=str(error))
+            self.store.save(dataclasses.replace(data, not_saved="nothing was measured"))
+
+    def _save_call(self, key: ConfigKey, call: Invocation[Any, Any], found: Any) -> str | AdmissionError:
+        """Save a search for one call; return why its configuration is not saved, if it is not."""
+        reason: str | AdmissionError = ""
+        if isinstance(found, AutotuneData):
+            try:
+                reason = why_not_saved(found, validated=self.validated, earlier=self._earlier(key, call))
+            except AdmissionError as fault:
+                logger.warning("%s: %s; nothing is saved", call.op_id_v, fault)
+                reason = fault
+            found = dataclasses.replace(found, not_saved=str(reason))
+        if not reason:
+            space = {"space": space_digest(self.kernel, call)} if self.own_space else {}
+            self.chain.remember(key, found.config, call=call.description, measured=found.summary_data() | space)
+        elif isinstance(reason, str):
+            logger.info("%s: %s is not saved: %s", call.op_id_v, found.config, reason)
+            self._use_here(key, call, found.config)
+        # All of it, not the winner alone: other searches start from there.
+        if self.store is not None and self.chain.persist_autotune:
+            self.store.save(found)
+        return reason
+
+    def _earlier(self, key: ConfigKey, call: Invocation[Any, Any]) -> Any:
+        """Return the configuration that is saved now and counts as measured, if there is one."""
+        persistent = self.chain.persistent
+        if persistent is None or not self.chain.persist_autotune:
+            return None
+        stale = effective_policy(self.chain.policy, self.chain).stale
+        for config, entry in saved_in(persistent, key, self.kernel.config_type):
+            if standing(stale, entry, self.kernel, call)[0] == "use":
+                return config
+        return None
+
+    def _use_here(self, key: ConfigKey, call: Invocation[Any, Any], config: object) -> None:
+        """Have this process use the best so far rather than search again, unless there is an earlier answer."""
+        before = self.chain.cache.remembered(key)
+        if (before is None or before.tier.is_provisional) and self._earlier(key, call) is None:
+            self.chain.cache.remember(key, config, AUTOTUNE.name)
+
+
+def _found(inv: Invocation[Any, Any], tuned: Any) -> Iterator[tuple[ConfigKey, Invocation[Any, Any], Any]]:
+    """Yield what is saved of a search: of each call that it was for."""
+    yield inv.key, inv, tuned
+    for other in tuned.of_each_call()[1:] if isinstance(tuned, AutotuneData) else ():
+        yield other.key, other.inv, other

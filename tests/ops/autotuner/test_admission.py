@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which winners may be saved, and what is reported of searches that ended early."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.ops import Invocation
+from ejkernel.ops.autotuner.measure.duels import Verdict
+from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.race import Race, RacePlan
+from ejkernel.ops.autotuner.trials.admission import AdmissionError, why_not_saved
+from ejkernel.ops.autotuner.trials.outcome import AutotuneData, Outcome, Standing
+from ejkernel.ops.autotuner.trials.progress import SearchProgress
+
+CALL = Invocation(op_id="double@v1", args=(jax.ShapeDtypeStruct((4, 8), jnp.float32),), device="gpu:h200")
+WINS = Verdict(wins=True, settled=True, speedup=2.0, confidence=0.99, pairs=8, ahead=8)
+
+
+def measured(config, seconds=1.0):
+    return Outcome(config=config, status="measured", measurement=Measurement(samples=(seconds,)))
+
+
+def search(*outcomes, winner=1, **fields):
+    fields = {"checked": ("outputs",), "standing": Standing(1, WINS, alone=True), **fields}
+    return AutotuneData(inv=CALL, config=winner, outcomes=outcomes, seconds=1.0, **fields)
+
+
+GOOD = search(measured(0, 2.0), measured(1))
+
+
+def test_a_winner_that_is_measured_right_and_confirmed_is_saved():
+    assert why_not_saved(GOOD, validated=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"outcomes": (measured(0), Outcome(config=1, status="skipped"))}, "has no samples; its status is skipped"),
+        ({"outcomes": (measured(0), Outcome(config=1, status="measured"))}, "has no samples"),
+        ({"checked": ()}, "was not compared with the reference"),
+        ({"standing": None}, "was not compared with the heuristic"),
+        ({"standing": Standing(2, WINS, alone=True)}, "was not compared with the heuristic"),
+        ({"standing": Standing(1, WINS)}, "is not confirmed"),
+        ({"standing": Standing(1, dataclasses.replace(WINS, settled=False), alone=True)}, "is not confirmed"),
+        ({"config": 7}, "is none of the candidates"),
+    ],
+)
+def test_any_other_winner_is_a_fault_that_is_raised(fields, says):
+    with pytest.raises(AdmissionError, match=says):
+        why_not_saved(dataclasses.replace(GOOD, **fields), validated=True)
+
+
+def test_a_heuristic_that_failed_needs_no_race_and_one_without_samples_does():
+    failed = Outcome(config=0, status="failed", reason="no")
+    assert why_not_saved(search(failed, measured(1), standing=None), validated=True) == ""
+    with pytest.raises(AdmissionError, match="was not compared with the heuristic"):
+        why_not_saved(search(Outcome(config=0, status="skipped"), measured(1), standing=None), validated=True)
+
+
+def test_a_heuristic_is_kept_only_if_the_others_were_measured():
+    kept = search(measured(0), measured(1), winner=0, standing=None)
+    assert (why_not_saved(kept, validated=True), kept.in_a_word) == ("", "kept")
+    early = search(measured(0), winner=0, standing=None, planned=12)
+    assert why_not_saved(early, validated=True) == early.in_a_word == "not finished (1 of 12)"
+
+
+def test_a_partial_search_replaces_an_earlier_entry_only_if_it_has_measured_that_one():
+    partial = dataclasses.replace(GOOD, planned=12)
+    assert why_not_saved(partial, validated=True) == ""
+    assert why_not_saved(partial, validated=True, earlier=1) == ""
+    assert "was not measured again" in why_not_saved(partial, validated=True, earlier=5)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "options", "words"),
+    [
+        (["measured", "failed", "same"], {}, "complete"),
+        (["measured", "skipped"], {}, "partial (1 of 2)"),
+        (["measured"], {"planned": 12}, "partial (1 of 12)"),
+        (["measured", "measured"], {"unconfirmed": True}, "partial (2 of 2, the best one is not confirmed)"),
+        (["skipped", "failed"], {}, "failed"),
+    ],
+)
+def test_a_search_is_complete_partial_or_failed(statuses, options, words):
+    assert SearchProgress.of(statuses, **options).in_words == words
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        ({"candidates": 12, "search": {"state": "partial", "done": 3, "candidates": 12}}, "partial (3 of 12)"),
+        ({"candidates": 12, "skipped": 11}, "partial (1 of 12)"),
+        ({"candidates": 12, "interrupted": True}, "partial (12 of 12, the best one is not confirmed)"),
+        ({"candidates": 12}, "complete"),
+        ({"candidates": "12", "search": {"state": "odd", "done": []}}, "complete"),
+    ],
+)
+def test_the_entries_of_all_versions_tell_how_far_their_search_came(measured, words):
+    assert SearchProgress.stored_in(measured).in_words == words
+
+
+def test_who_has_no_samples_is_in_no_ranking():
+    for dropped in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in range(3)):
+        race = Race(3, plan=RacePlan.fixed(1, discard=0), incumbents=())
+        for index in dropped:
+            race.drop(index)
+        for index in race.next_round():
+            race.note(index, 1.0 + index)
+        assert race.ranking() == [index for index in range(3) if index not in dropped]
