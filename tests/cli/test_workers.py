@@ -75,11 +75,11 @@ def tune(tmp_path):
 def test_a_candidate_that_aborts_is_reported_and_the_others_are_measured(tune):
     status, out, err = tune("waves:program", "-v")
     assert status == 0, err
-    assert "wave@v0: the worker was ended by SIGABRT while running; a new worker goes on" in err
+    assert "wave@v0: the worker was killed by SIGABRT while running; a new worker goes on" in err
     assert "1 of 1 call tuned" in err
     assert "3, 1 crashed, 1 wrong" in out
     assert re.search(r"^\* +rows=8 +measured", out, re.M)
-    assert re.search(r"rows=16 +crashed .* the worker was ended by SIGABRT while running", out)
+    assert re.search(r"rows=16 +crashed .* the worker was killed by SIGABRT while running", out)
     assert re.search(r"rows=32 +wrong .* differs from the reference", out)
 
 
