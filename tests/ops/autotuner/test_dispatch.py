@@ -17,8 +17,8 @@ from ejkernel.ops.autotuner.compile.bundles import BundledCall, BundledCandidate
 from ejkernel.ops.autotuner.fleet import dispatch
 from ejkernel.ops.autotuner.fleet.lines import Wish
 from ejkernel.ops.autotuner.fleet.place import Answer, Arrived, Location, Refused
-from ejkernel.ops.autotuner.measure.duels import compare
 from ejkernel.ops.autotuner.measure.measurement import Measurement
+from ejkernel.ops.autotuner.measure.paired import compare
 from ejkernel.ops.autotuner.process.messages import Began, Happened, Raised, Returned, Warned
 from ejkernel.ops.autotuner.process.serve import pickled, unpickled
 from ejkernel.ops.autotuner.process.worker import WorkerSlot, in_slot
