@@ -87,8 +87,8 @@ def show(prefix: str, cache: Path | None, as_json: bool) -> int:
 def verify(imports: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
     """Read every file and report unusable ones with the reason.
 
-    Also reports entries that were measured with other versions and, with --import, entries of that module's kernels
-    whose search space has changed. The exit status is 1 if a file is unusable.
+    Also reports entries measured with other versions and, with --import, entries of that module's kernels from an older
+    search space. The exit status is 1 if a file is unusable.
     """
     from ejkernel.cli.folder import run_verify
 
@@ -110,8 +110,8 @@ def prune(url: str, cache: Path | None, dry_run: bool, as_json: bool, **wanted: 
     saved searches, and `tune --missed` tunes the calls in notes. A file that another process replaces during the
     command stays.
 
-    With URL, the command removes entries of that shared cache instead of the folder, and also all entries for which the
-    cache has a better one. Readable entries of a damaged object stay. Other users may push at the same time.
+    With URL, the command removes entries of that shared cache instead of the folder, and also every entry that is worse
+    than another one. Readable entries of a damaged object stay. Other users may push at the same time.
     """
     if not url and not any(wanted.values()):
         raise click.UsageError("choose the files to remove: --older-than, --not-for-this-jax or --unreadable.")

@@ -40,7 +40,7 @@ class Found:
         name: The source of the calls.
         calls: The calls.
         counts: A summary of usable and unusable items, for the end of the report; may be empty.
-        empty: The error message if there are no calls; empty if that is no error.
+        empty: The error message for an empty `calls`; empty if that is not an error.
         notes: The notes of missed calls, if they are the source.
         compiled: The compiled candidates of a bundle, by key.
         device: The device to tune on.

@@ -118,7 +118,7 @@ def _median(times: Any) -> str:
 
 
 def _show_searches(cache: PersistentCache, prefix: str, as_json: bool) -> None:
-    """Print the newest search of each call whose key or operation starts with `prefix`."""
+    """Print the newest search of each call with a key or operation starting with `prefix`."""
     found: dict[Any, StoredSearch] = {}
     for search in MeasurementStore(cache).searches():
         if search.key.call.startswith(prefix) or search.key.op.startswith(prefix):
