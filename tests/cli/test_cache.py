@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ejkernel cache`: what a folder holds, what of it cannot be used, and how to be rid of it."""
+"""`ejkernel cache`: listing, checking and removing the entries of a folder."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_path_is_the_folder_of_the_environment(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.filterwarnings("default")
-def test_list_is_what_show_prints(folder, capsys):
+def test_list_prints_the_same_as_show(folder, capsys):
     status, out, _ = run(capsys, "list", cache=folder)
     assert status == 0
     assert "doubled@v0" in out
@@ -97,7 +97,7 @@ def test_show_prints_all_of_an_entry_by_its_operation_or_key(clean, capsys, pref
     assert entry["config"] == {"rows": 3}
 
 
-def test_show_of_what_is_not_there_is_an_error(clean, capsys):
+def test_show_of_a_missing_entry_is_an_error(clean, capsys):
     status, out, err = run(capsys, "show", "nothing", cache=clean)
     assert (status, out) == (1, "")
     assert "starts with 'nothing'" in err
@@ -124,7 +124,7 @@ def test_verify_says_which_file_cannot_be_used_and_why(clean, capsys, pattern):
     assert (status, [bad["file"] for bad in found["unusable"]]) == (1, [str(path)])
 
 
-def test_verify_counts_what_was_measured_with_other_versions(clean, capsys, monkeypatch):
+def test_verify_counts_entries_of_other_versions(clean, capsys, monkeypatch):
     monkeypatch.setattr(staleness, "version", lambda name: "9.9" if name == "jax" else version(name))
     status, out, _ = run(capsys, "verify", cache=clean)
     assert (status, out.splitlines()[0]) == (0, f"2 entries: measured with jax {jax.__version__}, not 9.9")
@@ -132,7 +132,7 @@ def test_verify_counts_what_was_measured_with_other_versions(clean, capsys, monk
     assert [stale["differences"] for stale in found["stale"]] == 2 * [
         [{"field": "jax", "stored": jax.__version__, "here": "9.9"}]
     ]
-    assert found["unknown"]["space"] == 1  # of what was put by hand
+    assert found["unknown"]["space"] == 1  # of an entry set by hand
 
 
 def test_verify_looks_at_the_spaces_of_the_kernels_that_are_named(tmp_path, capsys, monkeypatch):
@@ -149,13 +149,13 @@ def test_verify_looks_at_the_spaces_of_the_kernels_that_are_named(tmp_path, caps
     arguments = ("verify", "--import", "kernels_of_test_cache")
     assert len(run(capsys, *arguments, cache=store.path)[1].splitlines()) == 1
     monkeypatch.setattr(type(module.spaced), "config_space", lambda self, inv: [{"rows": 1}])
-    assert run(capsys, *arguments, cache=store.path)[1].startswith("1 entry: its space has changed since\n")
+    assert run(capsys, *arguments, cache=store.path)[1].startswith("1 entry: its search space has changed since\n")
     assert len(run(capsys, "verify", cache=store.path)[1].splitlines()) == 1
     by_path = run(capsys, "verify", "--import", "./kernels_of_test_cache.py", cache=store.path)[1]
-    assert by_path.startswith("1 entry: its space has changed since\n")
+    assert by_path.startswith("1 entry: its search space has changed since\n")
 
 
-def test_prune_removes_what_is_older(folder, capsys):
+def test_prune_removes_older_entries(folder, capsys):
     before = written(folder)
     status, out, _ = run(capsys, "prune", "--older-than", "30d", "--dry-run", cache=folder)
     assert (status, out) == (0, f"{folder}: 1 entry, 0 searches, 0 notes would be removed\n")
@@ -167,7 +167,7 @@ def test_prune_removes_what_is_older(folder, capsys):
     assert "0 entries" in run(capsys, "prune", "--older-than", "30d", cache=folder)[1]
 
 
-def test_prune_removes_what_another_jax_measured(clean, capsys, monkeypatch):
+def test_prune_removes_entries_of_another_jax(clean, capsys, monkeypatch):
     assert "0 entries, 0 searches, 0 notes" in run(capsys, "prune", "--not-for-this-jax", cache=clean)[1]
     monkeypatch.setattr(jax, "__version__", "0.0.1")
     assert "2 entries, 1 search, 0 notes removed" in run(capsys, "prune", "--not-for-this-jax", cache=clean)[1]
@@ -178,7 +178,7 @@ def test_prune_meets_all_that_is_asked(clean, capsys):
     assert "0 entries" in run(capsys, "prune", "--older-than", "30d", "--not-for-this-jax", cache=clean)[1]
 
 
-def test_prune_removes_what_cannot_be_used_when_told_and_leaves_other_people_s_files(folder, capsys):
+def test_prune_removes_unusable_entries_on_request_and_keeps_foreign_files(folder, capsys):
     path = damage(folder)
     assert "0 entries" in run(capsys, "prune", "--older-than", "1m", "--not-for-this-jax", cache=folder)[1]
     assert path.exists()
@@ -213,7 +213,7 @@ def test_clear_asks(clean, capsys, monkeypatch, answer, status, left):
     assert len(written(clean)) == left
 
 
-def test_clear_without_a_terminal_does_not_ask(clean, capsys):
+def test_clear_does_not_ask_without_a_terminal(clean, capsys):
     status, _, err = run(capsys, "clear", cache=clean)
     assert status == 2
     assert "pass --yes" in err
@@ -221,7 +221,7 @@ def test_clear_without_a_terminal_does_not_ask(clean, capsys):
 
 
 @pytest.mark.parametrize("command", [["show"], ["cache", "list"], ["cache", "verify"], ["cache", "clear", "--yes"]])
-def test_what_is_no_folder_is_said(tmp_path, capsys, monkeypatch, command):
+def test_a_path_that_is_no_folder_is_an_error(tmp_path, capsys, monkeypatch, command):
     (tmp_path / "file").write_text("")
     assert main([*command, "--cache", str(tmp_path / "file")]) == 2
     assert f"'{tmp_path / 'file'}' is a file" in capsys.readouterr().err
@@ -247,7 +247,7 @@ def unlistable(clean, monkeypatch):
     return closed
 
 
-def test_a_folder_that_cannot_be_listed_is_told_and_is_nothing_to_remove(capsys, clean, unlistable):
+def test_an_unlistable_folder_is_reported_and_not_removed(capsys, clean, unlistable):
     status, out, _ = run(capsys, "verify", cache=clean)
     assert status == 1
     assert f"{unlistable}: it cannot be listed: [Errno 13] Permission denied" in out
@@ -259,7 +259,7 @@ def test_a_folder_that_cannot_be_listed_is_told_and_is_nothing_to_remove(capsys,
     assert written(clean) == before
 
 
-def test_what_is_not_called_as_ours_is_told_and_stays(capsys, folder):
+def test_files_with_foreign_names_are_reported_and_stay(capsys, folder):
     (folder / "gpu-some" / "older-v0" / "0123-01234567.json").write_text("{")
     status, out, _ = run(capsys, "verify", cache=folder)
     assert (status, out.count("\n")) == (1, 3)
@@ -293,7 +293,7 @@ def test_a_bad_variable_that_a_command_needs_is_an_error_that_names_it(capsys, m
         assert (status, "URLs are for EJKERNEL_CACHE_LAYERS" in err) == (1, True)
 
 
-# --- what other processes do meanwhile, and what leads out of the folder ---
+# --- concurrent processes, and links out of the folder ---
 
 
 def put_meanwhile(monkeypatch, folder, where, name):
@@ -326,14 +326,14 @@ def test_an_entry_that_is_put_while_clear_asks_stays(clean, capsys, monkeypatch)
     assert PersistentCache(clean).keys() == [("gpu:some", "older@v0", "0123456789abcdef")]
 
 
-def test_clear_removes_what_is_older_alone(clean, capsys):
+def test_clear_removes_only_older_entries(clean, capsys):
     assert (
         "1 entry, 0 searches, 0 notes removed" in run(capsys, "clear", "--older-than", "30d", "--yes", cache=clean)[1]
     )
     assert len(written(clean)) == 3
 
 
-def test_clear_leaves_what_another_process_is_writing(clean, capsys):
+def test_clear_keeps_files_that_another_process_is_writing(clean, capsys):
     mine = clean / "cpu" / "op" / f".x.json.{os.getpid()}-0123abcd.tmp"
     mine.parent.mkdir(parents=True)
     mine.write_text("")

@@ -209,13 +209,13 @@ def test_a_name_that_no_file_can_have_is_a_clear_error(tmp_path, capsys, monkeyp
 @pytest.mark.parametrize("words", [["tune", "~no-such-user/x.py:step"], ["cache", "merge", "~no-such-user/x"]])
 def test_a_home_that_nobody_knows_is_a_clear_error(capsys, words):
     assert main(words) == 1
-    assert "there is no home folder that '~no-such-user/x" in capsys.readouterr().err
+    assert "the home folder in '~no-such-user/x" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
 def test_what_is_no_file_is_not_read_as_a_program(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ArgumentError, match="it is no regular file"):
+    with pytest.raises(ArgumentError, match="it is not a regular file"):
         calls_in_file(tmp_path / "pipe")
     with pytest.raises(ArgumentError, match="there is no file"):
         calls_in_file(tmp_path / "none")
@@ -227,7 +227,7 @@ def test_a_text_imports_nothing_and_runs_nothing(folder):
     (folder / "evil.mlir").write_text(text)
     status, _, err = tune(folder, "evil.mlir", *IMPORTS, "--dry-run")
     assert status == 0
-    assert "'evil.swish' may not be named here: import its module, and have" in err
+    assert "'evil.swish' may not be named here: import its module, and use" in err
     assert "(--import MODULE)" in err
     assert not (folder / "was_here").exists()
 

@@ -38,7 +38,7 @@ def run(capsys, *arguments, cache=None):
     return status, printed.out, printed.err
 
 
-def test_what_one_pushes_another_pulls(capsys, url, mine, theirs):
+def test_one_machine_pushes_and_another_pulls(capsys, url, mine, theirs):
     status, out, _ = run(capsys, "push", url, cache=mine)
     assert (status, out) == (
         0,
@@ -71,7 +71,7 @@ def test_conflicts_are_shown(capsys, mine, theirs):
     assert (conflict["ours"], conflict["stays"], conflict["why"]) == ({"rows": 99}, "ours", "ours was set by hand")
 
 
-def test_diff_says_what_differs_and_which_is_better(capsys, mine, theirs):
+def test_diff_lists_differences_and_the_better_entry(capsys, mine, theirs):
     status, out, _ = run(capsys, "diff", str(theirs), cache=mine)
     assert status == 1
     assert [line.split()[-2:] for line in out.splitlines()[1:] if "rows=13" in line] == [["-", "rows=13"]]
@@ -110,7 +110,7 @@ def test_a_damaged_copy_is_found_and_removed(capsys, url, theirs, tmp_path, monk
     assert not (tmp_path / "third" / ".layers").exists()
 
 
-def test_pull_fetches_again_what_was_damaged_here(capsys, url, theirs, tmp_path, monkeypatch):
+def test_pull_fetches_damaged_packs_again(capsys, url, theirs, tmp_path, monkeypatch):
     run(capsys, "push", url, cache=theirs)
     monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", url)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "third"))
@@ -132,7 +132,7 @@ def test_one_place_that_cannot_be_read_keeps_no_other_from_being_pulled(capsys, 
     assert "nosuchkind" in err
 
 
-def test_push_writes_again_what_was_damaged_there(capsys, url, mine, tmp_path):
+def test_push_repairs_damaged_packs(capsys, url, mine, tmp_path):
     run(capsys, "push", url, cache=mine)
     (pack,) = (tmp_path / "team").iterdir()
     whole = pack.read_bytes()
@@ -173,12 +173,12 @@ def test_a_shared_cache_is_pruned(capsys, url, mine, theirs, tmp_path):
         (("push", "no url"), "'no url' is not a URL"),
         (("pull",), "set EJKERNEL_CACHE_LAYERS"),
         (("prune", "no url"), "'no url' is not a URL"),
-        (("diff", "/nowhere/at/all"), "there is no folder /nowhere/at/all"),
-        (("merge", "/nowhere/at/all"), "there is no folder"),
+        (("diff", "/nowhere/at/all"), "the folder /nowhere/at/all does not exist"),
+        (("merge", "/nowhere/at/all"), "does not exist"),
         (("push", "nosuchkind://x"), "nosuchkind"),
     ],
 )
-def test_what_cannot_be_is_an_error_that_says_what_to_do(capsys, arguments, message):
+def test_wrong_arguments_are_errors_with_advice(capsys, arguments, message):
     pytest.importorskip("fsspec", reason="fsspec is an extra, and is not installed")
     status, _, err = run(capsys, *arguments)
     assert status == 1
@@ -187,7 +187,7 @@ def test_what_cannot_be_is_an_error_that_says_what_to_do(capsys, arguments, mess
 
 def test_of_several_layers_the_one_to_push_to_is_named(capsys, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_LAYERS", "memory://a,memory://b")
-    assert "has 2 URLs; name the one" in run(capsys, "push")[2]
+    assert "has 2 URLs; pass one of them" in run(capsys, "push")[2]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(capsys, tmp_path, monkeypatch):
@@ -198,11 +198,11 @@ def test_a_folder_that_cannot_be_made_is_an_error(capsys, tmp_path, monkeypatch)
     assert "Not a directory" in err
 
 
-# --- what other processes do meanwhile ---
+# --- concurrent processes ---
 
 
 @pytest.mark.parametrize("words", [("merge",), ("pull",)])
-def test_a_better_entry_that_is_put_meanwhile_is_not_replaced(capsys, url, mine, theirs, monkeypatch, words):
+def test_a_better_concurrent_put_is_not_replaced(capsys, url, mine, theirs, monkeypatch, words):
     run(capsys, "push", url, cache=theirs)
     judge, late = exchange.judge, []
 
@@ -218,7 +218,7 @@ def test_a_better_entry_that_is_put_meanwhile_is_not_replaced(capsys, url, mine,
     assert rows(FolderPlace(mine)) == [12, 13, 99]
 
 
-def test_a_call_that_another_process_saves_again_and_again_stays_as_it_is(capsys, mine, theirs, monkeypatch):
+def test_a_call_that_another_process_keeps_saving_is_left_alone(capsys, mine, theirs, monkeypatch):
     judge, speedups = exchange.judge, iter(range(100))
 
     def put_meanwhile(ours, other):

@@ -153,7 +153,7 @@ def test_a_flipped_byte_anywhere_is_a_miss_with_a_reason():
 
 @pytest.mark.parametrize("text", ["", '{"schema":2}', '{"schema":2}\n[]'])
 def test_a_log_without_whole_lines_is_no_log_whatever_its_digest(text):
-    with pytest.raises(UnusableError, match="no whole lines before its digest"):
+    with pytest.raises(UnusableError, match="no complete lines before its digest"):
         lines_of(sealed_lines(text).encode())
 
 

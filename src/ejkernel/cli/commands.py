@@ -182,7 +182,7 @@ def show(cache: Path | None, as_json: bool, log: str | None) -> int:
 @imports
 @as_json
 def list_(imports: tuple[str, ...], as_json: bool) -> int:
-    """List operations and implementations, and why some cannot run here.
+    """List operations, implementations, and why some cannot run here.
 
     With --import, also list the kernels of that module.
     """

@@ -31,7 +31,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.shared.layer import FOLDER
 from ejkernel.ops.config.shared.packs import SUFFIX, verify
 from ejkernel.ops.config.spaces.digest import space_digest
-from ejkernel.ops.config.staleness import UNKNOWN, Difference, differences, made_with, told
+from ejkernel.ops.config.staleness import UNKNOWN, Difference, differences, made_with, text_of_differences
 from ejkernel.ops.core.description import rebuild
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import ConfigError, DescriptionError
@@ -216,7 +216,9 @@ def run_verify(cache: Path | None, imports: tuple[str, ...], *, as_json: bool) -
         return 1 if bad else 0
     for item in bad:
         click.echo(f"{printable(item.path)}: {printable(item.problem)}")
-    for words, count in collections.Counter(told(item.stale) for item in found if item.stale).most_common():
+    for words, count in collections.Counter(
+        text_of_differences(item.stale) for item in found if item.stale
+    ).most_common():
         click.echo(f"{counted(count, 'entry', 'entries')}: {words}")
     click.echo(f"{store.path}: {_counts(counts)}; {_usable(len(found), bad)}")
     return 1 if bad else 0

@@ -17,7 +17,6 @@ from tests.kernels.attention_cases import Case
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, AttentionCall, Rules, describe, within_window
-from ejkernel.kernels.flash_attention.mosaic_gpu.backward_params import BackwardParams
 from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     heuristic,
     is_deterministic,
@@ -25,13 +24,14 @@ from ejkernel.kernels.flash_attention.mosaic_gpu.backward_support import (
     space,
     unsupported_reason,
 )
-from ejkernel.kernels.flash_attention.mosaic_gpu.backward_visibility import (
+from ejkernel.kernels.flash_attention.mosaic_gpu.params import BackwardParams
+from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import (
     Blocks,
     Visibility,
+    packed,
     ranges_of_keys,
     ranges_of_queries,
 )
-from ejkernel.kernels.flash_attention.mosaic_gpu.visibility import packed
 from ejkernel.kernels.flash_attention.reference import attention
 from ejkernel.ops import ConfigError
 
@@ -52,9 +52,9 @@ def mosaic():
     """The module of the kernels, where they can be imported."""
     if reason := compat.mosaic_gpu_reason():
         pytest.skip(reason)
-    from ejkernel.kernels.flash_attention.mosaic_gpu import backward
+    from ejkernel.kernels.flash_attention.mosaic_gpu import launch
 
-    return backward
+    return launch
 
 
 def operands_and_residuals(case, dtype="bfloat16"):
@@ -338,12 +338,12 @@ def test_the_heads_of_a_group_are_divided_where_blocks_are_few(batch, groups, pa
         ({"device_fingerprint": "gpu:nvidia_b200"}, "needs a Hopper GPU"),
         ({"partitioned": True}, "jax.shard_map"),
         ({"dtype": "float32"}, "dtype float32"),
-        ({"query": (2, 256, 4, 100)}, "query has head_dim 100, .* multiples of 8"),
+        ({"query": (2, 256, 4, 100)}, "query has head_dim 100; .* multiples of 8"),
         ({"value": (2, 256, 2, 264)}, "value has head_dim 264"),
         ({"key": (2, 0, 2, 128)}, "sizes above 0"),
-        ({"rules": Rules(scale=0.0)}, "softmax_scale"),
+        ({"rules": Rules(scale=0.0)}, "scale"),
         ({"query": (2, 256, 4, 256), "bias": (1, 4, 256, 256)}, "bias .* up to head_dim 128"),
-        ({"deterministic": True, "bias": (1, 4, 256, 256)}, r"bias has shape \(1, 4, .* deterministic rules out"),
+        ({"deterministic": True, "bias": (1, 4, 256, 256)}, r"bias has shape \(1, 4, .* deterministic=True excludes"),
     ],
 )
 def test_refusal_names_the_argument_and_the_way_out(monkeypatch, changes, words):
@@ -363,11 +363,11 @@ def test_what_the_environment_lacks_is_the_reason(monkeypatch):
     [
         ((128, 128), dataclasses.replace(FUSED, q_stages=4, dout_stages=4), "shared memory"),
         ((128, 128), dataclasses.replace(FUSED, q_block=192), "q_block must be 64 or 128"),
-        ((128, 128), dataclasses.replace(SPLIT, warpgroups=3, q_stages=1, dout_stages=1), "sums in a thread"),
+        ((128, 128), dataclasses.replace(SPLIT, warpgroups=3, q_stages=1, dout_stages=1), "accumulator registers"),
         ((64, 64), dataclasses.replace(FUSED, warpgroups=3), "cannot divide the 64 columns"),
         ((192, 128), dataclasses.replace(WIDE, q_block=128), "q_block must be 64"),
         ((256, 256), FUSED, "shared memory"),
-        ((128, 128), dataclasses.replace(FUSED, head_parts=3), "head_parts must divide the 2 heads of a group, got 3"),
+        ((128, 128), dataclasses.replace(FUSED, head_parts=3), "head_parts must divide 2, the heads of a group, got 3"),
     ],
 )
 def test_parameters_that_cannot_run_are_refused(dims, params, words):

@@ -17,7 +17,7 @@ from tests.kernels.attention_cases import Case
 
 from ejkernel import compat
 from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe, within_window
-from ejkernel.kernels.flash_attention.mosaic_gpu import _forward_plan
+from ejkernel.kernels.flash_attention.mosaic_gpu import plan
 from ejkernel.kernels.flash_attention.mosaic_gpu.forward_support import (
     heuristic,
     params_fault,
@@ -63,7 +63,7 @@ def soon_compiled():
 @pytest.fixture
 def one_multiprocessor(monkeypatch):
     """A persistent launch has one block of threads, which takes all tiles."""
-    monkeypatch.setattr(_forward_plan, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(plan, "MULTIPROCESSORS", 1)
 
 
 def described(case, dtype="bfloat16"):
@@ -73,7 +73,7 @@ def described(case, dtype="bfloat16"):
 
 def simulated(mosaic, case, params, dtype="bfloat16", operands=None):
     """Return the forward's results, simulated, and those of the reference."""
-    from ejkernel.kernels.flash_attention.mosaic_gpu.forward import forward
+    from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
 
     operands = case.operands(dtype) if operands is None else operands
     call = describe(operands, case.rules, platform="gpu", fingerprint="gpu:nvidia_h200")
@@ -185,7 +185,7 @@ SAMPLE = {
 
 
 def lower(case, params):
-    from ejkernel.kernels.flash_attention.mosaic_gpu.forward import forward
+    from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
 
     operands = jax.eval_shape(lambda: case.operands("bfloat16"))
     run = functools.partial(forward, rules=case.rules, params=params)
@@ -201,7 +201,7 @@ def test_what_the_heuristic_says_is_lowered(name):
 
 @pytest.mark.usefixtures("mosaic")
 def test_it_is_lowered_within_shard_map_and_vmap():
-    from ejkernel.kernels.flash_attention.mosaic_gpu.forward import forward
+    from ejkernel.kernels.flash_attention.mosaic_gpu.launch import forward
 
     @functools.partial(jax.vmap, in_axes=(0, None, None, None))
     def attend(query, key, value, ids):
@@ -267,10 +267,10 @@ FINE = described(Case(queries=512, keys=512, heads=4, groups=2, head_dim=128, va
         ({"device_fingerprint": "gpu:nvidia_b200"}, "needs a Hopper GPU"),
         ({"device_fingerprint": "gpu:amd_instinct_mi300x"}, "needs a Hopper GPU"),
         ({"partitioned": True}, r"jax\.shard_map"),
-        ({"query": (2, 512, 4, 264)}, "up to 256"),
-        ({"query": (2, 0, 4, 128)}, "without elements"),
+        ({"query": (2, 512, 4, 264)}, "at most 256"),
+        ({"query": (2, 0, 4, 128)}, "an array is empty"),
         ({"rules": Rules(scale=0.0)}, "scale must be positive"),
-        ({"query": (None, 512, 4, 128)}, "shapes that are numbers"),
+        ({"query": (None, 512, 4, 128)}, "static shapes"),
     ],
 )
 def test_what_does_not_run_is_refused_with_a_reason(monkeypatch, change, reason):
@@ -308,7 +308,7 @@ def test_blocks_whose_numbers_of_keys_a_copy_cannot_address_are_refused(extra):
 
 def test_heads_with_masks_of_their_own_are_not_packed():
     call = dataclasses.replace(FINE, attention_mask=(1, 4, 512, 512))
-    assert "one mask" in params_fault(call, ForwardParams(pack_heads=True, kv_block=64))
+    assert "all heads share" in params_fault(call, ForwardParams(pack_heads=True, kv_block=64))
 
 
 def test_wide_values_do_not_share_the_buffer_of_queries():

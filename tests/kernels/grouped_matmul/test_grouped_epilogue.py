@@ -135,7 +135,7 @@ def test_two_products_share_the_registers():
     lhs, rhs = jax.ShapeDtypeStruct((8192, 4096), "bfloat16"), jax.ShapeDtypeStruct((8, 4096, 4096), "bfloat16")
     call = grouped_matmul_activation.describe(lhs, rhs, jax.ShapeDtypeStruct((8,), jnp.int32), rhs, None)
     assert support.product_heuristic(call) == ProductParams(block_n=128, stages=4, out_slots=2)
-    assert "256 sums in registers" in support.product_fault(call, ProductParams(stages=2))
+    assert "256 accumulator registers" in support.product_fault(call, ProductParams(stages=2))
     assert "bytes of shared memory" in support.product_fault(call, ProductParams(block_n=128, stages=5))
     drawn = support.product_space(call).sample(np.random.default_rng(0), 20)
     assert [None] * len(drawn) == [support.product_fault(call, params) for params in drawn]

@@ -255,10 +255,10 @@ def replaced(**changes):
         ({"platform": "cpu", "device_fingerprint": "cpu:some"}, "needs a Hopper GPU"),
         ({"device_fingerprint": "gpu:nvidia_a100"}, "needs a Hopper GPU"),
         ({"partitioned": True}, r"jax\.shard_map"),
-        ({"dtype": "float32"}, "lhs has dtype float32, and 'mosaic_gpu' takes bfloat16 and float16"),
+        ({"dtype": "float32"}, "lhs has dtype float32; 'mosaic_gpu' supports bfloat16 and float16"),
         ({"out_dtype": "float64"}, "preferred_element_type is float64"),
-        ({"rows": 0}, "there are none"),
-        ({"groups": 5000}, "at most 4096 groups, and there are 5000"),
+        ({"rows": 0}, "is empty"),
+        ({"groups": 5000}, "at most 4096 groups, got 5000"),
     ],
 )
 def test_calls_that_it_does_not_run_are_refused_with_the_reason(monkeypatch, changes, words):
@@ -278,7 +278,7 @@ def test_a_call_that_it_runs_has_no_reason(monkeypatch):
     [
         ({"stages": 8}, "bytes of shared memory"),
         ({"block_n": 192, "out_slots": 2}, "out_slots must divide 3"),
-        ({"block_n": 256, "stages": 2, "rows": 256}, "256 sums in registers"),
+        ({"block_n": 256, "stages": 2, "rows": 256}, "256 accumulator registers"),
     ],
 )
 def test_parameters_that_do_not_fit_are_told_before_they_are_tried(changes, words):

@@ -128,8 +128,7 @@ def test_blocks_of_rows_must_divide_them_and_fit():
     found, operation = OPERATIONS["rms_norm"].implementations["mosaic_gpu"], OPERATIONS["rms_norm"]
     call = operation.describe(*arguments(operation, 6, 1024))
     assert (
-        found.params_fault(call, RowNormParams(block_rows=4))
-        == "block_rows must divide 6, the number of rows, and is 4."
+        found.params_fault(call, RowNormParams(block_rows=4)) == "block_rows must divide 6, the number of rows, got 4."
     )
     assert "bytes of shared memory" in found.params_fault(call, RowNormParams(block_rows=6, stages=16))
     assert all(6 % params.block_rows == 0 for params in found.space(call))
@@ -138,10 +137,10 @@ def test_blocks_of_rows_must_divide_them_and_fit():
 def test_short_rows_are_taken_sixteen_at_a_time_as_far_as_there_are_registers():
     found, operation = OPERATIONS["layer_norm"].implementations["mosaic_gpu"], OPERATIONS["layer_norm"]
     call = dataclasses.replace(operation.describe(*arguments(operation, 128, 256)), backward=True)
-    assert "take block_rows a multiple of 16, and stages 1; they are 8 and 1" in found.params_fault(
+    assert "need block_rows to be a multiple of 16 and stages=1, got 8 and 1" in found.params_fault(
         call, RowNormParams(block_rows=8, stages=1)
     )
-    assert "320 registers of a thread, and there are 256" in found.params_fault(
+    assert "320 registers per thread; 256 are available" in found.params_fault(
         call, RowNormParams(block_rows=64, stages=1)
     )
     assert "reads 32768 elements at once" in found.params_fault(
@@ -186,12 +185,12 @@ def test_parameters_are_positive_integers(wrong):
             96,
             "bfloat16",
             "gpu",
-            "rows of 96 elements, and 'mosaic_gpu' takes multiples of 64 below 512, and of 128",
+            "rows of 96 elements; 'mosaic_gpu' supports multiples of 64 below 512, and of 128",
         ),
-        (8, 256, "bfloat16", "gpu", "x has 8 rows, and of short ones 'mosaic_gpu' takes a multiple of 16; use 'xla'"),
-        (16, 448, "float32", "gpu", "rows of 448 elements, which registers do not hold"),
+        (8, 256, "bfloat16", "gpu", "x has 8 short rows; 'mosaic_gpu' supports multiples of 16; use 'xla'"),
+        (16, 448, "float32", "gpu", "rows of 448 elements, too long for registers"),
         (8, 1000, "bfloat16", "gpu", "rows of 1000 elements"),
-        (8, 65536, "bfloat16", "gpu", "which shared memory does not hold"),
+        (8, 65536, "bfloat16", "gpu", "too long for shared memory"),
         (8, 1024, "float64", "gpu", "x has dtype float64"),
         (8, 1024, "bfloat16", "tpu", "needs a Hopper GPU"),
     ],

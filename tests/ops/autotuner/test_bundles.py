@@ -266,7 +266,7 @@ def test_a_manifest_that_was_changed_is_no_bundle(twice, tmp_path):
     bundle(twice, tmp_path)
     path = tmp_path / "bundle" / "manifest.json"
     path.write_text(path.read_text().replace("000-0001.bin", "000-0002.bin"))
-    with pytest.raises(ConfigError, match="it is not what was written: its digest is another's"):
+    with pytest.raises(ConfigError, match="its content was edited or cut off: the digest does not match"):
         read_bundle(tmp_path / "bundle")
 
 

@@ -200,7 +200,7 @@ def test_whatever_a_candidate_raises_costs_that_candidate_alone(isolate):
         "raise": "ValueError: it raises",
         "interrupt": "KeyboardInterrupt: no message",
         "quit": "SystemExit: 3",
-        "unspeakable": "UnspeakableError: no message, for its __str__ raises ValueError",
+        "unspeakable": "UnspeakableError: no message, because its __str__ raises ValueError",
         "": "",
     }
 

@@ -215,13 +215,13 @@ def test_a_log_tells_why_a_search_came_out_so(flags):
     assert data.rule_fault in stored.summary()
     lines = stored.summary().splitlines()
     assert lines[2].endswith("candidates in 1.5 s; the heuristic stays: a tie")
-    assert lines[3].startswith("rows=2 order=row in a race of the two alone: 1.0 us, the heuristic 2.0 us; faster in 9")
+    assert lines[3].startswith("order=row rows=2 in a race of the two alone: 1.0 us, the heuristic 2.0 us; faster in 9")
     assert [line.partition(":")[0] for line in lines[4:-3]] == list(flags)
 
 
 def test_candidates_of_one_program_are_one_row_of_a_stored_search():
     table = loaded(dump(told_of(), {})).summary().splitlines()[-3:]
-    assert "rows=2 order=row (also rows=3 order=row, rows=4 order=row)" in table[1]
+    assert "order=row rows=2 (also order=row rows=3, order=row rows=4)" in table[1]
     assert sum("rows=" in row for row in table) == 2
 
 
@@ -426,7 +426,7 @@ def of_the_form_without_digests(text):
         (lambda text: "", "not valid JSON"),
         (lambda text: "[1, 2]\n", "not the log of a search"),
         (of_the_form_without_digests, "an older ejkernel: schema 1"),
-        (lambda text: text.replace("[2.0]", "[2.5]"), "it is not what was written"),
+        (lambda text: text.replace("[2.0]", "[2.5]"), "its content was edited or cut off"),
         (edited({"schema": SCHEMA + 1}), "newer ejkernel"),
         (edited({"surprise": 1}), "surprise"),
         (edited({"columns": ["config"]}), "columns"),
@@ -436,8 +436,8 @@ def of_the_form_without_digests(text):
         (edited({"winner": 5}), "winner"),
         (edited({"key": "odd"}), "key"),
         (edited({"key": {"device": HERE, "op": "double@v0", "call": "other"}}), "holds another key"),
-        (lambda text: text[: text.rindex('"')], "it is not what was written"),
-        (lambda text: text + "[]\n", "it is not what was written"),
+        (lambda text: text[: text.rindex('"')], "its content was edited or cut off"),
+        (lambda text: text + "[]\n", "its content was edited or cut off"),
         (lambda text: lines_with_digest(text + "[]\n"), "it has 3 lines, and should have 2"),
         (replaced("[2.0]", "[-2.0]"), "line 2: samples must be between"),
         (replaced("[2.0]", "[0.0]"), "line 2: samples must be between"),

@@ -293,7 +293,7 @@ class NotAnException(BaseException):
         (SystemExit(3), "SystemExit: 3"),
         (GeneratorExit(), "GeneratorExit: no message"),
         (NotAnException("odd"), "NotAnException: odd"),
-        (Unspeakable(), "Unspeakable: no message, for its __str__ raises ValueError"),
+        (Unspeakable(), "Unspeakable: no message, because its __str__ raises ValueError"),
         (
             ExceptionGroup("two", [ValueError("a"), Unspeakable()]),
             "ExceptionGroup: two (2 sub-exceptions): ValueError: a",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a program agree on: each rank here is a part of this process, and they share a store."""
+"""Agreement of processes. The tests simulate the ranks in this process, with a shared store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ejkernel.ops.config.agreement.decisions import Book
 
 
 class Client:
-    """JAX's client of a coordination service, of which all that there is are these values."""
+    """A fake of JAX's coordination client, which only holds these values."""
 
     def __init__(self, values):
         self.values = values
@@ -62,7 +62,7 @@ class Client:
 
 
 class Rank(contextlib.AbstractContextManager):
-    """One process: its caches, and what it knows of the decisions."""
+    """A process: its caches and its known decisions."""
 
     def __init__(self, ranks, index, **chain):
         self.ranks, self.index = ranks, index
@@ -85,7 +85,7 @@ class Rank(contextlib.AbstractContextManager):
         return jax.jit(lambda x: self.executor(kernel, x))
 
     def run(self, kernel, x):
-        """Lower and run, in a program of its own, and return the configuration that the result shows."""
+        """Lower and run in a separate program; return the configuration visible in the result."""
         with self:
             return int(np.asarray(self.program(kernel)(x)).ravel()[0])
 
@@ -118,14 +118,14 @@ def ranks(monkeypatch):
     monkeypatch.setattr(threading.Timer, "start", start)
     monkeypatch.setattr(jax, "process_index", lambda: found.now.index)
     monkeypatch.setattr(compat, "coordination_store", lambda: found.now.store)
-    monkeypatch.setattr(agreement, "book_in_force", lambda: found.now.book)
-    monkeypatch.setattr("ejkernel.ops.config.agreement.digest.book_in_force", lambda: found.now.book)
+    monkeypatch.setattr(agreement, "current_book", lambda: found.now.book)
+    monkeypatch.setattr("ejkernel.ops.config.agreement.digest.current_book", lambda: found.now.book)
     return found
 
 
 @pytest.fixture(scope="module")
 def x():
-    """An array on two devices, which a program has whose devices nobody tells."""
+    """An array on two devices, in a program that does not name its devices."""
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     return jax.device_put(jnp.ones((2, 2)), NamedSharding(mesh, PartitionSpec("a")))
 
@@ -139,7 +139,7 @@ def key_of(kernel, x):
     return Invocation(kernel=kernel, args=(x,)).key
 
 
-# --- who decides ---
+# --- the deciding process ---
 
 
 def test_the_first_to_lower_decides_whatever_the_others_remember(ranks, kernel, x):
@@ -153,7 +153,7 @@ def test_explain_names_the_process_that_decided(ranks, kernel, x):
         why = ranks[0].executor.explain(ranks[0].program(kernel), x)[0]
     assert (why.config, why.source) == (1, "agreed with process 1")
     assert [tier.tier for tier in why.tiers] == ["override", "overlay", "agreed"]
-    assert "agreed     1  (process 1 had it from its heuristic tier)" in str(why)
+    assert "agreed     1  (process 1 took it from its heuristic tier)" in str(why)
 
 
 def test_explain_decides_nothing(ranks, kernel, x):
@@ -163,7 +163,7 @@ def test_explain_decides_nothing(ranks, kernel, x):
     assert ("agreed", "the first process that lowers the call decides") in [(t.tier, t.note) for t in why.tiers]
 
 
-def test_what_is_decided_stays_whatever_is_put_or_retuned_later(ranks, kernel, x):
+def test_a_decision_stays_despite_later_puts_or_tuning(ranks, kernel, x):
     ranks[0].run(kernel, x)
     for rank in (ranks[0], ranks[1]):
         rank.chain.cache.put(key_of(kernel, x), 5)
@@ -275,7 +275,7 @@ def test_nothing_is_tuned_while_others_would_wait(ranks, kernel, x):
         assert ranks[0].run(kernel, x) == 1
 
 
-def test_a_process_that_may_not_guess_takes_what_another_decided(ranks, kernel, x):
+def test_a_process_without_heuristic_uses_the_decision_of_another(ranks, kernel, x):
     ranks[0] = {"policy": AutotunePolicy(heuristic=False)}
     with pytest.raises(NoConfigError):
         ranks[0].run(kernel, x)
@@ -321,12 +321,12 @@ def test_two_overlays_that_differ_are_an_error_also_for_a_call_that_is_decided(r
         ranks[0].run(kernel, x)
     with (
         overlay_cache({key: 4}),
-        pytest.raises(AgreementError, match=r"with 3 \(from overlay .* with 4 \(from overlay"),
+        pytest.raises(AgreementError, match=r"with 3 \(from overlay .* use 4 \(from overlay"),
     ):
         ranks[1].run(kernel, x)
 
 
-def test_who_enters_an_overlay_first_hears_of_those_that_do_not_follow(ranks, kernel, x, caplog):
+def test_the_first_process_in_an_overlay_logs_the_processes_that_do_not_follow(ranks, kernel, x, caplog):
     for rank in (ranks[0], ranks[1]):
         rank.run(kernel, x)
     with overlay_cache({key_of(kernel, x): 3}):
@@ -334,8 +334,8 @@ def test_who_enters_an_overlay_first_hears_of_those_that_do_not_follow(ranks, ke
         (timer,) = ranks.timers
         with ranks[0]:
             timer.function(*timer.args)
-        assert "process 0 runs it with 3 (from overlay" in caplog.text
-        assert caplog.text.endswith("which these processes have not: 1\n")
+        assert "process 0 has run it with 3 (from overlay" in caplog.text
+        assert caplog.text.endswith("but these processes have not: 1\n")
         caplog.clear()
         ranks[1].run(kernel, x)
     with ranks[0]:
@@ -350,7 +350,7 @@ def test_overlays_that_speak_of_other_calls_do_not_matter(ranks, kernel, x):
     assert ranks[1].run(kernel, x) == 1
 
 
-def test_an_overlay_that_says_what_is_decided_anyway_is_no_error(ranks, kernel, x):
+def test_an_overlay_with_the_decided_configuration_is_no_error(ranks, kernel, x):
     ranks[0].run(kernel, x)
     with overlay_cache({key_of(kernel, x): 1}):
         assert ranks[1].run(kernel, x) == 1
@@ -386,7 +386,9 @@ def test_a_configuration_with_fields_that_a_process_does_not_know_is_an_error(ra
     decided = next(name for name in ranks.values if name.startswith("ejkernel/decided/"))
     newer = dataclasses.replace(ranks[0].book.find(decided.split("/")[2]), config={"factor": 1, "newer": 2})
     ranks.values[decided] = stable_json(newer)
-    with pytest.raises(AgreementError, match=r"process 0 decided for all cannot be used here: .*newer.*same version"):
+    with pytest.raises(
+        AgreementError, match=r"process 0 decided for all processes cannot be used .*newer.*same version"
+    ):
         ranks[1].run(typed, x)
 
 
@@ -445,7 +447,7 @@ def test_a_service_that_fails_is_an_error_that_names_it(ranks, kernel, x, monkey
         raise RuntimeError("UNAVAILABLE: the leader died")
 
     monkeypatch.setattr(Client, "key_value_try_get", fails)
-    with pytest.raises(AgreementError, match="JAX's coordination service, which process 0 runs, fails: UNAVAILABLE"):
+    with pytest.raises(AgreementError, match=r"JAX's coordination service \(in process 0\) failed: UNAVAILABLE"):
         ranks[0].run(kernel, x)
 
 
@@ -460,12 +462,12 @@ def test_without_a_service_each_process_chooses_and_says_so(ranks, kernel, x, mo
     def missing():
         raise LookupError("jax.distributed.initialize() was not called")
 
-    monkeypatch.setattr(agreement, "book_in_force", missing)
+    monkeypatch.setattr(agreement, "current_book", missing)
     with pytest.warns(AgreementWarning, match=r"cannot agree .*initialize\(\) was not called"):
         assert ranks[0].run(kernel, x) == 1
 
 
-def test_a_version_of_jax_that_has_no_such_store_is_told_from_a_missing_service(monkeypatch):
+def test_a_jax_without_the_store_is_distinguished_from_a_missing_service(monkeypatch):
     from jax._src import distributed
 
     with pytest.raises(LookupError, match=r"initialize\(\) was not called"):
@@ -508,7 +510,7 @@ def test_a_process_without_others_has_used_nothing():
         configuration_digest(1)
 
 
-def test_what_is_compared_must_be_a_digest(ranks):
+def test_difference_requires_a_digest(ranks):
     with ranks[0], pytest.raises(ArgumentError, match="other must be a ConfigurationDigest"):
         configuration_digest().difference("0123456789abcdef")
     with ranks[0], pytest.raises(ArgumentError, match="process must be the index"):

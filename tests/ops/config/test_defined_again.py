@@ -94,7 +94,8 @@ def test_an_overlay_of_the_class_before_is_a_miss():
 
 def test_an_entry_that_the_class_before_saved_is_a_miss(tmp_path):
     (before, old), (after, new) = first_cell(), second_cell()
-    PersistentCache(tmp_path).put(invocation(before).key, old())
+    with pytest.warns(CacheWarning, match=r"get\(\) will not find"):
+        PersistentCache(tmp_path).put(invocation(before).key, old())
     chain = ConfigSelectorChain(ConfigCache(), PersistentCache(tmp_path))
     with pytest.warns(CacheWarning, match="ignoring"):
         assert chain.resolve(invocation(after), after).config == new()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of a cache is removed only if it is the one that was judged, and links inside a cache lead nowhere."""
+"""A cache file is removed only if it has not changed since it was judged, and links inside a cache are not followed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_put_between_comparison_and_removal_stays_where_locks_reach_no_other_m
     assert os.listdir(file.parent) == [file.name]
 
 
-def test_what_a_killed_command_renamed_aside_is_put_back_unless_there_is_a_later_put(cache, file):
+def test_files_renamed_aside_by_a_killed_command_are_restored_unless_replaced(cache, file):
     aside = file.with_name(f".{file.name}.123-0123abcd.aside")
     file.rename(aside)
     restore_aside(cache.path, file.parent)
@@ -133,7 +133,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(cache, file, monkey
 
 @pytest.fixture
 def outside(tmp_path, cache):
-    """Another cache with an entry of the same key; a folder of this one is a link to its."""
+    """Another cache with an entry of the same key; a folder of this cache links to it."""
     other = PersistentCache(tmp_path / "outside", shipped=False)
     other.put(KEY, {"rows": 7})
     return other
@@ -141,7 +141,7 @@ def outside(tmp_path, cache):
 
 @pytest.fixture(params=["the device's folder", "the operation's folder"])
 def linked(request, cache, outside, tmp_path):
-    """A cache whose folder for the key leads into the other one."""
+    """A cache with a link as the key's folder, into the other cache."""
     made = PersistentCache(tmp_path / "linked", shipped=False)
     device, op, _ = location(KEY)
     parts = (device,) if "device" in request.param else (device, op)
@@ -169,7 +169,7 @@ def test_a_linked_file_is_not_read_and_is_replaced_itself(cache, file, outside):
     target = outside.path.joinpath(*location(KEY))
     file.unlink()
     file.symlink_to(target)
-    with pytest.warns(CacheWarning, match="a link, which is not followed"):
+    with pytest.warns(CacheWarning, match="not a regular file but a link"):
         assert cache.get(KEY) is None
     cache.put(KEY, {"rows": 8})
     assert (cache.get(KEY), outside.get(KEY), file.is_symlink()) == ({"rows": 8}, {"rows": 7}, False)

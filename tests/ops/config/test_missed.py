@@ -68,7 +68,7 @@ def operations(found):
 # --- in memory ---
 
 
-def test_what_the_heuristic_answered_is_listed_forward_and_backward(store):
+def test_calls_answered_by_the_heuristic_are_listed_forward_and_backward(store):
     run = executor(store)
     jax.jit(jax.grad(lambda x: run(TIMES, x).sum())).lower(X)
     assert operations(missed()) == ["times.bwd@v0"]
@@ -76,7 +76,7 @@ def test_what_the_heuristic_answered_is_listed_forward_and_backward(store):
     assert operations(missed()) == ["times.bwd@v0", "times@v0"]
 
 
-def test_what_was_measured_or_given_is_not_listed(store):
+def test_measured_and_given_configurations_are_not_listed(store):
     run = executor(store)
     run.chooser.remember(Invocation(kernel=TIMES, args=(X,)).key, 3)
     run(TIMES, X)
@@ -84,7 +84,7 @@ def test_what_was_measured_or_given_is_not_listed(store):
     assert missed() == {}
 
 
-def test_what_the_forward_answered_for_is_listed(store):
+def test_backward_calls_answered_by_the_forward_are_listed(store):
     run = executor(store)
     run.chooser.remember(Invocation(kernel=TIMES, args=(X,)).key, 3)
     jax.jit(jax.grad(lambda x: run(TIMES, x).sum())).lower(X)
@@ -104,7 +104,7 @@ def test_the_list_is_in_the_form_that_is_tuned(store):
     assert missed() == {}
 
 
-def test_the_list_is_apart_from_what_was_recorded(store):
+def test_missed_calls_are_separate_from_recorded_calls(store):
     executor(store)(TIMES, X)
     assert get_invocations() == {}
 
@@ -117,7 +117,7 @@ def test_no_file_is_written_by_default(store):
     assert not store.path.exists()
 
 
-def test_a_note_says_which_call_was_missed_when_and_by_whom(store, notes):
+def test_a_note_holds_the_call_the_time_and_the_tier(store, notes):
     inv = Invocation(kernel=TIMES, args=(X,))
     notes.put(inv, "heuristic")
     (note,) = notes.entries()
@@ -174,7 +174,7 @@ def test_notes_are_no_entries_of_the_cache(store, notes):
     assert store.keys() == []
 
 
-def test_what_is_tuned_later_in_the_process_loses_its_note(store):
+def test_tuning_a_call_later_removes_its_note(store):
     run = executor(store, note_misses=True)
     run(TIMES, X)
     autotune_recorded(missed(), run)
@@ -203,9 +203,9 @@ def test_a_note_is_removed(notes):
 def test_a_folder_that_cannot_be_written_is_one_warning(store):
     store.path.parent.joinpath("cache").write_text("a file")
     run = executor(store, note_misses=True)
-    with pytest.warns(CacheWarning, match="missed calls cannot be noted") as caught:
+    with pytest.warns(CacheWarning, match="cannot write notes of missed calls to") as caught:
         run(TIMES, X)
-    assert len([w for w in caught if "noted" in str(w.message)]) == 1
+    assert len([w for w in caught if "missed calls" in str(w.message)]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(TIMES, X[:2])
@@ -225,7 +225,7 @@ def changed(**fields):
         (changed(processes="many"), "expected int"),
         (changed(processes=10**4000), "it counts int"),
         (changed(run="me"), "no such field"),
-        (lambda text: text.replace('"processes": 1', '"processes": 2'), "it is not what was written"),
+        (lambda text: text.replace('"processes": 1', '"processes": 2'), "its content was edited or cut off"),
         (lambda text: text + " " * (1 << 20), "more than"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_function_is_explained_where_a_miss_is_an_error(monkeypatch):
     assert why.tiers[-1].note == "the policy does not allow it (heuristic=False)"
 
 
-def test_a_call_whose_miss_is_an_error_says_what_it_was_and_is_noted_all_the_same(monkeypatch):
+def test_a_miss_that_is_an_error_names_the_call_and_is_noted(monkeypatch):
     monkeypatch.setenv("EJKERNEL_ON_MISS", "error")
     monkeypatch.setenv("EJKERNEL_NOTE_MISSES", "1")
     set_default_executor(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package ships: where it is looked for, whom it serves, and what is said of it."""
+"""Shipped configurations: lookup, sister devices, and messages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def said(chain, inv):
     return {consulted.tier: consulted for consulted in chain.consult(inv, inv.kernel)}
 
 
-def test_what_is_shipped_for_the_device_comes_after_what_was_saved(chain_with, inv):
+def test_shipped_configurations_rank_after_saved_ones(chain_with, inv):
     chain = chain_with(inv.key.device, 8)
     found = said(chain, inv)["shipped"]
     assert found.resolution.config == Tile(8)
@@ -107,7 +107,7 @@ def test_a_search_comes_before_a_sisters(chain_with, inv):
 
 
 @pytest.mark.parametrize("device", [None, H200])
-def test_what_would_not_run_here_is_left_out_and_explained(chain_with, inv, device):
+def test_a_shipped_configuration_that_cannot_run_is_skipped_and_explained(chain_with, inv, device):
     chain = chain_with(device or inv.key.device, 1000)
     call = inv if device is None else dataclasses.replace(inv, device=H100)
     found = said(chain, call)

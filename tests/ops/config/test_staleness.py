@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured with other versions: what an entry says of that, and what the policy makes of it."""
+"""Entries of other versions: their differences, and the actions of the policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ejkernel.settings import Settings
 
 
 class Spaced(Kernel):
-    """A kernel whose space is what it is given."""
+    """A kernel with a given space."""
 
     def __init__(self, space):
         super().__init__("spaced")
@@ -74,7 +74,7 @@ def resolved(cache, inv, **actions):
     return found.config, found.source
 
 
-def test_an_entry_says_what_it_was_measured_with():
+def test_an_entry_records_its_versions():
     found = made_with(entry(jax="1", jaxlib="2", driver="3"))
     assert found == {"jax": "1", "jaxlib": "2", "driver": "3", "space": "unknown"}
 
@@ -87,16 +87,16 @@ def test_an_entry_that_does_not_say_is_unknown_and_differs_from_nothing(cache, i
     assert resolved(cache, inv, jax="refuse", jaxlib="refuse", driver="refuse", space="refuse") == (2, "persistent")
 
 
-def test_differences_name_what_is_here(monkeypatch):
+def test_differences_name_the_current_version(monkeypatch):
     monkeypatch.setattr(staleness, "driver_of", lambda device: "580.1")
     found = differences(entry(jax="0.0.1", driver="570.2"), None)
     assert {difference.field for difference in found} == {"jax", "driver"}
-    assert "measured with driver 570.2, not 580.1" in staleness.told(found)
-    assert str(Difference("space", "a", "b")) == "its space has changed since"
+    assert "measured with driver 570.2, not 580.1" in staleness.text_of_differences(found)
+    assert str(Difference("space", "a", "b")) == "its search space has changed since"
 
 
 @pytest.mark.parametrize("field", ["jax", "jaxlib"])
-def test_the_policy_says_what_becomes_of_it(cache, inv, field):
+def test_the_policy_determines_the_action(cache, inv, field):
     save(cache, inv, **{field: "0.0.1"})
     assert resolved(cache, inv) == (2, "persistent")
     assert resolved(cache, inv, **{field: "retune"}) == (2, "stale")
@@ -123,7 +123,7 @@ ON_MISS = {
 
 
 @pytest.mark.parametrize(("stale", "on_miss"), ON_MISS)
-def test_what_becomes_of_a_stale_entry_on_each_kind_of_miss(cache, inv, monkeypatch, stale, on_miss):
+def test_a_stale_entry_under_each_miss_policy(cache, inv, monkeypatch, stale, on_miss):
     save(cache, inv, jax="0.0.1")
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(cache.path))
     monkeypatch.setenv("EJKERNEL_STALE", stale)
@@ -147,13 +147,13 @@ class Heuristically:
         return SimpleNamespace(config=1, interrupted=False, summary_data=dict)
 
 
-def test_an_error_says_once_what_is_saved_and_survives_pickling():
+def test_an_error_names_the_saved_entry_once_and_survives_pickling():
     error = NoConfigError("op", ("memory", "persistent"), "", "measured with jax 1, not 2: the policy says refuse")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert "What is saved" not in str(NoConfigError("op", ("memory",)))
 
 
-def test_what_is_to_be_tuned_anew_is_tuned_where_that_is_allowed_and_noted_as_missed(cache, inv):
+def test_a_call_to_retune_is_tuned_if_allowed_and_noted_as_missed(cache, inv):
     save(cache, inv, jax="0.0.1")
     policy = AutotunePolicy(stale=StalePolicy(jax="retune"), note_misses=True)
     ConfigSelectorChain(persistent=cache, policy=policy).resolve(inv, KERNEL)
@@ -178,7 +178,7 @@ def test_explain_says_which_and_why(cache, inv):
     chain = ConfigSelectorChain(persistent=cache)
     said = {c.tier: c.note for c in chain.consult(inv, KERNEL)}
     assert "measured with jax 0.0.1, not" in said["persistent"]
-    assert "its space has changed since" in said["persistent"]
+    assert "its search space has changed since" in said["persistent"]
     chain.policy = AutotunePolicy(stale=StalePolicy(jax="refuse"))
     said = {c.tier: c.note for c in chain.consult(inv, KERNEL)}
     assert said["persistent"].endswith("the policy says refuse")
@@ -204,7 +204,7 @@ def digest(space):
     return space_digest(Spaced(space), Invocation(kernel=KERNEL, args=(jnp.ones(4),)))
 
 
-def test_a_digest_is_of_what_is_in_the_space():
+def test_a_digest_depends_on_the_content_of_the_space():
     assert digest([1, 2]) == digest([2, 1])
     assert digest([1, 2]) != digest([1, 2, 3])
     axes = {"rows": [1, 2, 4], "stages": range(1, 4)}
@@ -213,7 +213,7 @@ def test_a_digest_is_of_what_is_in_the_space():
     assert digest(ConfigSpace(axes)) != digest(ConfigSpace(axes, constraints=lambda rows, stages: rows * stages < 9))
 
 
-def test_a_space_that_cannot_be_told_has_no_digest():
+def test_a_space_that_cannot_be_evaluated_has_no_digest():
     assert digest([object()]) is None
 
     class Fails(Spaced):
@@ -246,7 +246,7 @@ def test_a_bad_variable_is_an_error(text):
 
 
 @pytest.mark.parametrize("text", ["jax=retune,jax=refuse", "jax=retune, JAX = use", "jax=use,driver=use,jax=use"])
-def test_what_is_said_twice_of_one_difference_is_an_error(text):
+def test_two_actions_for_one_difference_are_an_error(text):
     with pytest.raises(ConfigError, match=r"EJKERNEL_STALE must .*got"):
         _ = Settings({"EJKERNEL_STALE": text}).stale
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole: what is kept when processes and machines end, and what is tidied up after them."""
+"""Atomic writes: durability, and clean-up of abandoned temporary files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.errors import CacheWarning
 
 KEY = ConfigKey("gpu:nvidia_h200", "matmul@v1", "0123456789abcdef")
-SYNC = _writing._sync  # of which the tests have another
+SYNC = _writing._sync  # the tests replace it
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """What is brought to the disk, and renamed, in this order."""
+    """The synced and renamed files, in order."""
     found = []
     replace = os.replace
 
@@ -43,7 +43,7 @@ def steps(monkeypatch):
 
 
 def beside(file, pid=1, age=0.0, text="half"):
-    """What a process left that was ended while it wrote."""
+    """The temporary file of a process killed during a write."""
     file.parent.mkdir(parents=True, exist_ok=True)
     left = file.with_name(f".{file.name}.{pid}-0123abcd.tmp")
     left.write_text(text, encoding="utf-8")
@@ -52,7 +52,7 @@ def beside(file, pid=1, age=0.0, text="half"):
     return left
 
 
-# --- what is on the disk ---
+# --- durability ---
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_put_returns(steps, tmp_path):
@@ -69,13 +69,13 @@ def test_the_names_of_new_folders_are_kept_too(steps, tmp_path):
     assert set(steps[2:]) == {tmp_path, tmp_path / "device", tmp_path / "device" / "op"}
 
 
-def test_what_need_not_be_durable_waits_for_nothing(steps, tmp_path):
+def test_a_write_that_is_not_durable_does_not_sync(steps, tmp_path):
     write_file(tmp_path / "file.json", "text", durable=False)
     assert steps == [("renamed", tmp_path / "file.json")]
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
-def test_a_file_system_that_cannot_do_that_does_what_it_can(monkeypatch, tmp_path, number):
+def test_a_file_system_without_fsync_is_no_error(monkeypatch, tmp_path, number):
     monkeypatch.setattr(_writing, "_sync", SYNC)
     monkeypatch.setattr(_writing.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(number, "cannot")))
     write_file(tmp_path / "file.json", "text")
@@ -105,10 +105,10 @@ def test_a_disk_that_fails_is_a_warning_and_memory(monkeypatch, tmp_path):
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
 
 
-# --- what others left ---
+# --- abandoned temporary files ---
 
 
-def test_what_was_left_long_ago_is_removed_by_the_first_write_into_its_folder(tmp_path):
+def test_old_temporary_files_are_removed_by_the_first_write_into_their_folder(tmp_path):
     file = tmp_path / "file.json"
     old, new = beside(file, 1, age=LEFT_OVER + 60), beside(file, 2, age=LEFT_OVER - 60)
     mine = tmp_path / ".mine.tmp"
@@ -129,16 +129,16 @@ def test_the_clock_that_counts_is_the_file_system_s(tmp_path):
     assert remove_left_over(tmp_path / "none", 0.0) == 0
 
 
-def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog):
+def test_a_temporary_file_that_cannot_be_removed_does_not_block_others(tmp_path, caplog):
     left = beside(tmp_path / "z.json")
     (tmp_path / ".a.json.1-0123abcd.tmp").mkdir()
     with caplog.at_level("INFO"):
         assert remove_left_over(tmp_path, left.stat().st_mtime + 2 * LEFT_OVER) == 1
     assert not left.exists()
-    assert "what another process left stays there" in caplog.text
+    assert "an abandoned temporary file cannot be removed" in caplog.text
 
 
-def test_a_process_whose_file_was_taken_for_left_over_writes_it_again(monkeypatch, tmp_path):
+def test_a_process_rewrites_a_temporary_file_that_was_removed_as_abandoned(monkeypatch, tmp_path):
     replace, taken = os.replace, []
 
     def take(source, target):
@@ -153,7 +153,7 @@ def test_a_process_whose_file_was_taken_for_left_over_writes_it_again(monkeypatc
     assert len(list(tmp_path.iterdir())) == 1
 
 
-# --- processes that are killed ---
+# --- killed processes ---
 
 KILLED = """
 import os, signal, sys, warnings
@@ -185,7 +185,7 @@ for round in range(25):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_what_was_put_is_there_however_the_process_ends(tmp_path):
+def test_stored_entries_survive_killed_processes(tmp_path):
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
@@ -202,7 +202,7 @@ def test_what_was_put_is_there_however_the_process_ends(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="no /proc")
-def test_what_a_dead_writer_of_this_machine_left_is_removed_at_once(tmp_path):
+def test_temporary_files_of_a_dead_writer_on_this_machine_are_removed_at_once(tmp_path):
     dead = _pid_of_none()
     machine = _writing._this_machine()
     gone = tmp_path / f".a.json.{dead}-{machine}0123abcd.tmp"
@@ -213,7 +213,7 @@ def test_what_a_dead_writer_of_this_machine_left_is_removed_at_once(tmp_path):
     assert remove_left_over(tmp_path, alive.stat().st_mtime) == 1
     assert not gone.exists()
     assert alive.exists()
-    assert elsewhere.exists()  # of another machine, whose processes are not known here
+    assert elsewhere.exists()  # of another machine, with unknown processes
 
 
 def _pid_of_none():

@@ -88,7 +88,7 @@ def test_an_overlay_that_one_enters_is_an_error_there(ranks):
     error = others.pop(1)
     assert others == ["lowered"] * len(others)
     assert "odd_one@v0:" in error
-    assert "1 (from no overlay), and process 1 would with 5 (from overlay " in error
+    assert "1 (from no overlay), but process 1 would use 5 (from overlay " in error
 
 
 def test_what_is_decided_outlives_a_change_of_the_caches(ranks):

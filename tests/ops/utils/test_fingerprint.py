@@ -112,11 +112,11 @@ def spread(spec, axis_type=AxisType.Auto):
 
 
 @pytest.mark.parametrize("array", [X, jnp.ones(3), jax.ShapeDtypeStruct((3,), "float32"), 1, None], ids=repr)
-def test_what_lies_in_one_place_is_unsharded(array):
+def test_an_array_on_one_device_is_unsharded(array):
     assert sharding_fingerprint(array) == "unsharded"
 
 
-def test_what_is_replicated_is_unsharded():
+def test_a_replicated_array_is_unsharded():
     assert sharding_fingerprint(spread(PartitionSpec())) == "unsharded"
 
 

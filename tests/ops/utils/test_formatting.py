@@ -30,11 +30,11 @@ def test_batch_sizes_are_shown_outermost_first():
 
 
 @pytest.mark.parametrize("call", [None, "text", {}, {"args": 3, "kwargs": [1], "steps": 1}, {"args": [{"array": 1}]}])
-def test_nothing_is_said_of_what_is_no_call(call):
+def test_values_that_are_no_calls_give_an_empty_text(call):
     assert arguments(call) == ""
 
 
-def test_a_configuration_shows_what_is_set():
+def test_a_configuration_shows_only_its_set_fields():
     @dataclasses.dataclass
     class Inner:
         rows: int = 3
@@ -140,5 +140,5 @@ def test_a_configuration_reads_the_same_from_memory_and_from_a_file():
     assert compact(config) == compact(saved) == "block=64 warps=4 bwd(a=2 z=1)"
 
 
-def test_what_is_not_plain_data_is_shown_as_it_is():
+def test_values_that_are_not_plain_data_are_shown_by_repr():
     assert compact({1}) == "{1}" or compact(object).startswith("<class")

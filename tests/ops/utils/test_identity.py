@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of static values: equal for those of one type, bits and structure, and for nothing else."""
+"""Identity of static values: equal only for the same type, bits and structure."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Slotted:
 
 
 class ByContent:
-    """Compares and hashes by what it holds, in a slot whose name is mangled."""
+    """Compares and hashes by content, in a slot with a mangled name."""
 
     __slots__ = ("__value", "__weakref__")
 
@@ -117,7 +117,7 @@ def function(x):
 
 
 def parts(value):
-    """Return type and content of plain data, floats as their bits; what two values must agree in to be the same."""
+    """Return type and content of plain data, with the bits of floats. Equal results mean equal values."""
     if isinstance(value, tuple | frozenset):
         return type(value), type(value)(parts(item) for item in value)
     if isinstance(value, float):
@@ -142,7 +142,7 @@ def test_identities_are_equal_exactly_for_values_of_one_type_bits_and_structure(
 
 @pytest.mark.slow
 @given(data, data)
-def test_what_holds_a_value_is_told_apart_as_the_value_is(left, right):
+def test_containers_are_distinguished_by_their_values(left, right):
     same = identity(left) == identity(right)
     for hold in (Frozen, Slotted, functools.partial(Pair, 1), functools.partial(functools.partial, function)):
         assert (identity(hold(left)) == identity(hold(right))) == same
@@ -195,7 +195,7 @@ def test_a_value_that_is_made_again_is_the_same(value):
         (Mutable(1), Mutable(1)),
     ],
 )
-def test_values_that_may_compute_differently_are_told_apart(left, right):
+def test_values_that_may_compute_differently_are_distinguished(left, right):
     assert identity(left) != identity(right)
     assert identity((left,)) != identity((right,))
     assert token_of(left) != token_of(right)
@@ -222,7 +222,7 @@ def test_values_that_may_compute_differently_are_told_apart(left, right):
 )
 def test_values_that_are_made_anew_each_time_are_the_same(make):
     first, second = make(), make()
-    if type(first).__name__ == "PjitFunction":  # an object of its own each time
+    if type(first).__name__ == "PjitFunction":  # a new object each time
         second = first
     assert identity(first) == identity(second)
     assert token_of(first) == token_of(second)
@@ -231,7 +231,7 @@ def test_values_that_are_made_anew_each_time_are_the_same(make):
 PLAIN = Plain()
 
 
-def test_methods_of_one_object_are_told_apart_by_name():
+def test_methods_of_one_object_are_distinguished_by_name():
     assert identity(PLAIN.method) != identity(PLAIN.other)
 
 
@@ -254,7 +254,7 @@ def test_methods_of_one_object_are_told_apart_by_name():
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("hold", [lambda value: value, Frozen, functools.partial(functools.partial, function)])
-def test_what_changed_is_another_value(hold, value, change):
+def test_a_changed_value_has_another_identity(hold, value, change):
     value = copy.copy(value)
     held = hold(value)
     before = identity(held), token_of(held)
@@ -264,7 +264,7 @@ def test_what_changed_is_another_value(hold, value, change):
     assert token_of(held) != before[1]
 
 
-def test_what_a_mapping_proxy_shows_may_change():
+def test_the_content_of_a_mapping_proxy_may_change():
     shown = {"a": 1}
     held = functools.partial(function, types.MappingProxyType(shown))
     before = token_of(held)
@@ -299,7 +299,7 @@ def test_by_is_does_not_ask_the_object():
     assert by_is(1000) != by_is(int("1000"))
 
 
-def test_a_reference_to_what_is_gone_equals_itself_alone(collect):
+def test_a_dead_reference_equals_only_itself(collect):
     one = Plain()
     first, second = by_is(one), by_is(one)
     assert first == second
@@ -320,11 +320,11 @@ def test_the_token_of_an_object_that_cannot_be_referred_to_is_remembered():
     assert token_of(one) == token_of(Slotted(1))
 
 
-def test_tokens_of_many_such_objects_differ_where_one_follows_another_at_its_address():
+def test_tokens_of_objects_with_a_reused_address_differ():
     assert len({token_of(Slotted(number)) for number in range(500)}) == 500
 
 
-def test_such_an_object_does_not_keep_what_it_holds_alive(collect):
+def test_an_object_with_a_token_does_not_keep_its_content_alive(collect):
     one = Plain()
     reference, token = weakref.ref(one), token_of(Slotted(one))
     del one
@@ -345,7 +345,7 @@ def test_neither_identity_nor_token_keeps_an_object_alive(collect):
 
 
 class Static:
-    """A node of a pytree that is static as a whole, and compares by content."""
+    """A fully static pytree node, compared by content."""
 
     def __init__(self, value):
         self.value = value
@@ -360,7 +360,7 @@ class Static:
 @pytest.mark.parametrize(
     ("left", "right"), [(0.0, -0.0), (1, True), ((1,), (1.0,)), (Plain(1), Plain(True)), (function, lambda x: x)]
 )
-def test_data_of_a_node_is_told_apart_by_type_and_bits_though_jax_goes_by_equality(left, right):
+def test_node_data_is_distinguished_by_type_and_bits_although_jax_uses_equality(left, right):
     node = object()
     assert identity_of_node(node, left) != identity_of_node(node, right)
     assert identity_of_node(Static(left), Static(left)) != identity_of_node(Static(right), Static(right))
@@ -374,7 +374,7 @@ def test_data_of_a_node_is_the_same_when_it_is_made_anew():
     assert identity_of_node(node, Static(1)) == identity_of_node(node, Static(1))
 
 
-def test_a_table_by_object_goes_by_identity_and_lets_go_of_what_is_gone(collect):
+def test_a_table_per_object_uses_identity_and_drops_dead_objects(collect):
     table, members = PerObject(list), IdentitySet()
     one, other = AlwaysEqual(), AlwaysEqual()
     assert table.of(one) is table.of(one)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances of a class are alive."""
+"""The live instances of a class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_instances_are_listed_in_the_order_of_their_making():
     assert [thing for thing in living(Thing) if thing in things] == things
 
 
-def test_an_instance_that_nobody_holds_is_gone(collect):
+def test_an_unreferenced_instance_is_removed(collect):
     thing = Thing("gone")
     del thing
     collect()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be named: what is marked, and what signatures, defaults and fields declare."""
+"""Nameable objects: marked objects, and objects declared by signatures, defaults and fields."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def made(name):
     return dataclasses.dataclass(type(name, (), {"__module__": HERE, "__annotations__": {"rows": int}}))
 
 
-def test_what_is_marked_is_found_by_the_name_that_descriptions_give_it():
+def test_a_marked_object_is_found_by_its_name_in_descriptions():
     for thing in (nameable(function), nameable(Colour), nameable(jax.nn)):
         name = thing.__name__ if thing is jax.nn else f"{HERE}.{thing.__qualname__}"
         assert marked(name) is thing
@@ -116,7 +116,7 @@ def test_the_latest_of_a_name_counts():
     [lambda x: x, functools.partial(function), 3, "name", Outer()],
     ids=["lambda", "partial", "number", "text", "object"],
 )
-def test_what_has_no_name_cannot_be_marked(thing):
+def test_an_object_without_a_name_cannot_be_marked(thing):
     with pytest.raises(KernelError, match="nameable takes a function or class at the top level"):
         nameable(thing)
 
@@ -169,7 +169,7 @@ def test_annotations_declare_the_classes_in_them(annotation):
     assert "Colour" in found_in(run)
 
 
-def test_a_new_type_declares_what_it_stands_for():
+def test_a_new_type_declares_its_supertype():
     def run(self, x: Named): ...
 
     assert "Alone" in found_in(run)
@@ -197,7 +197,7 @@ def test_an_annotation_that_cannot_be_resolved_declares_nothing_and_harms_no_oth
         ("os.system", set()),
     ],
 )
-def test_defaults_declare_what_they_are_made_of(default, names):
+def test_defaults_declare_their_types_and_functions(default, names):
     def run(self, x, y=default): ...
 
     assert found_in(run) == names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes from elsewhere, made fit to be printed."""
+"""Untrusted text made printable."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def is_harmless(text):
         ("\ud800\x9b\U000e0041", r"\ud800\x9b\U000e0041"),
     ],
 )
-def test_what_is_not_printable_is_shown_as_python_would_write_it(text, shown):
+def test_unprintable_characters_become_python_escapes(text, shown):
     assert printable(text) == shown
 
 
 @given(any_text)
-def test_one_line_is_printable_and_stays_as_it_is(text):
+def test_printable_text_is_one_line_and_unchanged_by_a_second_call(text):
     shown = printable(text)
     assert shown.isprintable()
     assert printable(shown) == shown

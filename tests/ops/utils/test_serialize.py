@@ -139,7 +139,7 @@ json_values = st.recursive(
 
 
 def refused(text, cls):
-    """Return the message with which `text` is refused as a `cls`."""
+    """Return the error message for decoding `text` as a `cls`."""
     with pytest.raises(SerializationError) as caught:
         from_json(text, cls)
     return str(caught.value)
@@ -298,7 +298,7 @@ def test_an_annotation_that_cannot_be_resolved_is_a_clear_error():
     ],
     ids=str,
 )
-def test_an_annotation_says_what_is_read(cls, text, value):
+def test_the_annotation_determines_the_decoded_type(cls, text, value):
     out = from_json(text, cls)
     assert (type(value), value) == (type(out), out)
 
@@ -354,7 +354,7 @@ def test_to_json_is_indented_and_sorted():
     assert to_json({"b": 1, "a": "é"}) == '{\n  "a": "é",\n  "b": 1\n}'
 
 
-# --- what cannot be written ---
+# --- values that cannot be encoded ---
 
 
 class Opaque:
@@ -383,7 +383,7 @@ class Opaque:
     ],
 )
 @pytest.mark.parametrize("write", [to_data, to_json, stable_json])
-def test_what_has_no_json_form_is_an_error_with_its_path(write, value, message):
+def test_a_value_without_a_json_form_is_an_error_with_its_path(write, value, message):
     with pytest.raises(SerializationError, match=r"^\$\.fwd\[1\]: ") as caught:
         write({"fwd": [0, value]})
     assert message in str(caught.value)
@@ -404,7 +404,7 @@ def test_the_path_goes_through_dataclasses_and_named_tuples():
 def test_a_container_that_holds_itself_is_an_error():
     loop: list[object] = []
     loop.append(loop)
-    with pytest.raises(SerializationError, match="or a container that holds itself"):
+    with pytest.raises(SerializationError, match="or a container that contains itself"):
         to_data(loop)
 
 
@@ -422,7 +422,7 @@ def test_other_mappings_and_subclasses_of_built_ins_are_written():
     assert str is type(data["a"])
 
 
-# --- what cannot be read ---
+# --- text that cannot be decoded ---
 
 
 @given(outers, st.lists(st.sampled_from(["inner", "maybe", "tile"]), max_size=1))
@@ -533,7 +533,7 @@ def test_a_union_of_configurations_says_why_each_does_not_fit():
 
 
 def test_two_configurations_that_fit_alike_are_not_guessed_between():
-    assert "fits Left and Right" in refused('{"a": 1}', Left | Right)
+    assert "fits both Left and Right" in refused('{"a": 1}', Left | Right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -554,17 +554,17 @@ class HoldsPicky:
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, ConfigError])
-def test_what_a_class_refuses_is_an_error_with_path_and_cause(error):
+def test_a_value_that_a_class_rejects_is_an_error_with_path_and_cause(error):
     text = json.dumps({"fwd": {"value": -1, "error": error.__name__}})
     with pytest.raises(
-        SerializationError, match=rf"^\$\.fwd: Picky refused the values: {error.__name__}: too"
+        SerializationError, match=rf"^\$\.fwd: Picky rejected the values: {error.__name__}: too"
     ) as caught:
         from_json(text, HoldsPicky)
     assert error is type(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1,]", "nul", "{'a': 1}", "[" * 100_000, '{"a": 1, "a": 2}', "\ufeff1"])
-def test_what_is_not_json_is_an_error(text):
+def test_text_that_is_not_json_is_an_error(text):
     assert refused(text, Any).startswith("$: not valid JSON (")
 
 

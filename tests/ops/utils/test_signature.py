@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names and descriptions that keys are made of: the same in every process, or an error that says what to pass."""
+"""Names and descriptions in keys: the same in every process, or an error with advice."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_static_fields_of_a_registered_dataclass_matter():
     assert key_of(X, Batch(X, "train")) != key_of(X, Batch(X, "test"))
 
 
-# --- what has no name ---
+# --- values without a name ---
 
 
 def closure():
@@ -155,7 +155,7 @@ class Opaque:
     ],
     ids=["lambda", "closure", "object", "partial", "dataclass", "tuple", "dict", "method"],
 )
-def test_what_has_no_stable_name_has_no_key_and_the_error_says_what_to_pass(value):
+def test_a_value_without_a_stable_name_has_no_key_and_the_error_suggests_others(value):
     text = "has no name that is the same in every process; pass a number, a string, an enum, a dataclass, or a function"
     with pytest.raises(UnstableKeyError, match=text):
         key_of(X, value)

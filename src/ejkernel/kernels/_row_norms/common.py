@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations that normalise rows share: the description of a call, and the checks of its arguments."""
+"""The description of a call, and the argument checks, of the operations that normalise rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ejkernel.ops.utils.values.scalars import given_text
 from ejkernel.ops.utils.values.signature import is_array
 
 Normalized = jax.Array | tuple[jax.Array, jax.Array]
-"""The output; and the sum that it is of, where there is a residual."""
+"""The output; with a residual, also the sum that was normalised."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class RowNormCall(OperationCall):
     """A call without its arrays.
 
     Attributes:
-        rows: How many rows are normalised, those of enclosing `vmap`s left out.
-        dim: How long they are.
+        rows: The number of rows, without those of enclosing `vmap`s.
+        dim: Their length.
         dtype: Name of their dtype.
         eps: Added to the mean of squares.
-        residual: Whether another array is added before.
+        residual: Whether another array is added first.
     """
 
     rows: int
@@ -40,12 +40,12 @@ class RowNormCall(OperationCall):
 
     @property
     def all_rows(self) -> int:
-        """How many rows are normalised at once."""
+        """The number of rows, with those of enclosing `vmap`s."""
         return self.rows * self.examples
 
 
 def check_rows(x: Any, **vectors: Any) -> None:
-    """Raise unless `x` has rows to normalise, and each vector is as long as they are.
+    """Check that `x` has rows to normalise and that each vector has the length of a row.
 
     Raises:
         ArgumentError: an argument has the wrong shape or dtype.
@@ -56,7 +56,7 @@ def check_rows(x: Any, **vectors: Any) -> None:
             axes = "[..., dim]" if name == "x" else "[dim]"
             raise ArgumentError(f"{name} must be a floating-point array {axes}, got {got}.")
     if not x.shape or not x.shape[-1]:
-        raise ArgumentError(f"x must have an axis to normalise, which is not empty; got shape {tuple(x.shape)}.")
+        raise ArgumentError(f"x must have a last axis that is not empty; got shape {tuple(x.shape)}.")
     for name, vector in vectors.items():
         if tuple(vector.shape) != tuple(x.shape[-1:]):
             shapes = f"{tuple(vector.shape)} and {tuple(x.shape)}"
@@ -64,10 +64,10 @@ def check_rows(x: Any, **vectors: Any) -> None:
 
 
 def canonical_eps(eps: Any) -> float:
-    """Return what is added to the mean of squares, as a number of Python's.
+    """Return `eps` as a Python float.
 
     Raises:
-        ArgumentError: it is none, or a negative one.
+        ArgumentError: it is not a number, or negative.
     """
     if not is_number(eps) or not 0 <= eps < math.inf:
         raise ArgumentError(f"eps must be a number >= 0, got {given_text(eps)}.")
@@ -75,12 +75,12 @@ def canonical_eps(eps: Any) -> float:
 
 
 def given_residual(residual: Any, x: Any) -> tuple[Any, ...]:
-    """Return what is added to `x`, as the last of the positional arguments: not at all where there is none.
+    """Return the residual as a tuple of positional arguments; empty without a residual.
 
-    So a call without one has the key that it always had.
+    A call without a residual thus keeps the key that it had before the argument existed.
 
     Raises:
-        ArgumentError: it is no array of `x`'s shape and dtype.
+        ArgumentError: it is not an array of `x`'s shape and dtype.
     """
     if residual is None:
         return ()

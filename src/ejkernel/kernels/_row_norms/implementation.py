@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation on Hopper GPUs, but for the formula, which is each operation's own."""
+"""The implementation on Hopper GPUs; subclasses supply the formula."""
 
 from __future__ import annotations
 
@@ -19,76 +19,76 @@ from .plan import SHORT, SLAB, THREADS, Formula, RowNormParams, RowNormPlan
 CallT = TypeVar("CallT", bound=RowNormCall)
 
 _DTYPES = (*hopper.DTYPES, "float32")
-_SHORTEST = 64  # elements, which a short row has a multiple of
-_SHORT_KNOWN = 256  # elements of a row, the most of short ones that were measured
-_NARROW = 128  # elements of a row, up to which XLA's forward is as fast
-_AT_ONCE = 1 << 14  # elements of short rows that a forward reads
-_FEW = 1 << 23  # elements, up to which XLA's forward is as fast
-_MULTIPROCESSOR = 233_472  # bytes of its shared memory, of which a block of threads may take `_RESERVED` for itself
-_RESERVED = 2048
+_SHORTEST = 64  # elements; the length of a short row is a multiple
+_SHORT_KNOWN = 256  # elements, the longest measured short rows
+_NARROW = 128  # elements of a row up to which XLA's forward is as fast
+_AT_ONCE = 1 << 14  # elements of short rows that a forward reads at once
+_FEW = 1 << 23  # elements of all rows up to which XLA's forward is as fast
+_MULTIPROCESSOR = 233_472  # bytes of shared memory of a multiprocessor
+_RESERVED = 2048  # bytes of it that a block of threads may need beside its buffers
 _OCCUPANCY = (1, 2, 3, 4, 6, 8)
 
 
 class MosaicGpu(Implementation[CallT], Generic[CallT]):
-    """Rows are normalised, and gradients summed, in shared memory."""
+    """Normalises rows, and sums gradients, in shared memory or registers."""
 
     name = "mosaic_gpu"
     params = RowNormParams
 
     def formula(self, call: CallT) -> Formula:
-        """Return what is computed."""
+        """Return the formula of a row."""
         raise NotImplementedError
 
     def unsupported(self, call: CallT) -> str | None:
-        """Return why `call` does not run, and what would; `None` if it runs."""
+        """Return why `call` does not run, and an alternative; `None` if it runs."""
         if not is_known(call.all_rows, call.dim) or not call.rows:
-            return "it needs rows whose number is known and not 0; use 'xla'."
+            return "it needs a static number of rows above 0; use 'xla'."
         if call.dtype not in _DTYPES:
-            return f"x has dtype {call.dtype}, and 'mosaic_gpu' takes {', '.join(_DTYPES)}; cast it, or use 'xla'."
+            return f"x has dtype {call.dtype}; 'mosaic_gpu' supports {', '.join(_DTYPES)}; cast it, or use 'xla'."
         is_short = call.dim < SHORT
         if call.dim % (_SHORTEST if is_short else THREADS):
             return (
-                f"x has rows of {call.dim} elements, and 'mosaic_gpu' takes multiples of {_SHORTEST} below {SHORT}, "
-                f"and of {THREADS} from there on; use 'xla'."
+                f"x has rows of {call.dim} elements; 'mosaic_gpu' supports multiples of {_SHORTEST} below {SHORT}, "
+                f"and of {THREADS} above; use 'xla'."
             )
         if is_short and call.rows % SLAB:
-            return f"x has {call.rows} rows, and of short ones 'mosaic_gpu' takes a multiple of {SLAB}; use 'xla'."
+            return f"x has {call.rows} short rows; 'mosaic_gpu' supports multiples of {SLAB}; use 'xla'."
         if self.params_fault(call, RowNormParams(block_rows=SLAB if is_short else 1, stages=1, occupancy=1)):
-            where = "registers do" if is_short else "shared memory does"
-            return f"x has rows of {call.dim} elements, which {where} not hold; use 'xla'."
+            where = "registers" if is_short else "shared memory"
+            return f"x has rows of {call.dim} elements, too long for {where}; use 'xla'."
         return hopper.unavailable(call, "x", "'xla'")
 
     def preference(self, call: CallT) -> int:
-        """Return that XLA is as good where one pass is all that there is to win, or better.
+        """Return -1 where XLA is as fast or faster, else 0.
 
-        That is where there is little to do, or rows have no more than their squares summed before they are scaled; and
-        where gradients are summed for each of many examples.
+        XLA is as fast for small arrays, and for forwards that only sum squares. It is faster for gradients of weights
+        with separate sums for many examples.
         """
         much = call.all_rows * call.dim > _FEW
         known = call.dim >= SHORT or (much and call.dim <= _SHORT_KNOWN)
         if call.backward:
             return 0 if call.examples == 1 and known else -1
-        # On one H200 rms_norm's forward took 0.96 to 1.08 of our time in XLA, layer_norm's 1.03 to 1.49, but 0.93 and
-        # 0.97 for rows of 64 and 128; with a residual both took 1.14 to 1.49, and 1.16 to 1.27 for rows below 512.
+        # On one H200, XLA's time over ours: 0.96 to 1.08 for rms_norm's forward; 1.03 to 1.49 for layer_norm's, but
+        # 0.93 and 0.97 for rows of 64 and 128; with a residual 1.14 to 1.49 for both, 1.16 to 1.27 for rows below 512.
         centred = self.formula(call).centred and much and call.dim > _NARROW
         return 0 if known and (centred or call.residual) else -1
 
     def params_fault(self, call: CallT, params: RowNormParams) -> str | None:
-        """Return why rows cannot be gone through like this; `None` if they can."""
+        """Return why the call cannot run with these parameters; `None` if it can."""
         plan = self._plan(call, params)
         needed = plan.shared_bytes()
         if call.rows % params.block_rows:
-            return f"block_rows must divide {call.rows}, the number of rows, and is {params.block_rows}."
+            return f"block_rows must divide {call.rows}, the number of rows, got {params.block_rows}."
         if plan.is_short:
             return plan.short_fault()
         if needed > hopper.SHARED_MEMORY:
-            return f"it takes {needed} bytes of shared memory, and a block of threads has {hopper.SHARED_MEMORY}."
+            return f"it needs {needed} bytes of shared memory; a block of threads has {hopper.SHARED_MEMORY}."
         return None
 
     def heuristic(self, call: CallT) -> RowNormParams:
-        """Return as many blocks of threads as there is room for, with a row at a time; or one with two of them.
+        """Return the highest occupancy that fits, with one row at a time; two rows at occupancy 1.
 
-        Of short rows as many at a time as a thread has room for, but for gradients few.
+        For short rows, as many at a time as fit in registers; fewer for gradients.
         """
         if call.dim < SHORT:
             return self._short_heuristic(call)
@@ -100,7 +100,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         return params if self._fits(call, params) else RowNormParams(stages=1, occupancy=1)
 
     def _short_heuristic(self, call: CallT) -> RowNormParams:
-        """Return what was the best, or near it, for a quarter to one million rows on one H200."""
+        """Return the best parameters, or nearly, for a quarter to one million rows on one H200."""
         occupancy = 4 if call.backward and call.dim > _SHORTEST else 16
         at_most = 16 * (1 + (call.dim > _NARROW)) if call.backward else _AT_ONCE // call.dim
         fitting = [params.block_rows for params in self.space(call) if params.occupancy == occupancy]
@@ -108,7 +108,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         return RowNormParams(block_rows=block_rows, stages=1, occupancy=occupancy)
 
     def space(self, call: CallT) -> ConfigSpace[RowNormParams]:
-        """Return all parameters for which there is room."""
+        """Return the search space: all parameters that fit."""
 
         def fits(block_rows: int, stages: int, occupancy: int) -> bool:
             return self._fits(call, RowNormParams(block_rows=block_rows, stages=stages, occupancy=occupancy))
@@ -133,7 +133,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         )
 
     def forward(self, call: CallT, /, *args: Any, params: RowNormParams) -> tuple[Any, Any]:
-        """Return the output, and what is known of every row."""
+        """Return the output, and the statistics of each row."""
         x, *vectors, residual = args if call.residual else (*args, None)
         rows = [x] if residual is None else [x, residual]
         found = launch.normalize(self.formula(call), params, rows, [v for v in vectors if v is not None])
@@ -151,7 +151,7 @@ class MosaicGpu(Implementation[CallT], Generic[CallT]):
         params: RowNormParams,
     ) -> tuple[jax.Array | None, ...]:
         """Return the gradients."""
-        # The sum that was normalised is among the results: what it was made of is not read again.
+        # The forward returned the normalised sum: the backward reads it instead of its terms.
         x, *vectors, _ = args if call.residual else (*args, None)
         formula = self.formula(call)
         stats = residuals if formula.centred else (residuals,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launches: operands are brought into the form that the kernels read, under any transformation."""
+"""Entry points: they reshape the operands for the kernels and launch these, under any transformation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ejkernel.kernels._varying import unify_varying
 from .plan import Formula, RowNormParams, RowNormPlan
 
 _VECTORS = ("float32", "bfloat16", "float16")  # dtypes of weight and bias that kernels read
-_one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
+_one_by_one: Any = sequential_vmap  # it has no annotations
 
 
 def normalize(
     formula: Formula, params: RowNormParams, rows: Sequence[jax.Array], vectors: Sequence[jax.Array], **options: Any
 ) -> tuple[jax.Array, ...]:
-    """Run the forward; see `machine.normalize`.
+    """Run the forward; see `shared_memory.normalize`.
 
     Args:
-        formula: What is computed.
-        params: How.
+        formula: The formula of a row.
+        params: The launch parameters.
         rows: Arrays of rows, `[..., dim]`.
-        vectors: Weight and bias, if they are in the formula.
-        **options: Of `machine.normalize`.
+        vectors: Weight and bias, if the formula has them.
+        **options: Passed to `shared_memory.normalize`.
     """
     count = len(rows)
 
@@ -55,7 +55,7 @@ def gradients(
     vectors: Sequence[jax.Array],
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Run the backward; see `machine.gradients`, and `normalize`."""
+    """Run the backward; see `shared_memory.gradients`, and `normalize`."""
     ends = len(rows), len(rows) + len(stats)
 
     def compute(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -66,20 +66,20 @@ def gradients(
             dx, *sums = gradients(plan, flat, [x.reshape(-1) for x in arrays[slice(*ends)]], **options)
         return dx.reshape(arrays[0].shape), *sums
 
-    # Examples are not folded into the rows, as each has sums of its own.
+    # Examples are not folded into the rows: each needs separate sums.
     found: tuple[jax.Array, ...] = _one_by_one(compute)(*unify_varying((*rows, *stats, *vectors)))
     return found
 
 
 def _kernels(plan: RowNormPlan) -> Any:
-    """Return the module of the kernels, which import what is not there in every environment."""
-    from . import machine, registers
+    """Return the module of the kernels; imported here, because Mosaic GPU is not available in every environment."""
+    from . import registers, shared_memory
 
-    return registers if plan.is_short else machine
+    return registers if plan.is_short else shared_memory
 
 
 def plan_of(x: Any, formula: Formula, params: RowNormParams, *, backward: bool) -> RowNormPlan:
-    """Return the launch for rows of such an array."""
+    """Return the plan for the rows of an array like `x`."""
     *axes, dim = x.shape
     return RowNormPlan(
         rows=math.prod(axes), dim=dim, dtype=str(x.dtype), formula=formula, backward=backward, params=params
@@ -92,7 +92,7 @@ def _flat(plan: RowNormPlan, rows: Sequence[jax.Array], vectors: Sequence[jax.Ar
 
 
 def _folded(compute: Callable[..., tuple[jax.Array, ...]], rows: int) -> Any:
-    """Return a function that is given more rows under `vmap`, as long as the vectors are the same for all."""
+    """Return `compute` with a `vmap` rule that folds examples into the rows, if all share the vectors."""
     found: Any = custom_vmap(compute)
 
     def rule(size: int, batched: list[bool], *arrays: jax.Array) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch is made of: told from shapes and parameters, before anything is compiled."""
+"""The static description of one launch, and the shared memory and registers that it takes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import jax.numpy as jnp
 from ejkernel.kernels import _hopper as hopper
 from ejkernel.ops.errors import ConfigError
 
-THREADS = 128  # of a block: one warpgroup, which has a row to itself
-MINOR = 256  # elements along an axis that one copy takes
-SHORT = 512  # elements: of shorter rows a warpgroup has several at once, in registers
-SLAB = 16  # of them
-_CHUNK = 1024  # elements of a longer row that are in registers at once
-# Of a thread, by a guess of what it needs, and elements of one array that a warpgroup has read: up to both of them no
-# compiler was seen to spill.
+THREADS = 128  # of a block: one warpgroup
+MINOR = 256  # elements, the most that a TMA copy takes along one axis
+SHORT = 512  # elements; a warpgroup holds several shorter rows in registers
+SLAB = 16  # short rows that a warpgroup computes at once
+_CHUNK = 1024  # elements of a longer row in registers at once
+# Limits of the estimated registers per thread, and of the elements that a warpgroup reads of one array. No compiled
+# kernel within both limits spilled.
 _REGISTERS, _ELEMENTS = 256, 24_576
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowNormParams:
-    """How rows are gone through by the kernels.
+    """Launch parameters of the row norms.
 
     Attributes:
-        block_rows: Rows that are copied together; of rows shorter than 512, which are read into registers, a multiple
-            of 16.
-        stages: How many such copies are under way or being worked on; of short rows 1.
-        occupancy: Blocks of threads that a multiprocessor is given.
+        block_rows: Rows per copy; a multiple of 16 for rows shorter than 512, which stay in registers.
+        stages: Pipeline stages, each with `block_rows` rows; 1 for short rows.
+        occupancy: Blocks of threads per multiprocessor.
     """
 
     block_rows: int = 1
@@ -44,14 +43,14 @@ class RowNormParams:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """What is computed of a row.
+    """The formula of a row.
 
     Attributes:
-        centred: Whether the mean is taken off.
+        centred: Whether the mean is subtracted.
         eps: Added to the mean of squares.
-        weight: Whether there is one, and what is added to it; `None`: there is none.
-        bias: Whether there is one.
-        residual: Whether another array is added before, and the sum is a result, too.
+        weight: The number added to the weight; `None` without a weight.
+        bias: Whether a bias is added.
+        residual: Whether another array is added first; the sum is then a result too.
     """
 
     centred: bool
@@ -63,15 +62,15 @@ class Formula:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowNormPlan:
-    """A launch.
+    """The static description of one launch.
 
     Attributes:
-        rows: How many rows there are.
-        dim: How long they are.
+        rows: The number of rows.
+        dim: Their length.
         dtype: Of the rows.
-        formula: What is computed of each.
-        backward: Whether gradients are asked for.
-        params: How it is done.
+        formula: The formula of a row.
+        backward: Whether the launch computes gradients.
+        params: The launch parameters.
     """
 
     rows: int
@@ -83,17 +82,17 @@ class RowNormPlan:
 
     @property
     def is_short(self) -> bool:
-        """Whether rows are short, so that each is in registers as a whole."""
+        """Whether whole rows fit in registers."""
         return self.dim < SHORT
 
     @property
     def stats(self) -> int:
-        """How many numbers are known of each row before it is read."""
+        """Statistics per row that the forward passes to the backward."""
         return self.backward * (1 + self.formula.centred)
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """A row as copies take it."""
+        """The shape of a row that TMA copies."""
         return self.dim // self.minor, self.minor
 
     @property
@@ -103,57 +102,57 @@ class RowNormPlan:
 
     @property
     def chunk(self) -> int:
-        """How many elements of a row are in registers at once."""
+        """Elements of a row in registers at once."""
         return next(size for size in (_CHUNK, 512, 256, 128) if self.dim % size == 0)
 
     @property
     def programs(self) -> int:
-        """How many blocks of threads are launched."""
+        """Blocks of threads."""
         return min(hopper.MULTIPROCESSORS * self.params.occupancy, self.blocks)
 
     @property
     def blocks(self) -> int:
-        """How many blocks of rows there are."""
+        """Blocks of rows."""
         return self.rows // self.params.block_rows
 
     @property
     def sources(self) -> int:
-        """How many arrays of rows are read."""
+        """Arrays of rows that the kernel reads."""
         return 1 + self.backward + self.formula.residual
 
     @property
     def results(self) -> int:
-        """How many arrays of rows are written."""
+        """Arrays of rows that the kernel writes."""
         return 1 + (self.formula.residual and not self.backward)
 
     @property
     def sums(self) -> int:
-        """How many vectors are summed over rows."""
+        """Vectors that the backward sums over rows: the gradients of weight and bias."""
         return self.backward * ((self.formula.weight is not None) + self.formula.bias)
 
     def registers(self) -> int:
-        """Return a guess of how many registers a thread needs for short rows, vectors, sums, and the work on a slab."""
+        """Return an estimate of the registers per thread for short rows, vectors, sums and the work on a slab."""
         read = self.sources * self.params.block_rows * self.dim * jnp.dtype(self.dtype).itemsize // 4
         vectors = (self.formula.weight is not None) + (self.formula.bias and not self.backward)
         kept = self.sums + vectors + (3 if self.backward else 1)
         return (read + kept * SLAB * self.dim) // THREADS
 
     def short_fault(self) -> str | None:
-        """Return why short rows cannot be gone through like this; `None` if they can."""
+        """Return why the parameters do not fit short rows; `None` if they do."""
         block_rows, stages = self.params.block_rows, self.params.stages
         if block_rows % SLAB or stages != 1:
-            asked = f"block_rows a multiple of {SLAB}, and stages 1"
-            return f"rows of {self.dim} elements take {asked}; they are {block_rows} and {stages}."
+            needed = f"block_rows to be a multiple of {SLAB} and stages=1"
+            return f"rows of {self.dim} elements need {needed}, got {block_rows} and {stages}."
         if block_rows * self.dim > _ELEMENTS:
-            return f"it reads {block_rows * self.dim} elements at once, and registers have room for {_ELEMENTS}."
+            return f"it reads {block_rows * self.dim} elements at once; registers hold {_ELEMENTS}."
         if self.registers() > _REGISTERS:
-            return f"it takes about {self.registers()} registers of a thread, and there are {_REGISTERS}."
+            return f"it needs about {self.registers()} registers per thread; {_REGISTERS} are available."
         return None
 
     def shared_bytes(self) -> int:
-        """Return how much shared memory a block of threads needs."""
+        """Return the bytes of shared memory of a block of threads."""
         if self.is_short:
             return 0
         row = self.dim * jnp.dtype(self.dtype).itemsize
         rows = (self.sources + self.results) * self.params.stages * self.params.block_rows * row
-        return rows + self.sums * 4 * self.dim + 1024  # sums in float32, barriers, and what means go through
+        return rows + self.sums * 4 * self.dim + 1024  # float32 sums, barriers, and scratch memory of the means

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels for short rows: a warpgroup has several of them in registers, eight lanes a row.
+"""Row norms for short rows: one warpgroup holds several rows in registers, eight lanes to a row.
 
-A lane reads 16 bytes of a row at a time, or two such pieces, and a row's sum takes three exchanges between lanes. There
-is no shared memory: other blocks of threads work while one waits for its rows. In a backward each lane sums gradients
-of weight and bias over its own rows, and what all lanes have is added up outside, in one order.
+A lane loads 16 bytes of a row at a time, or two such pieces, and a sum over a row takes three exchanges between lanes.
+The kernel uses no shared memory: other blocks of threads work while one waits for its rows. In the backward each lane
+sums the gradients of weight and bias over its rows, and XLA adds up the sums of all lanes in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,70 +16,59 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 
 from ejkernel import compat
+from ejkernel.kernels._hopper.launch import PROGRAM, launch
+from ejkernel.kernels._hopper.memory import plgpu
 
 from .plan import SLAB, RowNormPlan
 
-plgpu: Any = mosaic_gpu  # its annotations differ between versions
-
-_Slab = Callable[[Any, list[Any], tuple[Any, ...]], tuple[Any, ...]]  # of its place, its rows, and sums up to it
+_Slab = Callable[[Any, list[Any], tuple[Any, ...]], tuple[Any, ...]]  # of its row numbers, its rows, the sums so far
 
 
 def normalize(plan: RowNormPlan, arrays: Sequence[jax.Array], *, interpret: Any = None) -> tuple[jax.Array, ...]:
-    """Run the forward; see `machine.normalize`."""
+    """Run the forward; see `shared_memory.normalize`."""
     rows = [jax.ShapeDtypeStruct((plan.rows, plan.dim), jnp.dtype(plan.dtype))] * plan.results
     stats = [jax.ShapeDtypeStruct((plan.rows,), jnp.float32)] * (1 + plan.formula.centred)
-
-    def short_row_norm_forward(*refs: Any) -> None:
-        program = _Program(plan, refs[: len(arrays)], refs[len(arrays) :])
-        program.run(functools.partial(_forward_slab, program))
-
-    found: tuple[jax.Array, ...] = _launched(plan, short_row_norm_forward, [*rows, *stats], interpret)(*arrays)
-    return found
+    return _launch(plan, "short_row_norm_forward", _forward_slab, arrays, [*rows, *stats], interpret)
 
 
 def gradients(
     plan: RowNormPlan, arrays: Sequence[jax.Array], stats: Sequence[jax.Array], *, interpret: Any = None
 ) -> tuple[jax.Array, ...]:
-    """Run the backward; see `machine.gradients`."""
+    """Run the backward; see `shared_memory.gradients`."""
     rows = jax.ShapeDtypeStruct((plan.rows, plan.dim), jnp.dtype(plan.dtype))
     sums = [jax.ShapeDtypeStruct((plan.programs, SLAB, plan.dim), jnp.float32)] * plan.sums
     ins = [*arrays[: plan.sources], *stats, *arrays[plan.sources :]]
-
-    def short_row_norm_backward(*refs: Any) -> None:
-        program = _Program(plan, refs[: len(ins)], refs[len(ins) :])
-        program.run(functools.partial(_backward_slab, program))
-
-    dx, *parts = _launched(plan, short_row_norm_backward, [rows, *sums], interpret)(*ins)
+    dx, *parts = _launch(plan, "short_row_norm_backward", _backward_slab, ins, [rows, *sums], interpret)
     return dx, *(part.sum(axis=(0, 1)) for part in parts)
 
 
-def _launched(
-    plan: RowNormPlan, body: Callable[..., None], out_type: list[jax.ShapeDtypeStruct], interpret: Any
-) -> Callable[..., Any]:
-    launched: Callable[..., Any] = plgpu.kernel(
-        body,
-        out_type=out_type,
-        grid=(plan.programs,),
-        grid_names=("program",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=interpret,
-    )
-    return launched
+def _launch(
+    plan: RowNormPlan,
+    name: str,
+    slab: Callable[..., Any],
+    arrays: Sequence[jax.Array],
+    out_type: list[jax.ShapeDtypeStruct],
+    interpret: Any,
+) -> tuple[jax.Array, ...]:
+    def body(*refs: Any) -> None:
+        kernel = ShortRowKernel(plan, refs[: len(arrays)], refs[len(arrays) :])
+        kernel.run(functools.partial(slab, kernel))
+
+    options = {"name": name, "programs": plan.programs, "lane_semantics": True, "interpret": interpret}
+    found: tuple[jax.Array, ...] = launch(body, out_type, **options)(*arrays)
+    return found
 
 
-class _Program:
-    """What one block of threads does.
+class ShortRowKernel:
+    """The program of one block of threads, a single warpgroup; it works on slabs of `SLAB` rows.
 
     Attributes:
         plan: The launch.
-        others: References of what is read beside rows.
-        written: References of what is written.
-        layout: Which lane has which element of a slab: four rows a warp at a time, eight elements of a row a lane.
+        others: References of statistics and vectors.
+        written: References of the results.
+        layout: The distribution of a slab over lanes: four rows per warp at a time, eight elements of a row per lane.
     """
 
     def __init__(self, plan: RowNormPlan, read: Sequence[Any], written: Sequence[Any]) -> None:
@@ -89,16 +78,16 @@ class _Program:
         self.layout = plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
     def run(self, slab: _Slab) -> None:
-        """Compute this program's blocks of rows, slab by slab, and write what is summed over them."""
-        plan, number = self.plan, lax.axis_index("program")
+        """Apply `slab` to the rows of this block of threads, and write the sums over them."""
+        plan, number = self.plan, lax.axis_index(PROGRAM)
         zeros = plgpu.layout_cast(jnp.zeros((SLAB, plan.dim), jnp.float32), self.layout)
         self.vectors = [self._vector(ref) for ref in self.others[plan.stats :]]
 
         def step(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
             first = (number + i * plan.programs) * plan.params.block_rows
-            places = [pl.ds(first + start, SLAB) for start in range(0, plan.params.block_rows, SLAB)]
-            read = [[self._load(ref.at[at]) for ref in self._sources] for at in places]  # all before any is needed
-            for at, rows in zip(places, read, strict=True):
+            slabs = [pl.ds(first + start, SLAB) for start in range(0, plan.params.block_rows, SLAB)]
+            read = [[self._load(ref.at[at]) for ref in self._sources] for at in slabs]  # all loads before any use
+            for at, rows in zip(slabs, read, strict=True):
                 sums = slab(at, [x.astype(jnp.float32) for x in rows], sums)
             return sums
 
@@ -108,20 +97,20 @@ class _Program:
             compat.store_as_it_is(ref.at[number], total)
 
     def stat(self, index: int, at: Any) -> Any:
-        """Return what is known of each row, along its row."""
+        """Return a statistic of each row, broadcast along the row."""
         ref = self.others[index]
         return self._along(plgpu.load(ref.at[at], layout=self.layout.reduce(1), optimized=False), 0)
 
     def mean(self, values: Any) -> Any:
-        """Return the mean over each row."""
+        """Return the mean of each row."""
         return jnp.sum(values, axis=1) * (1 / self.plan.dim)
 
     def spread(self, by_row: Any) -> Any:
-        """Return a number of each row, along its row."""
+        """Return one number per row, broadcast along the row."""
         return self._along(by_row, 0)
 
     def weighted(self, values: Any) -> Any:
-        """Return rows times the weight."""
+        """Return rows multiplied by the weight."""
         offset = self.plan.formula.weight
         if offset is None:
             return values
@@ -137,35 +126,35 @@ class _Program:
         return plgpu.layout_cast(lax.broadcast_in_dim(values, (SLAB, self.plan.dim), (axis,)), self.layout)
 
 
-def _forward_slab(program: _Program, at: Any, rows: list[Any], sums: tuple[Any, ...]) -> tuple[Any, ...]:
-    formula, x = program.plan.formula, rows[0]
-    out, *beside = program.written
+def _forward_slab(kernel: ShortRowKernel, at: Any, rows: list[Any], sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    formula, x = kernel.plan.formula, rows[0]
+    out, *extra = kernel.written
     if formula.residual:
-        total, *beside = beside
+        total, *extra = extra
         rounded = (x + rows[1]).astype(total.dtype)
         compat.store_as_it_is(total.at[at], rounded)
         x = rounded.astype(jnp.float32)
     stats = []
     if formula.centred:
-        stats.append(program.mean(x))
-        x = x - program.spread(stats[0])
-    stats.append(lax.rsqrt(program.mean(x * x) + formula.eps))
-    found = program.weighted(x * program.spread(stats[-1]))
-    found = found + program.vectors[-1] if formula.bias else found
+        stats.append(kernel.mean(x))
+        x = x - kernel.spread(stats[0])
+    stats.append(lax.rsqrt(kernel.mean(x * x) + formula.eps))
+    found = kernel.weighted(x * kernel.spread(stats[-1]))
+    found = found + kernel.vectors[-1] if formula.bias else found
     compat.store_as_it_is(out.at[at], found.astype(out.dtype))
-    for ref, values in zip(beside, stats, strict=True):
+    for ref, values in zip(extra, stats, strict=True):
         compat.store_as_it_is(ref.at[at], values)
     return sums
 
 
-def _backward_slab(program: _Program, at: Any, rows: list[Any], sums: tuple[Any, ...]) -> tuple[Any, ...]:
-    formula, (x, dout, *others) = program.plan.formula, rows
-    scale = program.stat(formula.centred, at)
-    normal = (x - program.stat(0, at) if formula.centred else x) * scale
-    dnormal = program.weighted(dout)
-    dx = dnormal - normal * program.spread(program.mean(dnormal * normal))
-    dx = (dx - program.spread(program.mean(dnormal)) if formula.centred else dx) * scale
+def _backward_slab(kernel: ShortRowKernel, at: Any, rows: list[Any], sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    formula, (x, dout, *others) = kernel.plan.formula, rows
+    scale = kernel.stat(formula.centred, at)
+    normal = (x - kernel.stat(0, at) if formula.centred else x) * scale
+    dnormal = kernel.weighted(dout)
+    dx = dnormal - normal * kernel.spread(kernel.mean(dnormal * normal))
+    dx = (dx - kernel.spread(kernel.mean(dnormal)) if formula.centred else dx) * scale
     dx = dx + others[0] if formula.residual else dx
-    compat.store_as_it_is(program.written[0].at[at], dx.astype(program.written[0].dtype))
+    compat.store_as_it_is(kernel.written[0].at[at], dx.astype(kernel.written[0].dtype))
     terms = ([] if formula.weight is None else [dout * normal]) + [dout] * formula.bias
     return tuple(total + term for total, term in zip(sums, terms, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a key's files are kept, and how they are read; what was measured with what."""
+"""Paths of a key's files, reading files safely, and the provenance of a measurement."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ from ejkernel.ops.errors import CacheWarning, ConfigError, EjkernelError
 from ejkernel.ops.utils.messages.warn import warn
 from ejkernel.ops.utils.storage.serialize import stable_json
 
-ENTRY: Final = ".json"  # how the name of an entry ends; whatever else lies beside it ends otherwise
+ENTRY: Final = ".json"  # suffix of an entry's file; no other file beside it has this suffix
 _KEY: Final = frozenset(ConfigKey._fields)
 _SLUG_LENGTH: Final = 48
 _NO_SLUG: Final = "_"
 _NOT_IN_PATHS: Final = re.compile(r"[^a-z0-9._-]+")
-# Without waiting, and without making a terminal this process's: what lies in a file's place may be a device.
+# A device may lie at the file's path: do not block, and do not let a terminal control this process.
 _READ: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 _NO_LINK: Final = getattr(os, "O_NOFOLLOW", 0)
 _URL: Final = re.compile(r"([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://.*", re.IGNORECASE | re.DOTALL)
 _NVIDIA_VERSION: Final = Path("/proc/driver/nvidia/version")
 
 _quoted: Final = json.encoder.encode_basestring_ascii
-_warned: set[str] = set()  # files this process has warned of already
+_warned: set[str] = set()  # files and places that this process has warned about
 
 
 class UnusableError(EjkernelError):
-    """An entry cannot be used, for the reason in the message."""
+    """An entry cannot be used; the message has the reason."""
 
 
 class Place(NamedTuple):
-    """Something in a folder."""
+    """An item of a folder."""
 
     name: str
     where: Traversable | str
 
 
 def location(key: object) -> tuple[str, str, str]:
-    """Return folder, folder and file name of a key: readable, and unique through the digest of the whole key."""
+    """Return the two folder names and the file name of a key. A digest of the whole key makes the path unique."""
     text = identity(key)
     device, op, call = key if isinstance(key, ConfigKey) else ("", "", text)
     return _known_slug(device), _known_slug(op), file_name(call, text)
 
 
 def file_name(call: str, text: str) -> str:
-    """Return the name of the file of the key whose `identity` is `text`."""
+    """Return the file name of a key, from the slug of its call and its `identity` (`text`)."""
     return f"{slug(call)}-{hashlib.sha256(text.encode()).hexdigest()[:8]}{ENTRY}"
 
 
 def identity(key: object) -> str:
-    """Return the canonical JSON of a key, as `stable_json` does, but sooner where the key is a usual one."""
+    """Return the canonical JSON of a key. Same result as `stable_json`, but faster for an ordinary key."""
     if isinstance(key, ConfigKey):
         device, op, call = key
         if type(device) is type(op) is type(call) is str and device.isascii() and op.isascii() and call.isascii():
@@ -72,25 +72,25 @@ def identity(key: object) -> str:
 
 
 def is_url(place: object) -> TypeGuard[str]:
-    """Return whether a place is named by a URL, rather than by a path."""
+    """Return whether the name of a place is a URL, rather than a path."""
     return isinstance(place, str) and _URL.fullmatch(place) is not None
 
 
 def expanded(name: str) -> Path:
-    """Return the path of that name, which may begin with `~`.
+    """Return the path with this name, which may begin with `~`.
 
     Raises:
-        ConfigError: nobody knows the home folder that it begins with.
+        ConfigError: The home folder cannot be determined.
     """
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"there is no home folder that {name!r} could begin with; write the whole path.") from error
+        raise ConfigError(f"the home folder in {name!r} cannot be determined; write the whole path.") from error
 
 
 def slug(text: str) -> str:
-    """Return a text as a part of a path: lower case, short, and without what a file system minds."""
-    # Lower case, because some file systems do not tell the cases apart; unique through the digest in the file's name.
+    """Return a text as a part of a path: short, in lower case, with only `a-z0-9._-`."""
+    # Lower case, because some file systems ignore case. Collisions are harmless: the file name has a digest.
     return _NOT_IN_PATHS.sub("-", text.lower())[:_SLUG_LENGTH].strip(".-") or _NO_SLUG
 
 
@@ -98,7 +98,7 @@ _known_slug: Final = functools.lru_cache(maxsize=256)(slug)  # a process has few
 
 
 def restored_key(data: object) -> Any:
-    """Return the key that was stored as `data`."""
+    """Return the key that `data` encodes."""
     if isinstance(data, dict) and data.keys() == _KEY:
         device, op, call = data["device"], data["op"], data["call"]
         if type(device) is type(op) is type(call) is str:
@@ -114,13 +114,13 @@ def _frozen(data: object) -> Any:
 
 
 def check_inside(root: str | Path, file: str | Path) -> None:
-    """Raise if a folder between a cache's folder and one of its files is a link, which would lead out of the cache.
+    """Check that no folder between a cache's folder and one of its files is a link, which would lead out of the cache.
 
-    Only links that are there are seen, not those that another process makes a moment later. The cache's folder itself,
-    and those above it, may be links.
+    A link that another process creates after this check is not detected. The cache's folder and the folders above it
+    may be links.
 
     Raises:
-        OSError: one is a link.
+        OSError: A folder is a link.
     """
     folder = str(root)
     for part in str(file)[len(folder) :].strip(os.sep).split(os.sep)[:-1]:
@@ -130,14 +130,14 @@ def check_inside(root: str | Path, file: str | Path) -> None:
 
 
 def files(folder: Path, suffix: str) -> Iterator[Path]:
-    """Yield the files of a cache's folder whose names end with `suffix`, sorted."""
+    """Yield the files with `suffix` in a cache's folder, sorted."""
     return (Path(str(place.where)) for place in places(folder, suffix))
 
 
 def places(folder: Traversable, suffix: str, is_wanted: Callable[[str], bool] | None = None) -> Iterator[Place]:
-    """Yield where such files are, sooner than `files`; `is_wanted` is asked about operations' folders, by name.
+    """Yield the same files as `files`, faster; `is_wanted` receives the names of operations' folders and filters them.
 
-    Folders that are links are left out.
+    Folders that are links are skipped.
     """
     for device in listed(folder):
         for op in () if _is_link(device) else listed(device.where):
@@ -150,14 +150,14 @@ def _is_link(place: Place) -> bool:
 
 
 def listed(folder: Traversable | str) -> list[Place]:
-    """Return what is in a folder, sorted; nothing if there is none, or if it cannot be read, with a warning."""
+    """Return the items of a folder, sorted: none if it does not exist; none and a warning if it cannot be read."""
     try:
-        if isinstance(folder, (str, Path)):  # in text: of 100,000 paths the objects would take most of the time
+        if isinstance(folder, (str, Path)):  # strings: for 100,000 entries, creating Path objects dominates the time
             begin = f"{folder}{os.sep}"
             return [Place(name, begin + name) for name in sorted(os.listdir(folder))]
         found = folder.iterdir() if folder.is_dir() else ()
         return sorted((Place(item.name, item) for item in found), key=lambda place: place.name)
-    except (FileNotFoundError, NotADirectoryError):  # removed since, or a file of somebody's
+    except (FileNotFoundError, NotADirectoryError):  # removed since, or a file
         return []
     except OSError as error:
         warn_of(str(folder), error)
@@ -165,15 +165,15 @@ def listed(folder: Traversable | str) -> list[Place]:
 
 
 def read_file(file: Traversable | str, largest: int, *, follow_links: bool = False) -> bytes | None:
-    """Return what a file holds, or `None` if there is no file; whatever else is there, this does not wait for it.
+    """Return the content of a file, or `None` if it does not exist. Never blocks, e.g. on a pipe.
 
     Args:
         file: The file.
-        largest: How many bytes it may have.
-        follow_links: Whether it may be a link.
+        largest: The largest accepted size in bytes.
+        follow_links: Whether the file may be a link.
 
     Raises:
-        UnusableError: it cannot be read, is a link or no regular file, or has more than `largest` bytes.
+        UnusableError: The file cannot be read, is a link or no regular file, or has more than `largest` bytes.
     """
     try:
         if isinstance(file, (str, Path)):
@@ -191,32 +191,30 @@ def read_file(file: Traversable | str, largest: int, *, follow_links: bool = Fal
 
 @contextlib.contextmanager
 def opened(path: str | Path, *, follow_links: bool = False) -> Iterator[tuple[int, int]]:
-    """Open a file to read it, for the `with` block; whatever else is there, this does not wait for it.
+    """Open a file for reading in a `with` block. Never blocks, e.g. on a pipe.
 
     Args:
         path: The file.
-        follow_links: Whether it may be a link.
+        follow_links: Whether the file may be a link.
 
     Yields:
-        Its descriptor and its size.
+        The descriptor and the size of the file.
 
     Raises:
-        OSError: it cannot be opened.
-        UnusableError: it is a link, or no regular file.
+        OSError: The file cannot be opened.
+        UnusableError: The file is a link, or no regular file.
     """
     try:
-        descriptor = os.open(path, _READ if follow_links else _READ | _NO_LINK)  # a pipe would be waited for otherwise
+        descriptor = os.open(path, _READ if follow_links else _READ | _NO_LINK)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
-            raise UnusableError(
-                "it cannot be read: it is no regular file, but a link, which is not followed"
-            ) from error
+            raise UnusableError("it cannot be read: it is not a regular file but a link") from error
         raise
     try:
-        # Of what was opened; a name could stand for something else a moment later.
+        # Check the open descriptor, since another file may get this name at any time.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise UnusableError("it cannot be read: it is no regular file")
+            raise UnusableError("it cannot be read: it is not a regular file")
         yield descriptor, status.st_size
     finally:
         os.close(descriptor)
@@ -227,7 +225,7 @@ def _read_path(path: str | Path, largest: int, *, follow_links: bool) -> bytes:
         if size > largest:
             raise UnusableError(f"it has more than {largest} bytes")
         raw = os.read(descriptor, size + 1)
-        while len(raw) <= largest and len(raw) != size:  # a file system that is read piece by piece, or grew
+        while len(raw) <= largest and len(raw) != size:  # the file system returns short reads, or the file grew
             chunk = os.read(descriptor, largest + 1 - len(raw))
             if not chunk:
                 break
@@ -241,24 +239,24 @@ def _read_other(file: Traversable, largest: int) -> bytes:
 
 
 def warn_of(place: str, reason: Exception) -> None:
-    """Warn, once a place, that what is there is ignored."""
+    """Warn, once per place, that its entry is ignored."""
     warn_once(place, f"ignoring cache entry {place}: {reason}")
 
 
 def warn_once(place: str, text: str) -> None:
-    """Warn of a place, unless this process has done so."""
+    """Emit a `CacheWarning` about a place, once per process."""
     if place not in _warned:
         _warned.add(place)
         warn(text, CacheWarning)
 
 
 def forget_warning(file: Path) -> None:
-    """Let the next bad content of this file be warned of again."""
+    """Let the next problem of this file cause a warning again."""
     _warned.discard(str(file))
 
 
 def provenance(key: object, time: datetime.datetime) -> dict[str, Any]:
-    """Return what was measured with what, and when."""
+    """Return the provenance of a measurement: device, versions and time."""
     device = key.device if isinstance(key, ConfigKey) else None
     return {
         "device": device,
@@ -272,13 +270,13 @@ def provenance(key: object, time: datetime.datetime) -> dict[str, Any]:
 
 
 def now() -> datetime.datetime:
-    """Return the time."""
+    """Return the current time."""
     return datetime.datetime.now(datetime.UTC)
 
 
 @functools.cache
 def version(distribution: str) -> str | None:
-    """Return the version of a distribution that is installed here; `None` for a source tree on the path."""
+    """Return the version of an installed distribution; `None` for a source tree on the path."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -286,13 +284,13 @@ def version(distribution: str) -> str | None:
 
 
 def driver_of(device: str | None) -> str | None:
-    """Return the version of the driver that a device has here; `None` if it needs none, or none is known."""
+    """Return the version of a device's driver on this machine; `None` if it needs none or the version is unknown."""
     return _driver() if device is not None and device.startswith("gpu") else None
 
 
 @functools.cache
 def _driver() -> str | None:
-    """Return the version of the NVIDIA driver, from its own file: asking JAX would initialise the device."""
+    """Return the version of the NVIDIA driver from `/proc`; asking JAX would initialise the device."""
     try:
         text = _NVIDIA_VERSION.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole: beside their place first, kept when the machine stops, and tidied up after a crash.
+"""Atomic, durable file writes, safe removal, and clean-up after crashes.
 
-A command such as `ejkernel cache prune` reads an entry, decides, and removes it; a put may replace the file in between,
-and no system call removes a file only if it is unchanged. So a put renames its file into place under a shared lock, and
-a command compares the file with the one that it judged, and removes or replaces it, under the exclusive lock. Readers
-take no lock. Where the lock does not reach other machines, a removal renames the file aside, compares it once more, and
-puts it back if it is another one.
+A write creates a temporary file in the same folder and renames it into place.
 
-A durable write takes milliseconds, which after a search nobody sees. What a killed process left beside a file's place
-is removed as soon as its writer is known to be dead: the file's name has the process and a digest of its machine. Where
-the writer is on another machine, it is removed when it is older than an hour, by the file system's own clock; a process
-that stood still for so long finds its file gone, and writes it again.
+A command such as `ejkernel cache prune` reads an entry, decides, and removes it. A put may replace the file in between,
+and no system call removes a file only if it is unchanged. So a put renames its file into place under a shared lock. A
+command holds the exclusive lock while it compares the file with the content that it judged, and removes or replaces
+it. Readers take no lock. On file systems where the lock does not reach other machines, a removal renames the file
+aside, compares it again, and restores it if it has changed.
+
+A durable write takes milliseconds, little compared with a search. The temporary file of a killed process is removed as
+soon as its writer is known to be dead: the file name contains the process id and a digest of the machine. A temporary
+file of another machine is removed when it is older than an hour by the file system's clock. A writer that was
+suspended for longer finds its temporary file gone and writes it again.
 """
 
 from __future__ import annotations
@@ -35,35 +37,35 @@ from ejkernel.ops.utils.storage.folder_lock import exclusive, shared
 
 logger = logging.getLogger(__name__)
 
-LEFT_OVER: Final = 3600.0  # seconds after which a file beside its place is nobody's: to write one takes milliseconds
+LEFT_OVER: Final = 3600.0  # seconds after which a temporary file is abandoned; a write takes milliseconds
 
-_BESIDE: Final = re.compile(r"\..*\.(\d+)-([0-9a-f]{8})?[0-9a-f]{8}\.tmp")  # process, machine, and what is random
-_NO_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # what a file system says that has no such thing
-_NO_FOLDER_SYNC: Final = (*_NO_SYNC, errno.EACCES, errno.EPERM, errno.EISDIR)  # one may write where one may not read
+_BESIDE: Final = re.compile(r"\..*\.(\d+)-([0-9a-f]{8})?[0-9a-f]{8}\.tmp")  # process, machine and random digits
+_NO_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # errors of file systems without fsync
+_NO_FOLDER_SYNC: Final = (*_NO_SYNC, errno.EACCES, errno.EPERM, errno.EISDIR)  # a writable folder may be unreadable
 
-_COMPARED: Final = 64 << 20  # bytes of a file whose content is compared; of a larger one, inode, size and time
+_COMPARED: Final = 64 << 20  # files up to this many bytes are compared by content, others by inode, size and time
 _ASIDE: Final = re.compile(r"\.(.+)\.\d+-[0-9a-f]{8}\.aside")
-_ATTEMPTS: Final = 8  # of a write, while `ejkernel cache clear` removes empty folders
+_ATTEMPTS: Final = 8  # attempts of a write, while `ejkernel cache clear` removes empty folders
 
 Seen = tuple[object, ...]  # see `seen`
 
-_tidied: set[str] = set()  # folders that this process has looked through for what others left
+_cleaned: set[str] = set()  # folders that this process has cleaned of abandoned temporary files
 
 
 def write_file(file: Path, text: str, *, durable: bool = True, root: Path | None = None) -> None:
-    """Write a file beside its place and rename it into it, so that readers see the old text or the new one, whole.
+    """Write a file atomically: readers see the complete old text or the complete new text.
 
-    The first time that this process writes into a folder, it removes what processes that ended half-way left there.
+    The first write of this process into a folder also removes abandoned temporary files there.
 
     Args:
-        file: The file; folders are made.
-        text: What it is to hold.
-        durable: Whether to return only when it would survive the end of the machine, where the file system can do that.
-        root: The cache folder, if the file is one of a cache: no folder between the two may be a link, and no command
-            removes the file unseen.
+        file: The file; missing folders are created.
+        text: The new content.
+        durable: Whether to sync to disk before returning, so that the file survives a power failure.
+        root: The cache folder, if the file belongs to a cache. No folder between the two may be a link, and the write
+            takes the shared lock, so that no command removes the new file by mistake.
 
     Raises:
-        OSError: it cannot be written; what was there before is there still.
+        OSError: The file cannot be written; its old content is unchanged.
     """
     raw = text.encode()
     write_chunks(file, lambda: (raw,), durable=durable, root=root)
@@ -72,35 +74,35 @@ def write_file(file: Path, text: str, *, durable: bool = True, root: Path | None
 def write_chunks(
     file: Path, chunks: Callable[[], Iterable[bytes]], *, durable: bool = True, root: Path | None = None
 ) -> None:
-    """Write a file as `write_file` does, of chunks: what is large need not be in memory whole.
+    """Write a file in chunks, like `write_file`; a large file need not fit in memory.
 
     Args:
-        file: The file; folders are made.
-        chunks: Yields what it is to hold; called again where the first attempt has lost its place.
+        file: The file; missing folders are created.
+        chunks: Returns the new content in chunks; called again for each attempt.
         durable: See `write_file`.
         root: See `write_file`.
 
     Raises:
-        OSError: it cannot be written; what was there before is there still.
+        OSError: The file cannot be written; its old content is unchanged.
     """
     placing = contextlib.nullcontext if root is None else functools.partial(shared, root)
     modified = _retried(lambda: _written({file: chunks}, root, placing, durable=durable))
-    # By who writes there, since who reads may not be allowed to remove; once, for it lists the folder.
-    if (folder := str(file.parent)) not in _tidied:
-        _tidied.add(folder)
+    # Done by writers, since readers may lack permission to remove; once per folder, since it lists the folder.
+    if (folder := str(file.parent)) not in _cleaned:
+        _cleaned.add(folder)
         remove_left_over(file.parent, modified)
 
 
 def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], object]) -> None:
-    """Write files of a cache, all of them or none, if what is there still is what was judged.
+    """Write files of a cache, all or none, if the existing files have not changed since they were judged.
 
     Args:
-        texts: What each file is to hold.
+        texts: The new content of each file.
         root: The cache folder.
-        check: Called under the exclusive lock, before the files are renamed into place; raises if something changed.
+        check: Called under the exclusive lock before the renames; raises if an existing file has changed.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: The files cannot be written.
     """
 
     @contextlib.contextmanager
@@ -115,9 +117,9 @@ def replace_judged(texts: Mapping[Path, str], root: Path, check: Callable[[], ob
 
 
 def _retried(write: Callable[[], float]) -> float:
-    """Write again where the folder was removed, or the file beside its place.
+    """Repeat a write whose folder or temporary file another process has removed.
 
-    Another process takes the file for left over if this one stood still for long.
+    Another process removes the temporary file as abandoned if this process was suspended for a long time.
     """
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(FileNotFoundError):
@@ -126,22 +128,22 @@ def _retried(write: Callable[[], float]) -> float:
 
 
 def remove_left_over(folder: Path, now: float) -> int:
-    """Remove what processes left in a folder when they were ended while they wrote, and return how many files it was.
+    """Remove the temporary files of killed processes from a folder and return their number.
 
     Args:
-        folder: The folder; not the ones below it.
-        now: The time, by the clock of the file system: that of a file that was written just now.
+        folder: The folder; its subfolders are not searched.
+        now: The current time by the file system's clock, e.g. from a file that was written just now.
     """
     try:
         left = [folder / name for name in os.listdir(folder) if _BESIDE.fullmatch(name)]
     except OSError as error:
-        logger.info("what others may have left in a folder stays there: %s", printable(error))
+        logger.info("a folder cannot be searched for abandoned temporary files: %s", printable(error))
         return 0
     return sum(_removed(file, now) for file in left)
 
 
 def is_being_written(name: str) -> bool:
-    """Return whether a file's name is that of a write by a process that runs on this machine."""
+    """Return whether a file name is the temporary name of a write by a process now running on this machine."""
     match = _BESIDE.fullmatch(name)
     if match is None or os.name != "posix":
         return match is not None
@@ -153,7 +155,7 @@ def _runs(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # a process of another user
         return True
     return True
 
@@ -163,38 +165,38 @@ def _removed(file: Path, now: float) -> bool:
         if not _is_writer_dead(file.name) and now - file.lstat().st_mtime <= LEFT_OVER:
             return False
         file.unlink()
-    except FileNotFoundError:  # another process does the same
+    except FileNotFoundError:  # another process has removed it
         return False
     except OSError as error:
-        logger.info("what another process left stays there: %s", printable(error))
+        logger.info("an abandoned temporary file cannot be removed: %s", printable(error))
         return False
     return True
 
 
 def _is_writer_dead(name: str) -> bool:
-    """Return whether a file's name says that its writer was a process of this machine which is gone."""
+    """Return whether the writer in a temporary file's name was a process of this machine and has ended."""
     match = _BESIDE.fullmatch(name)
     return match is not None and match[2] == _this_machine() is not None and not _runs(int(match[1]))
 
 
 @functools.cache
 def _this_machine() -> str | None:
-    """Return a digest of what numbers processes here: the machine since its start, or a container of it."""
+    """Return a digest of this machine's boot and process namespace, within which process ids are valid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         space = os.readlink("/proc/self/ns/pid")
-    except (OSError, ValueError):  # nothing is there but on Linux
+    except (OSError, ValueError):  # not on Linux
         return None
     return hashlib.sha256(f"{boot} {space}".encode()).hexdigest()[:8]
 
 
 class _Ready(NamedTuple):
-    """A file that was written beside its place."""
+    """A complete temporary file, before the rename."""
 
     beside: Path
     file: Path
-    modified: float  # by the clock of the file system
-    folders: list[Path]  # those in which a new name appeared, or will
+    modified: float  # by the file system's clock
+    folders: list[Path]  # the folders that get a new name: the file's folder and parents of created folders
 
 
 def _written(
@@ -204,13 +206,13 @@ def _written(
     *,
     durable: bool,
 ) -> float:
-    """Write files, rename them into place in the block of `placing`, and return when the last one was written."""
+    """Write temporary files, rename them inside `placing`, and return the modification time of the last."""
     with contextlib.ExitStack() as stack:
         ready = [stack.enter_context(_beside(file, chunks(), root, durable)) for file, chunks in files.items()]
         with placing():
             for each in ready:
                 os.replace(each.beside, each.file)  # atomic on one file system
-    # The renaming is kept when the folder is; a new folder's own name is in the folder above.
+    # Syncing a folder makes a rename in it durable; the name of a new folder is stored in its parent.
     for folder in dict.fromkeys(folder for each in ready for folder in each.folders) if durable else ():
         _sync_folder(folder)
     return ready[-1].modified
@@ -218,11 +220,11 @@ def _written(
 
 @contextlib.contextmanager
 def _beside(file: Path, chunks: Iterable[bytes], root: Path | None, durable: bool) -> Iterator[_Ready]:
-    """Write a file beside its place, for the `with` block, which renames it."""
+    """Write the temporary file for a `with` block, which renames it."""
     if root is not None:
         check_inside(root, file)
     new = _made(file.parent)
-    # not tempfile: its files are for their owner alone, and a folder may be shared by a group
+    # Not `tempfile`: only the owner can read its files, but a group may share the folder.
     beside = file.with_name(f".{file.name}.{os.getpid()}-{_this_machine() or ''}{secrets.token_hex(4)}.tmp")
     try:
         with beside.open("xb") as stream:
@@ -238,7 +240,7 @@ def _beside(file: Path, chunks: Iterable[bytes], root: Path | None, durable: boo
 
 
 def _made(folder: Path) -> list[Path]:
-    """Make a folder, and return those in which a new name appeared for that."""
+    """Create a folder and return the parents of all created folders."""
     if folder.is_dir():
         return []
     new = [parent.parent for parent in (folder, *folder.parents) if not parent.exists()]
@@ -247,7 +249,7 @@ def _made(folder: Path) -> list[Path]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the names in a folder kept; what file system has no such thing keeps them when it likes."""
+    """Sync the names in a folder to disk, if the file system supports it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
@@ -272,34 +274,34 @@ def _sync(descriptor: int, cannot: tuple[int, ...]) -> None:
 
 
 def seen(root: Path, file: Path) -> Seen | None:
-    """Return what identifies a file's content, to be compared later; `None` if there is no file.
+    """Return a value that identifies a file's content, for a later comparison; `None` if the file does not exist.
 
     Args:
         root: The cache folder.
         file: A file in it.
 
     Raises:
-        OSError: a folder between the two is a link, or the file's status cannot be read.
+        OSError: A folder between the two is a link, or the file's status cannot be read.
     """
     check_inside(root, file)
     try:
         raw = read_file(file, _COMPARED)
-    except UnusableError:  # no regular file, a large one, or one that this user cannot read
+    except UnusableError:  # not a regular file, too large, or unreadable for this user
         status = os.lstat(file)
         return ("status", stat.S_IFMT(status.st_mode), status.st_ino, status.st_size, status.st_mtime_ns)
     return None if raw is None else ("content", hashlib.sha256(raw).digest())
 
 
 def remove_judged(root: Path, file: Path, judged: Seen | None) -> bool:
-    """Remove a file if it is still the one that was judged; return whether it is gone.
+    """Remove a file if it has not changed since it was judged; return whether it is gone.
 
     Args:
         root: The cache folder.
         file: A file in it.
-        judged: What `seen` returned before the file was judged.
+        judged: The result of `seen` before the file was judged.
 
     Raises:
-        OSError: it cannot be removed, or the lock cannot be had.
+        OSError: The file cannot be removed, or the lock cannot be acquired.
     """
     with exclusive(root):
         now = seen(root, file)
@@ -318,7 +320,7 @@ def remove_judged(root: Path, file: Path, judged: Seen | None) -> bool:
 
 
 def restore_aside(root: Path, folder: Path) -> None:
-    """Put back the files of a folder that a killed command had renamed aside.
+    """Restore the files that a killed command had renamed aside.
 
     Args:
         root: The cache folder.
@@ -332,13 +334,13 @@ def restore_aside(root: Path, folder: Path) -> None:
 
 
 def _put_back(aside: Path, file: Path) -> None:
-    """Give a file its name again, unless a newer one has it."""
+    """Give a file its old name, unless a newer file has that name."""
     try:
         os.link(aside, file, follow_symlinks=False)
-    except FileExistsError:  # it was put later than what was renamed aside
+    except FileExistsError:  # written after the old file was renamed aside
         pass
     except OSError as error:  # a folder, or a file system without hard links
-        logger.info("%s is renamed back, not linked: %s", printable(file), printable(error))
+        logger.info("%s is restored by a rename, since it cannot be linked: %s", printable(file), printable(error))
         if not os.path.lexists(file):
             os.rename(aside, file)
             return

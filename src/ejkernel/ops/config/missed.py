@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes of calls that nothing was measured for: one small JSON file a call, in `missed/` beside the cache's entries.
+"""Notes of calls that have not been tuned: one small JSON file per call, in `missed/` beside the cache's entries.
 
-They are renamed into place as entries are, so two processes that miss one call lose a count at the worst.
+Notes are written atomically, like entries. Two processes that miss one call at the same time lose a count at worst.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ejkernel.ops.utils.storage.serialize import describe, from_plain
 
 SCHEMA: Final = 2
 FOLDER: Final = "missed"
-_LARGEST: Final = 1 << 20  # bytes of a note that is read; real ones have hundreds
+_LARGEST: Final = 1 << 20  # maximum bytes of a note; real notes have hundreds
 _MOST: Final = 1 << 31  # processes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A call that nothing was measured for, as it is in its file.
+    """A call that has not been tuned, as stored in its file.
 
     Attributes:
-        schema: Layout of the file.
+        schema: Version of the file's layout.
         key: Device, operation and call.
-        call: The abstract call, as `Invocation.description` has it.
+        call: The abstract call, from `Invocation.description`.
         source: The tier that answered instead, such as `heuristic` or `forward`; `error` if none did.
-        processes: How many processes missed it, as far as they could count.
-        first: When it was first missed.
-        last: When it was last missed.
-        kernel: `module.Class` of the kernel, or `module.function`, for readers; nothing is imported by it.
+        processes: Number of processes that missed the call (approximate).
+        first: Time of the first miss.
+        last: Time of the last miss.
+        kernel: `module.Class` of the kernel, or `module.function`. Only for readers; it is never imported.
     """
 
     schema: int
@@ -53,19 +53,19 @@ class Note:
 
     @property
     def config_key(self) -> ConfigKey:
-        """What a configuration of the call is remembered under."""
+        """The key of the call's configuration."""
         return ConfigKey(**self.key)
 
 
 class MissedNotes:
     """The notes beside one cache folder.
 
-    A note that cannot be written is one `CacheWarning`, after which this object writes no more; one that cannot be
-    read is a `CacheWarning`, and no note.
+    If a note cannot be written, this object emits one `CacheWarning` and stops writing. A note that cannot be read is
+    skipped with a `CacheWarning`.
 
     Args:
         cache_dir: The folder of the persistent cache.
-        clock: Source of the notes' times.
+        clock: Returns the current time.
     """
 
     def __init__(self, cache_dir: Path, *, clock: Callable[[], datetime.datetime] | None = None) -> None:
@@ -76,13 +76,13 @@ class MissedNotes:
 
     @property
     def folder(self) -> Path:
-        """Where the notes are."""
+        """The folder of the notes."""
         return self.cache_dir / FOLDER
 
     def put(self, inv: Invocation[Cfg, Out], source: str) -> None:
-        """Note that `inv` was answered by `source`; the same call again costs nothing."""
+        """Note that `source` answered `inv`. Repeated calls cost nothing."""
         key = inv.key
-        # Once a process, however often it calls: processes are counted.
+        # Once per process, because the notes count processes.
         if key in self._written or self._write_failed:
             return
         self._written.add(key)
@@ -98,15 +98,15 @@ class MissedNotes:
             processes=1 if before is None else before.processes + 1,
             first=now if before is None else before.first,
             last=now,
-            # of a function that is a kernel, the function's
+            # a function can be a kernel: then its own name
             kernel=f"{kernel.__module__}.{getattr(kernel, '__qualname__', type(kernel).__qualname__)}",
         )
         try:
-            # a note that the end of the machine takes is made again by the next run
+            # not durable: the next run writes a lost note again
             write_file(file, sealed_json(note), durable=False, root=self.cache_dir)
         except (OSError, SerializationError) as error:
             self._write_failed = True
-            text = f"missed calls cannot be noted in {self.folder} ({error}); set EJKERNEL_CACHE_DIR."
+            text = f"cannot write notes of missed calls to {self.folder} ({error}); set EJKERNEL_CACHE_DIR."
             warn(text, CacheWarning)
 
     def entries(self) -> Iterator[Note]:
@@ -124,7 +124,7 @@ class MissedNotes:
         """Return the note of a file, or `None` if it is gone.
 
         Raises:
-            UnusableError: it cannot be used.
+            UnusableError: The note cannot be used.
         """
         try:
             check_inside(self.cache_dir, file)
@@ -137,7 +137,7 @@ class MissedNotes:
             note = from_plain(read_object(raw, SCHEMA, "a note of a missed call"), Note)
         except SerializationError as error:
             raise UnusableError(str(error)) from error
-        # A note that lies under another's name would be tuned, and removed, as that.
+        # With a wrong file name, tuning the call would remove the wrong note.
         if set(note.key) != set(ConfigKey._fields) or self._file(note.config_key) != file:
             raise UnusableError(f"it holds another key: {describe(note.key)}")
         if not 0 < note.processes < _MOST:
@@ -154,7 +154,7 @@ class MissedNotes:
             warn(f"the note of {key.op} cannot be removed: {error}", CacheWarning)
 
     def withdraw(self, key: ConfigKey) -> None:
-        """Remove the note of a call if it was put here, and has been tuned since."""
+        """Remove the note of a call that has been tuned since this object wrote the note."""
         if key in self._written:
             self.remove(key)
 
@@ -162,7 +162,7 @@ class MissedNotes:
         return self.folder.joinpath(*location(key))
 
     def _read(self, file: Path) -> Note | None:
-        """Return the note of a file, or `None` if there is no file, or none that can be used."""
+        """Return the note of a file, or `None` if the file is missing or cannot be used."""
         try:
             return self.read(file)
         except UnusableError as error:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations that the package brings along: measured on a few devices, and of use to their sisters too.
+"""Shipped configurations: measured on a few devices, and also useful on their sister devices.
 
-They are tiers of their own and no layer of the persistent cache, so that `ejkernel tune` takes no call for tuned that
-nobody tuned here, and the commands list what the user saved. An entry for this very device comes before tuning; a
-sister's, of another device with the same chip, after it, as a miss, so that any measurement here replaces it.
+They are separate tiers, not a layer of the persistent cache. So `ejkernel tune` still tunes calls that only have a
+shipped configuration, and the cache commands list only the user's entries. An entry for the same device ranks before
+tuning. A sister's entry, from another device with the same chip, ranks after tuning and counts as a miss, so any
+measurement on this machine replaces it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from ejkernel.ops.config.entries import StoredEntry, decoded, entry_in
 from ejkernel.ops.core.types import ConfigKey
 from ejkernel.ops.utils.formatting import cases
 
-# Devices of one chip, by what they are called, and the one of them that was measured. A part of a device is none.
+# Device names with the same chip, and the measured device among them. MIG slices are excluded.
 _SISTERS: Final = ((re.compile(r"gpu:nvidia_(h100|h200|h800|gh200)(?!.*_mig_)"), "gpu:nvidia_h200"),)
 
 
 class Shipped(NamedTuple):
-    """A configuration that was found, and the entry that it is from."""
+    """A shipped configuration and its entry."""
 
     config: Any
     entry: StoredEntry
 
     @property
     def note(self) -> str:
-        """What it was measured with."""
+        """The device, version and date of the measurement, in words."""
         known = self.entry.provenance
         versions = f"JAX {known.get('jax')}, {str(known.get('time')).partition('T')[0]}"
         found = cases(self.entry.measured)
@@ -40,21 +41,21 @@ class Shipped(NamedTuple):
 
 
 class ShippedConfigs:
-    """The configurations in a folder of the package; where a device has none, to ask costs nothing.
+    """The configurations in a folder of the package. A lookup for a device without any reads no file.
 
     Args:
-        folder: Laid out as the folder of a `PersistentCache` is.
+        folder: A folder with the layout of a `PersistentCache`.
     """
 
     def __init__(self, folder: Traversable) -> None:
         self.folder = folder
 
     def find(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
-        """Return what is shipped for a call on the very device of its key; an entry that cannot be used is a warning.
+        """Return the shipped configuration for the exact device of a key; warn about an unusable entry.
 
         Args:
-            key: The key.
-            cfg_type: The type to decode as; see `PersistentCache.get`.
+            key: The key of the call.
+            cfg_type: The configuration type; see `PersistentCache.get`.
         """
         if slug(key.device) not in self._devices:
             return None
@@ -66,7 +67,7 @@ class ShippedConfigs:
             return None
 
     def find_of_sister(self, key: ConfigKey, cfg_type: object) -> Shipped | None:
-        """Return what is shipped for the call on another device with the same chip."""
+        """Return the shipped configuration of another device with the same chip."""
         sister = sister_of(key.device)
         return None if sister is None else self.find(key._replace(device=sister), cfg_type)
 
@@ -76,12 +77,12 @@ class ShippedConfigs:
 
 
 def sister_of(device: str) -> str | None:
-    """Return the device that was measured, and has the chip of another, which is slower or faster only in the rest."""
+    """Return the measured device with the same chip as `device`, or `None`; only clocks, memory and host may differ."""
     found = next((measured for pattern, measured in _SISTERS if pattern.match(device)), None)
     return None if found == device else found
 
 
 @functools.cache
 def shipped_configs() -> ShippedConfigs:
-    """Return what this package ships."""
+    """Return the configurations that this package ships."""
     return ShippedConfigs(resources.files("ejkernel") / "data" / "configs")

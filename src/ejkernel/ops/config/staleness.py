@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an entry was measured with, and in what that differs from what is here.
+"""Stale entries: differences between the versions that an entry was measured with and the current environment.
 
-The version of the kernel and the device are parts of an entry's key: what was measured with others is no answer at all.
+The kernel's version and the device are parts of the key, so entries of other versions or devices are misses.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ UNKNOWN: Final = "unknown"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StalePolicy:
-    """What becomes of a saved configuration that was measured with something else than what is here.
+    """How to treat a saved configuration measured with other versions or another search space.
 
-    `"use"`: it counts as measured. `"retune"`: it answers until the call is tuned, and counts as not measured: it is
-    tuned where tuning is allowed, and noted as missed. `"refuse"`: it is as if it were not there. Of several
-    differences the strictest counts. What an entry does not say, such as one of an earlier version, is no difference.
+    `"use"`: the configuration counts as tuned. `"retune"`: the configuration answers until the call is tuned. The call
+    counts as a miss: it is tuned where tuning is allowed, and noted as missed. `"refuse"`: the configuration is
+    ignored. With several differences, the strictest action applies. Information missing from an entry, e.g. one of an
+    earlier ejkernel, is no difference.
 
     Attributes:
-        jax: Another version of JAX.
-        jaxlib: Another version of jaxlib.
-        driver: Another version of the NVIDIA driver.
-        space: The kernel proposes other configurations for the call than those among which this one was found; to know
-            that takes the time of `config_space` for each distinct call, unless this is `"use"`.
+        jax: Action for another version of JAX.
+        jaxlib: Action for another version of jaxlib.
+        driver: Action for another version of the NVIDIA driver.
+        space: Action for a changed search space. Any action but `"use"` evaluates `config_space` for each distinct
+            call.
     """
 
     jax: Action = "use"
@@ -53,20 +54,20 @@ class StalePolicy:
                 raise ConfigError(f"{field.name} must be one of {', '.join(ACTIONS)}, got {value!r}.")
 
     def action(self, found: tuple[Difference, ...]) -> Action:
-        """Return what becomes of an entry that differs so."""
+        """Return the action for an entry with these differences."""
         asked = [ACTIONS.index(getattr(self, difference.field)) for difference in found]
         action: Action = ACTIONS[max(asked, default=0)]
         return action
 
 
 def usual_stale_policy() -> StalePolicy:
-    """Return what the environment says, in `EJKERNEL_STALE`."""
+    """Return the policy from the environment variable `EJKERNEL_STALE`."""
     said: dict[str, Any] = dict(settings.current().stale)
     return StalePolicy(**said)
 
 
 class Difference(NamedTuple):
-    """What an entry was measured with, and what is here instead; `None` where there is none here."""
+    """A stored version and the current version; `here` is `None` if this machine lacks the component."""
 
     field: str
     stored: str
@@ -74,12 +75,12 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         if self.field == "space":
-            return "its space has changed since"
+            return "its search space has changed since"
         return printable(f"measured with {self.field} {self.stored}, not {self.here or 'none'}")
 
 
 def made_with(entry: StoredEntry) -> dict[str, str]:
-    """Return what an entry says that it was measured with, `UNKNOWN` where it does not say."""
+    """Return the versions stored with a measurement; `UNKNOWN` where the entry has no information."""
     measured: Any = entry.measured or {}
     said = {**entry.provenance, "space": measured.get("space")}
     found = {field.name: said.get(field.name) for field in dataclasses.fields(StalePolicy)}
@@ -87,11 +88,11 @@ def made_with(entry: StoredEntry) -> dict[str, str]:
 
 
 def differences(entry: StoredEntry, space: str | None = None) -> tuple[Difference, ...]:
-    """Return in what an entry differs from what is here; what is unknown differs from nothing.
+    """Return the differences between an entry's versions and the current environment; unknown values are skipped.
 
     Args:
         entry: The entry.
-        space: The digest of what the kernel proposes for the call now; `None`: not known.
+        space: The digest of the kernel's current search space for the call; `None` if unknown.
     """
     device = getattr(entry.key, "device", None)
     here = {"jax": version("jax"), "jaxlib": version("jaxlib"), "driver": driver_of(device), "space": space}
@@ -100,13 +101,13 @@ def differences(entry: StoredEntry, space: str | None = None) -> tuple[Differenc
     return tuple(Difference(name, said[name], here[name]) for name in asked if said[name] not in (UNKNOWN, here[name]))
 
 
-def told(found: tuple[Difference, ...]) -> str:
-    """Return differences in words."""
+def text_of_differences(found: tuple[Difference, ...]) -> str:
+    """Return the differences in words."""
     return ", ".join(map(str, found))
 
 
 def saved_in(persistent: Any, key: ConfigKey, cfg_type: object) -> Iterator[tuple[Any, StoredEntry | None]]:
-    """Yield the configurations that a cache has for a key, with their entries; one of the user's own may have none."""
+    """Yield the configurations of a key in a cache with their entries; a user-defined cache may have no entries."""
     found = getattr(persistent, "found", None)
     if found is not None:
         yield from found(key, cfg_type)
@@ -122,17 +123,17 @@ def standing(
     *,
     look: bool = False,
 ) -> tuple[Action, str]:
-    """Return what becomes of the entry of a call, and in what it differs from what is here, in words.
+    """Return the action for the entry of a call, and the entry's differences in words.
 
     Args:
-        policy: What becomes of such.
-        entry: The entry; `None` where nothing is known of it.
-        kernel: The call's kernel.
+        policy: The actions for differences.
+        entry: The entry; `None` if unknown.
+        kernel: The kernel of the call.
         inv: The call.
-        look: Whether to look at the kernel's space also where that changes nothing.
+        look: Whether to compare search spaces even if that cannot change the action.
     """
     if entry is None:
         return "use", ""
     looks = (look or policy.space != "use") and made_with(entry)["space"] != UNKNOWN
     found = differences(entry, space_digest(kernel, inv) if looks else None)
-    return policy.action(found), told(found)
+    return policy.action(found), text_of_differences(found)

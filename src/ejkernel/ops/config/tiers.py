@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may say which configuration a call has, how far their answers hold, and what they have said."""
+"""Tiers: the sources of configurations, the validity of their answers, and the results of a resolution."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ejkernel.ops.utils.printable import printable
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tier:
-    """Who says which configuration a call has.
+    """A source of configurations.
 
     Attributes:
-        name: What `Resolution.source` calls it.
-        is_provisional: Whether its answers hold only as long as nobody has measured: they are remembered, so that they
-            can be reported, but never pre-empt a better tier, and never go to disk.
-        is_passing: Whether its answers hold for a while, and are not remembered.
-        is_for_one_call: Whether its answers are for this very call, rather than for all calls of its bucket.
-        is_saved: Whether its answers were found by another process, maybe for another version of the kernel.
+        name: The name in `Resolution.source`.
+        is_provisional: Whether the answers hold only until the call is measured. They are remembered for reports, but
+            never hide a better tier and are never saved to disk.
+        is_passing: Whether the answers are temporary and not remembered.
+        is_for_one_call: Whether an answer is for the exact call, rather than for all calls of its bucket.
+        is_saved: Whether another process found the answers, maybe with another version of the kernel.
     """
 
     name: str
@@ -35,14 +35,14 @@ OVERLAY: Final = Tier("overlay", is_passing=True)
 MEMORY: Final = Tier("memory")
 PERSISTENT: Final = Tier("persistent", is_saved=True)
 SHIPPED: Final = Tier("shipped", is_saved=True)
-SHARED: Final = Tier("shared", is_saved=True)  # from a shared cache whose copy here had nothing before
+SHARED: Final = Tier("shared", is_saved=True)  # found by a refresh of a shared cache's copy
 AUTOTUNE: Final = Tier("autotune")
-AGREED: Final = Tier("agreed", is_passing=True)  # by the processes of a program; a source goes on with whom
-STALE: Final = Tier("stale", is_provisional=True, is_saved=True)  # saved, and the policy wants it tuned anew
-SISTER: Final = Tier("sister", is_provisional=True, is_saved=True)  # shipped, and measured on another device
+AGREED: Final = Tier("agreed", is_passing=True)  # by the processes of a program; a source continues with the process
+STALE: Final = Tier("stale", is_provisional=True, is_saved=True)  # saved, but the policy asks to tune it again
+SISTER: Final = Tier("sister", is_provisional=True, is_saved=True)  # shipped, but measured on another device
 FORWARD: Final = Tier("forward", is_provisional=True, is_saved=True)
 HEURISTIC: Final = Tier("heuristic", is_provisional=True, is_for_one_call=True)
-CHOOSER: Final = Tier("chooser", is_for_one_call=True)  # one of the user's own, which asks no tiers
+CHOOSER: Final = Tier("chooser", is_for_one_call=True)  # a user-defined chooser, which asks no tiers
 
 _TIERS: Final = (
     *(OVERRIDE, OVERLAY, MEMORY, PERSISTENT, SHIPPED, SHARED, AUTOTUNE),
@@ -52,7 +52,7 @@ _BY_NAME: Final = {tier.name: tier for tier in _TIERS}
 
 
 def tier_named(name: str) -> Tier:
-    """Return the tier of that name; a chain of the user's may have others, whose answers hold for good."""
+    """Return the tier with this name; an unknown name is a user-defined tier with permanent answers."""
     if name.startswith(f"{AGREED.name} with "):
         return AGREED
     return _BY_NAME.get(name) or Tier(name)
@@ -60,7 +60,7 @@ def tier_named(name: str) -> Tier:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resolution(Generic[Cfg]):
-    """A configuration, the tier that it came from, and the key of the call (`None` if it has none)."""
+    """A configuration, the name of its tier, and the key of the call (`None` if it has no key)."""
 
     config: Cfg
     source: str
@@ -68,30 +68,30 @@ class Resolution(Generic[Cfg]):
 
     @property
     def tier(self) -> Tier:
-        """That tier."""
+        """The tier that answered."""
         return tier_named(self.source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotTaken:
-    """Why what is saved for a call is no answer here, by the policy."""
+    """The reason why the policy does not accept the saved configuration of a call."""
 
     why: str
 
 
-# an answer, also with a note; or why there is none
+# an answer, an answer with a note, or the reason for no answer
 Answer = Resolution[Any] | tuple[Resolution[Any], str] | NotTaken | str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Consulted:
-    """What one tier said: an answer, with a note where there is more to say of it, or a note why it had none.
+    """The result of asking one tier: an answer with an optional note, or a note with the reason for no answer.
 
     Attributes:
-        tier: Its name.
-        resolution: Its answer, or `None`.
-        note: What else there is to say.
-        is_not_taken: Whether it has something for the call, which the policy for stale entries does not take from it.
+        tier: The name of the tier.
+        resolution: The answer, or `None`.
+        note: More about the answer, or the reason for no answer.
+        is_not_taken: Whether the tier has an entry that the policy for stale entries rejects.
     """
 
     tier: str
@@ -101,7 +101,7 @@ class Consulted:
 
     @classmethod
     def of(cls, tier: Tier, answer: Answer) -> Consulted:
-        """Return what a tier said, of what it answered."""
+        """Return the result for a tier's answer."""
         if isinstance(answer, NotTaken):
             return cls(tier.name, None, answer.why, is_not_taken=True)
         if isinstance(answer, str):
@@ -109,4 +109,4 @@ class Consulted:
         return cls(tier.name, *answer) if isinstance(answer, tuple) else cls(tier.name, answer)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "note", printable(self.note))  # it tells of what files hold
+        object.__setattr__(self, "note", printable(self.note))  # it may quote the content of files

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ejkernel.ops.autotuner.trials.progress import SearchProgress
 from ejkernel.ops.config.agreement.agreement import agreed_before
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.persistent import PersistentCache
@@ -25,6 +24,9 @@ from ejkernel.ops.utils.formatting import cases, ratio
 from ejkernel.ops.utils.meta import label
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
+
+if TYPE_CHECKING:
+    from ejkernel.ops.autotuner.trials.progress import SearchProgress
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

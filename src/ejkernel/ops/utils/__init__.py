@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that depend on nothing else in the package but its errors."""
+"""Utilities that depend only on the errors of this package."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch parameters of attention kernels, one class a direction."""
+"""Launch parameters of attention kernels, one class per direction."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class _LaunchParams:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FwdParams(_LaunchParams):
-    """Launch parameters of a forward pass; `None` leaves one to the kernel.
+    """Launch parameters of a forward pass; `None` leaves the choice to the kernel.
 
     Attributes:
         q_blocksize: Query rows per program.
         kv_blocksize: Key/value rows per program.
-        num_warps: Warps per program. Ignored where there are none.
+        num_warps: Warps per program. Ignored on platforms without warps.
         num_stages: Depth of the memory pipeline.
     """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BwdParams(_LaunchParams):
-    """Launch parameters of a backward pass; the fields are those of `FwdParams`."""
+    """Launch parameters of a backward pass, with the same fields as `FwdParams`."""

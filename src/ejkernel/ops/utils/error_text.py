@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors and values in words, whatever their own methods do: those of a user's code may raise in their turn."""
+"""Text for errors and values. Works even if the `__str__` or `__repr__` of user code raises."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ejkernel.ops.utils.printable import printable, printable_lines
 
-_MOST = 3  # errors of a group that are told
-_LENGTH = 400  # characters of a value that a message shows
+_MOST = 3  # maximum errors of a group in a message
+_LENGTH = 400  # maximum characters of a value in a message
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's type and message; of a group, the first errors in it too."""
+    """Return an error's type and message, for a group also its first errors."""
     text = f"{type(error).__name__}: {message_of(error)}"
     if isinstance(error, BaseExceptionGroup):
         text += f": {'; '.join(map(error_text, error.exceptions[:_MOST]))}"
@@ -21,23 +21,23 @@ def error_text(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message; it is never empty."""
+    """Return an error's message, or a replacement if it is empty."""
     try:
         return str(error).strip() or "no message"
-    except BaseException as raised:  # noqa: BLE001 - it is the message that is to blame, and nobody else
-        return f"no message, for its __str__ raises {type(raised).__name__}"
+    except BaseException as raised:  # noqa: BLE001 - the user's `__str__` may raise any exception
+        return f"no message, because its __str__ raises {type(raised).__name__}"
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return an error's traceback, as far as it can be had."""
+    """Return an error's traceback, or the reason why it cannot be formatted."""
     try:
         return printable_lines("".join(traceback.format_exception(error)))
     except BaseException as raised:  # noqa: BLE001 - as above
-        return f"{error_text(error)}\nno traceback, for to write it raises {type(raised).__name__}"
+        return f"{error_text(error)}\nno traceback, because formatting it raises {type(raised).__name__}"
 
 
 def value_text(value: object) -> str:
-    """Return a value's `repr`, not too much of it."""
+    """Return the `repr` of a value, cut to `_LENGTH` characters."""
     try:
         text = repr(value)
     except BaseException as raised:  # noqa: BLE001 - as above
@@ -46,13 +46,13 @@ def value_text(value: object) -> str:
 
 
 def instance_text(value: object, expected: type) -> str:
-    """Return how an error message shows a value that is no instance of a class, which may have been defined again."""
+    """Return the text of a value of a wrong type; hints at an outdated class with the same name."""
     again = f", of an earlier definition of {expected.__name__}" if type(value).__name__ == expected.__name__ else ""
     return f"{value_text(value)}{again}"
 
 
 def where(function: object) -> str:
-    """Return a function's name, and where it is written, if that is known."""
+    """Return a function's name and, if known, its source file and line."""
     name = getattr(function, "__qualname__", None) or value_text(function)
     code = getattr(function, "__code__", None)
     return name if code is None else f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for devices and shardings that are the same wherever the hardware is the same."""
+"""Names of devices and shardings, equal on all machines with the same hardware."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _DISPATCH = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
 
 
 def platform_kind(name: str) -> str:
-    """Return `gpu`, `tpu` or `cpu` for a platform name of JAX (`cuda`, `rocm`, ...); other names stay as they are."""
+    """Return `gpu`, `tpu` or `cpu` for a JAX platform name (`cuda`, `rocm`, ...); return other names unchanged."""
     return _KINDS.get(name.lower(), name.lower())
 
 
 def default_device() -> jax.Device:
-    """Return the device that an eager call runs on now."""
+    """Return the device that an eager call would use now."""
     chosen: Any = compat.chosen_device()
     if isinstance(chosen, str):
         return jax.local_devices(backend=chosen)[0]
@@ -35,7 +35,7 @@ def default_device() -> jax.Device:
 
 def platform_of(arrays: Sequence[Any]) -> str:
     """Return the platform that JAX computes on for these concrete arrays."""
-    # Of what is committed to no device the default one computes, wherever it lies.
+    # Uncommitted arrays are computed on the default device, regardless of where their data is.
     committed = next((array for array in arrays if getattr(array, "committed", False)), None)
     device: jax.Device = default_device() if committed is None else next(iter(committed.devices()))
     return str(device.platform)
@@ -47,7 +47,7 @@ def device_kind() -> str:
 
 
 def get_device_platform() -> str:
-    """Return the name that platform methods use for the default device: `triton`, `pallas` or `xla`."""
+    """Return the platform name in method names for the default device: `triton`, `pallas` or `xla`."""
     kind = device_kind()
     return _DISPATCH.get(kind, kind)
 
@@ -55,7 +55,7 @@ def get_device_platform() -> str:
 def device_fingerprint(device: jax.Device | None = None) -> str:
     """Return backend and chip of `device` (the default device if `None`), such as `gpu:nvidia_h200`.
 
-    Driver and library versions are not part of it: they are provenance of a measurement, not an identity.
+    Driver and library versions are not included; they are part of a measurement's provenance.
     """
     if device is None:
         device = default_device()
@@ -64,7 +64,7 @@ def device_fingerprint(device: jax.Device | None = None) -> str:
 
 
 def device_called(fingerprint: str) -> jax.Device | None:
-    """Return a device of this process that has this fingerprint, the default device if it has; `None` if none has."""
+    """Return a device of this process with this fingerprint, preferably the default device; `None` without one."""
     if device_fingerprint() == fingerprint:
         return default_device()
     try:
@@ -75,29 +75,29 @@ def device_called(fingerprint: str) -> jax.Device | None:
 
 
 def fingerprint_of(kind: str, chip: str) -> str:
-    """Return the fingerprint of an accelerator of that kind and name."""
+    """Return the fingerprint of an accelerator from its kind and chip name."""
     return f"{kind}:{_slug(chip)}"
 
 
 def platform_fingerprint(name: str) -> str:
     """Return the fingerprint of this process's first device of platform `name`, or `<kind>:unknown` if it has none.
 
-    Of an AMD GPU elsewhere that much is known: `gpu:amd_unknown`.
+    For `rocm` without an AMD GPU in this process the result is `gpu:amd_unknown`.
     """
     kind = platform_kind(name)
-    # Before the first device of that kind, for the user may have chosen another.
+    # The default device comes first, because the user may have chosen it.
     default = default_device()
     if platform_kind(default.platform) == kind:
         return device_fingerprint(default)
     try:
         return device_fingerprint(jax.local_devices(backend=kind)[0])
-    except RuntimeError:  # lowered for a platform that this process does not have
+    except RuntimeError:  # this process has no device of the platform
         return f"{kind}:amd_unknown" if name.lower() == "rocm" else f"{kind}:unknown"
 
 
 @functools.cache
 def _cpu_name() -> str:
-    """Return the processor's model and the number of cores that this process may use: both decide what is fast."""
+    """Return the processor's model and the number of cores available to this process; both affect performance."""
     model = ""
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -112,7 +112,7 @@ def _slug(text: str) -> str:
 
 
 def sharding_fingerprint(array: object) -> str:
-    """Return how `array` is laid out over devices: mesh axes and partition, or the number of devices.
+    """Return the layout of `array` over devices: mesh axes and partition, or the number of devices.
 
     Arrays without a sharding (NumPy, abstract values) and arrays on one device give `unsharded`.
     """
@@ -130,9 +130,9 @@ def sharding_fingerprint(array: object) -> str:
 
 
 def has_mosaic_gpu() -> bool:
-    """Return whether Mosaic GPU kernels run on this process's GPU: Hopper and later; without a GPU, the target's are.
+    """Return whether Mosaic GPU kernels run on this process's GPU (Hopper or later).
 
-    A program may be lowered here for a GPU elsewhere; nothing is known against that GPU, so the answer is yes.
+    Without a GPU, return `True`: the program may be lowered for another machine with a suitable GPU.
     """
     try:
         device = jax.local_devices(backend="gpu")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls, configurations and tables as plain text for people."""
+"""Calls, configurations and tables as readable plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ejkernel.ops.utils.error_text import value_text
 from ejkernel.ops.utils.printable import printable
 from ejkernel.ops.utils.storage.serialize import to_data
 
-_LONGEST = 1000  # characters of a call or a configuration: a file may hold any number of them
+_LONGEST = 1000  # maximum characters of a call or configuration; a file may hold longer texts
 _DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
 _GAP = "  "
 
@@ -22,17 +22,17 @@ _GAP = "  "
 def text_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None, optional: Sequence[str] = ()
 ) -> str:
-    """Return rows under a header, in columns two spaces apart; every cell is printable.
+    """Return a table with a header and columns two spaces apart; all cells are made printable.
 
-    Where that is wider than `width`, cells are wrapped between their words, and if that does not do, columns are left
-    out. If that does not do either, each row is a paragraph, with a line for each column. No word is cut that
-    is not longer than a line.
+    If the table is wider than `width`, cells are wrapped between words. If it still does not fit, optional columns are
+    dropped one after another. If that is not enough, each row becomes a paragraph with a line for each column. Only
+    words longer than a line are cut.
 
     Args:
-        header: The columns' names.
+        header: The names of the columns.
         rows: The cells.
-        width: How many characters a line may have; `None`: any number.
-        optional: Names of columns that may be left out, in this order.
+        width: Maximum characters per line; `None`: unlimited.
+        optional: Names of columns that may be dropped, in this order.
     """
     columns = [list(map(printable, column)) for column in zip(header, *rows, strict=True)]
     natural = [max(map(len, column)) for column in columns]
@@ -52,11 +52,11 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _wrapped(columns: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """Return the widths with which columns fit, the narrow ones as they are; `None` if their words do not fit."""
+    """Return column widths that fit, shrinking only the widest columns; `None` if the words do not fit."""
     natural = [max(map(len, column)) for column in columns]
     words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
     widths = words
-    for level in range(max(natural, default=0) + 1):  # the widest of them give way first
+    for level in range(max(natural, default=0) + 1):  # limit all columns to `level` characters
         wider = [min(most, max(least, level)) for most, least in zip(natural, words, strict=True)]
         if _total(wider) > width:
             break
@@ -80,11 +80,11 @@ def _paragraphs(header: Sequence[str], rows: Sequence[Sequence[str]], width: int
     for row in rows:
         lines = []
         for name, cell in zip(header, row, strict=True):
-            room = width - indent
-            if max(map(len, cell.split()), default=0) > room:  # a word of it fits below the label, or nowhere
+            available = width - indent
+            if max(map(len, cell.split()), default=0) > available:  # put the cell below the label
                 lines += [name, *textwrap.wrap(cell, max(width, 1), break_on_hyphens=False)]
                 continue
-            parts = textwrap.wrap(cell, room, break_on_hyphens=False) if cell else []
+            parts = textwrap.wrap(cell, available, break_on_hyphens=False) if cell else []
             lines += [f"{label:<{indent}}{part}" for label, part in zip(_labels(name), parts, strict=False)]
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
@@ -96,19 +96,19 @@ def _labels(name: str) -> Iterator[str]:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return so many of something: `1 call`, `2 calls`."""
+    """Return a count with its noun: `1 call`, `2 calls`."""
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def compact(config: object) -> str:
-    """Return a configuration in short, such as `block_q=64 warps=4`, without the fields that are not set.
+    """Return a configuration as short text such as `block_q=64 warps=4`, without fields that are `None`.
 
-    Plain fields come before nested ones, each sorted by name: a saved configuration, whose type is not known, reads as
-    the one in memory does.
+    Plain fields come before nested fields, each sorted by name. So a saved configuration of unknown type has the same
+    text as the configuration in memory.
     """
     try:
         return _cut(_compact(to_data(config)))
-    except SerializationError:  # a candidate that is not plain data is refused, with a message that names it
+    except SerializationError:  # for the message that rejects a candidate without plain data
         return value_text(config)
 
 
@@ -128,7 +128,7 @@ def _compact(data: object) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in microseconds, or in milliseconds from ten of them on; `-` for one that is not known."""
+    """Return a time in microseconds, or in milliseconds from 10 ms on; `-` if it is unknown."""
     if seconds is None:
         return "-"
     microseconds = seconds * 1e6
@@ -136,20 +136,20 @@ def duration(seconds: float | None) -> str:
 
 
 def ratio(times: float | None) -> str:
-    """Return how many times faster something is, such as `1.25x`; `-` if that is not known."""
+    """Return a speed-up such as `1.25x`; `-` if it is unknown."""
     return "-" if times is None else f"{times:.2f}x"
 
 
 def size(count: int) -> str:
-    """Return so many bytes in units that people read."""
+    """Return a number of bytes in MiB or GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def arguments(call: object) -> str:
-    """Return the arguments of a call in short, such as `bf16[4,1024,8,64] x3, causal=True`.
+    """Return the arguments of a call as short text such as `bf16[4,1024,8,64] x3, causal=True`.
 
     Args:
-        call: An invocation's `description`, or what a file kept of it; of anything else nothing is said.
+        call: An invocation's `description`, also from a file; other values give an empty string.
     """
     if not isinstance(call, dict):
         return ""
@@ -165,7 +165,7 @@ def arguments(call: object) -> str:
 
 
 def _arrays(described: object) -> Iterator[str]:
-    """Yield the arrays in a description, in their order."""
+    """Yield the arrays in a description in order."""
     if isinstance(described, list):
         for item in described:
             yield from _arrays(item)
@@ -186,10 +186,10 @@ def _short(dtype: str) -> str:
 
 
 def cases(measured: Mapping[str, Any] | None) -> str:
-    """Return the cases that a configuration is the best for together, with their times; empty if there is one alone.
+    """Return the cases that were tuned together for one configuration, with their times; empty without cases.
 
     Args:
-        measured: What an entry keeps of the search.
+        measured: The record of the search in an entry.
     """
     found, mean = (measured or {}).get("cases"), (measured or {}).get("geometric_mean")
     if not isinstance(found, list) or not found or not all(isinstance(case, dict) for case in found):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The living instances of a class, held weakly: a name in a text or a file can only find what is already there."""
+"""Weak references to all instances of a class. A name in a text or file can only find existing instances."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import weakref
 from typing import Any, Self
 
 _lock = threading.Lock()
-_living: dict[int, weakref.ref[Any]] = {}  # in the order of their making; by id, because not all are hashable
+_living: dict[int, weakref.ref[Any]] = {}  # in order of creation; by id, because not all instances are hashable
 
 
 class Noted:
-    """A base class whose instances are noted when they are made, whether or not a subclass calls `__init__`."""
+    """A base class that registers each instance on creation, even if a subclass does not call `__init__`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make an instance, and note it."""
-        del args, kwargs  # __init__'s
+        """Create and register an instance."""
+        del args, kwargs  # arguments of `__init__`
         made = super().__new__(cls)
         identity = id(made)
         with _lock:
-            _living.pop(identity, None)  # of an instance that is gone, and whose callback has not run yet
+            _living.pop(identity, None)  # a dead instance may have had the same id
             _living[identity] = weakref.ref(made)
         return made
 
 
 def living(cls: type) -> list[Any]:
-    """Return the instances of `cls` that are alive, oldest first."""
+    """Return the live instances of `cls`, oldest first."""
     with _lock:
         found = [(identity, reference()) for identity, reference in _living.items()]
         for identity, instance in found:

@@ -2,10 +2,10 @@
 """Labels: the names under which calls appear in a program's text, and how to find them again.
 
 A label is `<prefix>#<operation>@v<version>:<call key>`, for example `ejkernel_ops#matmul@v0:0123456789abcdef`. It is
-the name of a frontend attribute on one result of the call, which changes neither the optimised program nor the time
-that it takes to compile: to stamp the whole body takes four times as long, and with one fixed name, and the label as
-its value, the outer of two nested kernels would be lost. Labels are read from *lowered* text: compiled text may have
-dropped one. Debug names would not do, for JAX's compilation cache may bring back another program's.
+the name of a frontend attribute on one result of the call. This changes neither the optimised program nor the compile
+time; stamping the whole body would take four times as long to compile. With a fixed attribute name and the label as
+its value, the outer of two nested kernels would lose its label. Labels are read from *lowered* text, since compilation
+may drop them. Debug names are unsuitable, because JAX's compilation cache may return a program with other names.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFAULT_PREFIX = "ejkernel_ops"
-SPLIT = f"{DEFAULT_PREFIX}.split"  # the attribute of a call that splits itself; the labels are those of its parts
+SPLIT = f"{DEFAULT_PREFIX}.split"  # the attribute of a call that splits itself; its shards carry the labels
 
 _PREFIX = r"[A-Za-z_][\w.\-]*"
 _BODY = r"#(?P<op>[A-Za-z_][\w.\-]*@v(?P<version>\w[\w.]*)):(?P<key>[0-9a-f]{16})(?![0-9A-Za-z])"
 LABEL_RE = re.compile(rf"(?P<prefix>{_PREFIX}){_BODY}")
 
-# Texts are searched for what follows the prefix, which is then read backwards: a search that begins with the prefix
-# takes time quadratic in the length of a word, and the words of a program's constants are megabytes long.
+# The search finds the part after the prefix first and then matches the prefix backwards. Searching from the prefix
+# would take quadratic time in the length of a word, and words in a program's constants can be megabytes long.
 _BODY_RE = re.compile(_BODY)
 _PREFIX_RE = re.compile(rf"{_PREFIX}\Z")
 _LONGEST_PREFIX = 256
 
-# Operations that only `@label` knows: they are found in texts, but there is no kernel to tune behind them.
+# Names from `@label`: they appear in texts, but have no kernel to tune.
 _scopes: set[str] = set()
 
 
@@ -51,15 +51,15 @@ def label(op_id: str, call_hash: str, prefix: str | None = None) -> str: ...
 @overload
 def label(op_id: str) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def label(op_id: str, call_hash: str | None = None, prefix: str | None = None) -> Any:
-    """Format a label; or, with a name alone, decorate a function so that it appears in a program's text.
+    """Format a label. With only a name, return a decorator that makes a function appear in a program's text.
 
     >>> label("matmul@v1", "0123456789abcdef")
     'ejkernel_ops#matmul@v1:0123456789abcdef'
 
     Args:
         op_id: The operation with its version, or the decorator's name for the function.
-        call_hash: The call's key; it is formatted, not validated.
-        prefix: What the label begins with; `ejkernel_ops` by default.
+        call_hash: The key of the call; not validated.
+        prefix: The prefix of the label; `ejkernel_ops` by default.
     """
     if call_hash is None:
         return _labelled(op_id)
@@ -94,14 +94,14 @@ def _is_text(value: object) -> bool:
 
 
 def is_scope(op_id_v: str) -> bool:
-    """Return whether the operation is only a name that `@label` gave to a function."""
+    """Return whether the operation is only a name from `@label`, without a kernel."""
     return op_id_v in _scopes
 
 
 def stamp(values: Sequence[object], inputs: Sequence[object], name: str, payload: str) -> tuple[list[Any], bool]:
-    """Return `values` with the label on the first that can carry one, and whether there is such a value.
+    """Return `values` with the label on the first value that can carry it, and whether such a value exists.
 
-    A value that *is* an input was not made by the call, so no instruction can carry its label.
+    A value that *is* an input was not computed by the call, so no instruction can carry its label.
     """
     stamped = list(values)
     for index, value in enumerate(stamped):
@@ -118,7 +118,7 @@ def extract_labels_from_hlo_text(hlo_text: str) -> list[str]:
 
 
 def label_positions(text: str) -> Iterator[tuple[str, int]]:
-    """Yield each label in `text`, and where what follows it begins."""
+    """Yield each label in `text` and its end position."""
     for body in _BODY_RE.finditer(text):
         prefix = _PREFIX_RE.search(text[max(0, body.start() - _LONGEST_PREFIX) : body.start()])
         if prefix is not None:
@@ -129,7 +129,7 @@ def find_labels_in_lowered(lowered: object) -> list[str]:
     """Return the distinct labels of a lowered program, in order of first appearance.
 
     Args:
-        lowered: What `jax.jit(f).lower(...)` returns, anything with `as_text()`, or a text.
+        lowered: The result of `jax.jit(f).lower(...)`, another object with `as_text()`, or a text.
     """
     check_argument(
         isinstance(lowered, str) or hasattr(lowered, "as_text"), "lowered", "a lowered program, or its text", lowered
@@ -138,13 +138,13 @@ def find_labels_in_lowered(lowered: object) -> list[str]:
 
 
 def labels_to_configs(labels: object, selector: object = None) -> list[tuple[str, Any]]:
-    """Return `(label, configuration)` for each label; the configuration is `None` where nothing is remembered.
+    """Return `(label, configuration)` for each label; the configuration is `None` if the caches have no entry.
 
     Looks in the chain's memory and then in its persistent cache, for the default device.
 
     Args:
         labels: A list of labels, or a lowered program.
-        selector: The `ConfigSelectorChain` to ask; the default executor's if left out.
+        selector: The `ConfigSelectorChain` to ask; by default that of the default executor.
     """
     if not isinstance(labels, list | tuple):
         labels = find_labels_in_lowered(labels)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes from a file, a program or an exception, as text that says nothing to a terminal but what it shows.
+"""Untrusted text from files, programs and exceptions, escaped so that it cannot control a terminal.
 
-It is made so at the few places where it becomes output: `str()` of our errors and warnings, reasons of outcomes and
-events, cells of tables, what `explain` says, and JSON.
+Text is escaped where it becomes output: in `str()` of our errors and warnings, reasons of outcomes and events, table
+cells, the output of `explain`, and JSON.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_ODD: Final = re.compile(r"[^ -~]")  # a candidate for being escaped; most text has none
+_ODD: Final = re.compile(r"[^ -~]")  # characters that may need an escape; most texts have none
 _LINE: Final = re.compile(r"\r\n|\n")
 _INDENT: Final = "  "
 _JSON_ODD: Final = re.compile(r"[^\n -~]")
 
 
 def printable(value: object) -> str:
-    r"""Return the text of a value as one line of visible characters; others become what Python would write.
+    r"""Return `str(value)` as one line of visible characters, with Python escapes for all other characters.
 
-    Control characters, escape sequences, ends of lines, characters without a width or that turn the direction of
-    writing, and lone surrogates become such as `\x1b`, `\n` or `\u202e`. What is printable already stays as it is, so
-    to do it twice does no harm. Markup, such as rich's `[bold]`, is text here; whoever prints it must not read it.
+    Escapes such as `\x1b`, `\n` or `\u202e` replace control characters, escape sequences, line breaks, zero-width
+    characters, changes of writing direction, and lone surrogates. Printable text is unchanged, so a second call does
+    nothing. Markup, e.g. rich's `[bold]`, is not escaped; the code that prints the text must not interpret it.
     """
     text = str(value)
     return text if text.isprintable() else _ODD.sub(_visible, text)
 
 
 def printable_lines(value: object) -> str:
-    """Return the text of a value as `printable` does, line by line; a further line is indented.
+    """Return `str(value)` escaped like `printable`, but line by line; lines after the first are indented.
 
-    So the lines of a compiler's message stay lines, and none of them can pass for a line of somebody else's.
+    So the line breaks of a compiler's message remain, and the indentation shows that the lines belong together.
     """
     text = str(value)
     if text.isprintable():
@@ -40,7 +40,7 @@ def printable_lines(value: object) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Return a JSON text with every character that is not printable written as JSON's escape of it."""
+    """Return a JSON text with JSON escapes for all unprintable characters."""
     return text if text.isascii() and "\x7f" not in text else _JSON_ODD.sub(_escaped, text)
 
 

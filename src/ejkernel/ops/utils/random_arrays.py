@@ -14,7 +14,7 @@ import numpy as np
 from ejkernel import compat
 from ejkernel.ops.utils.values.signature import HasType, is_array
 
-LARGE = 1 << 20  # elements from which arrays stay on the device
+LARGE = 1 << 20  # arrays with more elements are generated on the device
 
 
 def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
@@ -38,8 +38,8 @@ def random_array(like: HasType, rng: np.random.Generator) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _normal(seed: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> jax.Array:
-    """Return normal numbers that the device made by itself: the host takes seconds for them, and to send them."""
-    # this generator is made for a device, and compiles in no time; JAX's default is made to be split
+    """Return normally distributed numbers generated on the device. Generating them on the host takes seconds."""
+    # "rbg" is fast on devices and compiles quickly, unlike JAX's default generator
     return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, dtype)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lower floors need of higher ones, put here by the higher ones when they are imported.
+"""Services of higher layers for lower layers. The higher layers register them here when they are imported.
 
-There are two such things, which nobody could hand down as arguments:
+Two services cannot be passed as arguments:
 
-- the default executor, which `kernel(a, b)` asks without being given one;
-- the tier that searches, which a chain has by itself, and which needs all of the tuner.
+- the default executor, which `kernel(a, b)` uses;
+- the autotune tier, which every selector chain has, and which depends on the whole tuner.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _services = _Services()
 
 
 class Made:
-    """What was made already.
+    """Services that already exist.
 
     Attributes:
-        executor: The default executor; `None` while there is none.
+        executor: The default executor; `None` before it is created.
     """
 
     executor: Any = None
@@ -37,7 +37,7 @@ made = Made()
 
 
 def provide_executor(executor: object) -> None:
-    """Say which executor is the default one now."""
+    """Set the current default executor."""
     made.executor = executor
 
 
@@ -46,7 +46,7 @@ def provide(
     default_executor: Callable[[], Any] | None = None,
     autotune_tier: Callable[[], Any] | None = None,
 ) -> None:
-    """Register the functions that make or return the given services."""
+    """Register functions that create or return the services."""
     _services.default_executor = default_executor or _services.default_executor
     _services.autotune_tier = autotune_tier or _services.autotune_tier
 
@@ -58,6 +58,6 @@ def default_executor() -> Any:
 
 
 def autotune_tier() -> Any:
-    """Return what searches for a chain."""
+    """Return a new autotune tier for a selector chain."""
     assert _services.autotune_tier is not None  # `import ejkernel.ops` provides it
     return _services.autotune_tier()

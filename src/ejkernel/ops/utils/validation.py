@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what users hand in, with messages that say what is wrong, what was got, and what to do."""
+"""Checks of user arguments. The messages state the problem, the value, and the fix."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ejkernel.ops.utils.error_text import error_text, value_text
 
 T = TypeVar("T")
 
-_NAMED = (ArgumentError, ConfigError, KernelError, TuningError)  # and none below these, whose arguments may be others
+_NAMED = (ArgumentError, ConfigError, KernelError, TuningError)  # without subclasses: their constructors may differ
 
 
 def check_argument(is_right: bool, name: str, wanted: str, value: object) -> None:
-    """Raise unless an argument is what is wanted.
+    """Check an argument; `wanted` describes valid values in the message.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: `is_right` is false.
     """
     if not is_right:
         raise ArgumentError(f"{name} must be {wanted}, got {value_text(value)}.")
 
 
 def is_count(value: object, least: int) -> bool:
-    """Return whether it is an `int`, and at least so much."""
+    """Return whether `value` is an `int` of at least `least`."""
     return type(value) is int and value >= least
 
 
 def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """Return what a user's function returns; `what` is its name in the error if it raises.
+    """Call a user's function and return its result; `what` names the function in the error.
 
     Raises:
-        KernelError: it raises anything but an error of ours.
+        KernelError: The function raised an exception that is not an ejkernel error.
     """
     try:
         return function(*args, **kwargs)
@@ -46,7 +46,7 @@ def asked(what: str, function: Callable[..., T], *args: object, **kwargs: object
 
 @contextlib.contextmanager
 def named(op_id: str) -> Iterator[None]:
-    """Put the operation's name before the errors of its configurations, where they do not have it yet."""
+    """Prefix errors in a `with` block with the operation's name, unless they already start with it."""
     try:
         yield
     except (ArgumentError, ConfigError, KernelError, TuningError) as error:
@@ -56,12 +56,12 @@ def named(op_id: str) -> Iterator[None]:
 
 
 def check_candidates(found: object, what: str) -> Collection[Any]:
-    """Return candidates, if they are a collection.
+    """Return the candidates after checking that they are a collection; `what` names them in the message.
 
     Raises:
-        ConfigError: they are not; `what` is their name in the message.
+        ConfigError: The candidates are not a collection.
     """
     if isinstance(found, Collection) and not isinstance(found, str | bytes | Mapping):
         return found
-    hint = "; a generator can be gone through only once" if hasattr(found, "__next__") else ""
+    hint = "; a generator can be iterated only once" if hasattr(found, "__next__") else ""
     raise ConfigError(f"{what} must be a list of configurations or a ConfigSpace, got {value_text(found)}{hint}.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is remembered for an object, as long as somebody else holds it."""
+"""Caches per object that do not keep the object alive, and caches of bounded size."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-# Entries of one table: what was traced and compiled takes 0.4 MB each, and JAX's own caches of it have this size.
+# Maximum entries of a table. A traced and compiled program takes 0.4 MB; JAX's own caches have the same size.
 _MOST = 1 << 11
 MOST_RECORDS = 1 << 14  # entries of a table of calls and answers, 1 kB each
 
 
 class PerObject(Generic[T]):
-    """One value for each object, by identity: equal objects, and objects that cannot be hashed, have their own.
+    """A value for each object, by identity: equal objects have separate values, and objects need not be hashable.
 
-    What is kept must not hold the object itself, or it would live for ever.
+    A value must not reference its object, or the object would never be freed.
 
     Args:
-        make: Makes the value of an object that has none yet.
+        make: Creates the value of a new object.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        # By address, which cannot be another object's before the reference has removed it.
+        # By address. The weak reference's callback removes the entry before another object can get the address.
         self.by_address: dict[int, tuple[T, weakref.ref[Any]]] = {}
 
     def of(self, owner: object) -> T:
@@ -64,10 +64,10 @@ class IdentitySet:
 
 
 class Bounded(dict[Any, T]):
-    """A table that drops its oldest entries; safe to use from several threads, at the worst two make one entry.
+    """A dictionary that drops its oldest entries. Thread-safe; at worst two threads create the same entry.
 
     Args:
-        most: The largest number of entries; by default that of JAX's own caches.
+        most: The maximum number of entries; by default the size of JAX's own caches.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -75,16 +75,16 @@ class Bounded(dict[Any, T]):
         self._most = _MOST if most is None else most
 
     def keep(self, key: object, value: T) -> T:
-        """Store an entry unless there is one already, and return the one that is stored."""
-        self._make_room()
+        """Store an entry unless the key has one already, and return the stored value."""
+        self._drop_oldest()
         return self.setdefault(key, value)
 
     def replace(self, key: object, value: T) -> None:
-        """Store an entry in place of the one that was stored under its key."""
-        self._make_room()
+        """Store an entry, replacing an existing entry of the key."""
+        self._drop_oldest()
         self[key] = value
 
-    def _make_room(self) -> None:
+    def _drop_oldest(self) -> None:
         if len(self) >= self._most:
             for oldest in list(self)[: max(1, self._most // 4)]:
                 self.pop(oldest, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of two entries is better: the better measured one of a class, and what is here before what is not."""
+"""Comparing entries: within a class by measurement, and current versions before others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_choosing_among_the_best_of_parts_is_choosing_among_all(entries, cut):
     assert by_preference(parts) == by_preference(entries)
 
 
-def test_what_was_set_by_hand_answers_only_where_nothing_was_measured():
+def test_an_entry_set_by_hand_answers_only_without_a_measured_entry():
     by_hand = entry(rows=1, measured=False)
     assert by_preference([by_hand, entry(rows=2, jax="0.0.1", days=9)])[0].config == {"rows": 2}
     assert by_preference([by_hand]) == [by_hand]

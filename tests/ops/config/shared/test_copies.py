@@ -39,12 +39,12 @@ def test_the_better_one_of_a_class_answers(copy):
     assert [found.config for found in copy.entries()] == [{"rows": 2}]
 
 
-def test_what_was_measured_with_what_is_here_answers_before_the_faster_of_other_versions(copy):
+def test_an_entry_of_the_current_versions_ranks_before_a_faster_one_of_other_versions(copy):
     added(copy, entry(rows=1, speedup=9.0, jax="0.0.1"), entry(rows=2, speedup=1.1, days=30))
     assert [found.config["rows"] for found in copy.find(entry().key)] == [2, 1]
 
 
-def test_packs_are_merged_and_what_answers_stays_the_same(copy):
+def test_merging_packs_does_not_change_answers(copy):
     for number in range(MOST_PACKS + 2):
         added(copy, entry(number), entry(100, rows=number, speedup=1.0 + number), entry(200, jax=f"0.{number}"))
     before, names = list(copy.entries()), frozenset().union(*(one.names for one in copy.packs()))
@@ -52,12 +52,12 @@ def test_packs_are_merged_and_what_answers_stays_the_same(copy):
     (merged,) = copy.packs()
     assert list(copy.entries()) == before
     assert (merged.names, len(os.listdir(copy.folder))) == (names, 1)
-    assert len(copy.find(entry(200).key)) == MOST_PACKS + 2  # of each class one
+    assert len(copy.find(entry(200).key)) == MOST_PACKS + 2  # one per class
     copy.merge(0)
     assert [one.names for one in copy.packs()] == [names]
 
 
-def test_what_another_process_adds_or_merges_is_seen(copy):
+def test_packs_added_or_merged_by_another_process_are_seen(copy):
     for number in range(MOST_PACKS + 1):
         added(copy, entry(number))
     other = LocalCopy(copy.folder)
@@ -69,7 +69,7 @@ def test_what_another_process_adds_or_merges_is_seen(copy):
     assert other.find(entry(99).key) == [entry(99)]
 
 
-def test_what_is_added_in_the_same_tick_of_the_clock_is_seen(copy):
+def test_packs_added_within_a_clock_tick_are_seen(copy):
     added(copy, entry(0))
     changed = copy.folder.stat()
     other = LocalCopy(copy.folder)
@@ -123,7 +123,7 @@ def test_a_pack_that_is_damaged_is_not_merged(copy):
     assert sorted(os.listdir(copy.folder)) == sorted(names)
 
 
-def test_what_cannot_be_used_is_one_warning_and_the_rest_answers(copy):
+def test_an_unusable_pack_is_one_warning_and_the_others_answer(copy):
     good, bad = added(copy, entry(1)), added(copy, entry(2))
     file = copy.folder / bad
     file.write_bytes(file.read_bytes()[:-5])

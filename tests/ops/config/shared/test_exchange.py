@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries that are pushed, pulled and merged: between folders, and over stores."""
+"""Pushing, pulling and merging entries between folders and stores."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_entry_that_cannot_be_used_is_replaced_with_a_warning(tmp_path):
         assert actions(plan([theirs], ours)) == {64: "added"}
 
 
-def test_what_was_pushed_is_pulled(tmp_path, store, shared):
+def test_pushed_entries_are_pulled(tmp_path, store, shared):
     mine = folder(tmp_path / "mine", *(entry(number, number) for number in range(5)))
     shared.put(plan([mine], shared).entries)
     assert plan([mine], shared).entries == ()
@@ -88,7 +88,7 @@ def test_a_shared_cache_keeps_the_best_of_each_class(tmp_path, shared):
     assert rows(shared) == [1, 2]
 
 
-def test_what_others_push_meanwhile_stays(tmp_path, store, shared):
+def test_entries_pushed_during_a_merge_stay(tmp_path, store, shared):
     other = SharedPlace("fake://team", tmp_path / "theirs")
     shared.put([entry(1, 1)])
     other.put([entry(1, 2, speedup=1.9), entry(2, 3)])
@@ -96,7 +96,7 @@ def test_what_others_push_meanwhile_stays(tmp_path, store, shared):
     assert len(store.objects) == 2
 
 
-def test_packs_are_merged_without_losing_what_others_push_meanwhile(tmp_path, store, shared):
+def test_merging_loses_no_concurrent_push(tmp_path, store, shared):
     for number in range(6):
         shared.put([entry(number, number)])
     late = pack(entry(9, 9))
@@ -126,7 +126,7 @@ def test_a_damaged_copy_damages_nothing_in_the_store(store, shared):
     assert store.objects == before
 
 
-def test_to_merge_what_is_merged_already_changes_nothing(store, shared):
+def test_merging_merged_packs_changes_nothing(store, shared):
     shared.put([entry(1)])
     before = dict(store.objects)
     assert upkeep.merge(shared) == 0
@@ -153,7 +153,7 @@ def test_two_that_merge_at_once_lose_nothing(tmp_path, store, shared):
 
 
 def test_a_place_that_is_neither_a_folder_nor_a_url_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere, and it is no URL"):
+    with pytest.raises(ConfigError, match=r"the folder .*nowhere does not exist; pass a folder or a URL"):
         place_of(str(tmp_path / "nowhere"), tmp_path)
 
 
@@ -217,7 +217,7 @@ def test_an_object_without_content_is_damaged_and_is_written_again(tmp_path, url
 @pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_a_file_is_no_place(tmp_path, url):
     (tmp_path / "team").write_text("")
-    with pytest.warns(CacheWarning, match="there is no such place"):
+    with pytest.warns(CacheWarning, match="it does not exist"):
         assert rows(SharedPlace(url, tmp_path / "mine")) == []
 
 
@@ -228,13 +228,13 @@ def test_a_folder_without_packs_is_there(tmp_path, url):
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
-def test_what_a_writer_left_half_written_is_left_out(tmp_path, url):
+def test_partly_written_files_are_skipped(tmp_path, url):
     SharedPlace(url, tmp_path / "theirs", may_be_new=True).put([entry(1, 1)])
     name, raw = pack(entry(2, 2))
     (tmp_path / "team" / name).write_bytes(raw[:-9])
     os.mkfifo(tmp_path / "team" / ("f" * 32 + ".pack"))
     os.symlink("/dev/zero", tmp_path / "team" / ("e" * 32 + ".pack"))
-    with pytest.warns(CacheWarning, match=r"1 pack cannot be used, such as .*digest is another's"):
+    with pytest.warns(CacheWarning, match=r"1 pack cannot be used, e.g. .*digest does not match"):
         found = SharedPlace(url, tmp_path / "mine")
     assert rows(found) == [1]
 

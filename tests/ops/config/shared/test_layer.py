@@ -61,7 +61,7 @@ def test_a_lookup_asks_the_store_nothing(cache, store):
     assert store.asked == []
 
 
-def test_what_was_fetched_is_found_without_the_store(cache, layer, store):
+def test_fetched_entries_are_found_without_the_store(cache, layer, store):
     layer.look_again()
     store.asked.clear()
     store.down = "no network"
@@ -95,7 +95,7 @@ def test_a_store_that_is_down_is_one_warning_and_the_copy_answers(layer, store, 
     layer.look_again()
     store.down = "no network"
     clock.now += AGAIN
-    with pytest.warns(CacheWarning, match=r"fake://team is used as it is, .*UnreachableError: no network"):
+    with pytest.warns(CacheWarning, match=r"fake://team is out of date .*UnreachableError: no network"):
         layer.look_again()
     clock.now += AGAIN
     layer.look_again()  # where warnings are errors
@@ -122,14 +122,14 @@ def test_a_store_that_does_not_answer_is_waited_for_once(layer, store):
 def test_a_pack_that_is_wrong_is_left_out_with_a_warning(layer, store):
     name, raw = pack(entry(3))
     store.objects |= {name: raw[:-1], "f" * 32 + ".pack": b"", "e" * 32 + ".pack": b"{}"}
-    with pytest.warns(CacheWarning, match="3 packs cannot be used, such as"):
+    with pytest.warns(CacheWarning, match="3 packs cannot be used, e.g."):
         layer.look_again()
     assert (layer.find(entry(1).key), layer.find(entry(3).key)) == ([entry(1)], [])
 
 
 def test_a_pack_that_is_too_large_is_not_fetched(layer, store, monkeypatch):
     monkeypatch.setattr(layers, "LARGEST", 10)
-    with pytest.warns(CacheWarning, match="none has more than 10"):
+    with pytest.warns(CacheWarning, match="more than the maximum of 10"):
         layer.look_again()
     assert store.asked == ["list"]
 
@@ -139,28 +139,28 @@ def test_a_pack_that_is_too_large_keeps_no_other_from_being_fetched(layer, store
     store.objects |= {"a" * 32 + ".pack": raw * 10}
     monkeypatch.setattr(layers, "LARGEST", 5 * len(raw))
     monkeypatch.setattr(layers, "_MOST", 5 * len(raw))
-    with pytest.warns(CacheWarning, match="1 pack cannot be used, such as aaa"):
+    with pytest.warns(CacheWarning, match="1 pack cannot be used, e.g. aaa"):
         layer.look_again()
     assert layer.find(entry(1).key) == [entry(1)]
 
 
 def test_a_copy_has_a_limit(layer, monkeypatch):
     monkeypatch.setattr(layers, "_MOST", 10)
-    with pytest.warns(CacheWarning, match="more than 10 bytes"):
+    with pytest.warns(CacheWarning, match="larger than 10 bytes"):
         layer.look_again()
 
 
-def test_what_was_removed_or_merged_there_is_removed_here_too(layer, store):
+def test_packs_removed_or_merged_in_the_store_are_removed_from_the_copy(layer, store):
     layer.refresh()
     store.objects = dict([pack(entry(2), entry(3))])
     layer.refresh()
     assert [found.key for found in layer.entries()] == sorted([entry(2).key, entry(3).key], key=token_of)
     store.objects = {}
-    layer.refresh()  # a place that is empty may be one that is not mounted
+    layer.refresh()  # an empty store may just not be mounted
     assert layer.find(entry(2).key) == [entry(2)]
 
 
-def test_what_others_merge_while_it_is_listed_is_not_lost(layer, store):
+def test_packs_merged_during_the_listing_are_not_lost(layer, store):
     layer.refresh()
     merged = pack(entry(1), entry(2), entry(9))
     listings = [dict([pack(entry(5))]), dict([pack(entry(5)), merged])]  # the first has neither the old nor the new
@@ -191,13 +191,13 @@ def test_without_a_folder_there_is_a_warning_and_no_answer(store):
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, store):
     (tmp_path / ".layers").write_text("a file")
-    with pytest.warns(CacheWarning, match="is not up to date"):
+    with pytest.warns(CacheWarning, match="is out of date and is used anyway"):
         SharedLayer("fake://team", tmp_path, connect=store).look_again()
 
 
 def test_a_place_that_is_not_there_is_one_warning_that_names_it(layer, store, clock):
     store.objects, store.is_there = {}, False
-    with pytest.warns(CacheWarning, match=r"shared cache fake://team .*there is no such place, .*is the URL right"):
+    with pytest.warns(CacheWarning, match=r"shared cache fake://team .*it does not exist, .*check the URL"):
         layer.look_again()
     clock.now += AGAIN
     layer.look_again()
@@ -220,7 +220,7 @@ def share(store, inv, rows):
     store.objects.update([pack(dataclasses.replace(entry(), key=inv.key, config={"rows": rows}))])
 
 
-def test_a_miss_asks_the_store_and_what_is_there_answers(cache, store, inv):
+def test_a_miss_refreshes_the_copy_and_uses_new_entries(cache, store, inv):
     share(store, inv, 2)
     found = ConfigSelectorChain(persistent=cache).resolve(inv, doubled)
     assert (found.config, found.source) == ({"rows": 2}, "shared")
@@ -241,7 +241,7 @@ def test_a_miss_everywhere_goes_on_and_asks_once(cache, store, inv):
     assert store.asked.count("list") == 1
 
 
-def test_explain_says_what_the_shared_cache_had(cache, inv):
+def test_explain_shows_the_answer_of_the_shared_cache(cache, inv):
     said = {c.tier: c.note for c in ConfigSelectorChain(persistent=cache).consult(inv, doubled)}
     assert said["shared"] == "no entry"
     assert "shared" not in {c.tier for c in ConfigSelectorChain().consult(inv, doubled)}
@@ -261,7 +261,7 @@ def test_layers_of_the_environment_are_read(tmp_path, monkeypatch):
     assert PersistentCache(tmp_path).layers == ()
 
 
-def test_a_kind_of_store_that_is_not_there_is_a_warning_that_says_what_to_install(tmp_path, monkeypatch):
+def test_a_missing_store_package_is_a_warning_with_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     monkeypatch.setitem(sys.modules, "fsspec", None)
     cache = PersistentCache(tmp_path, layers=["s3://team/x"], shipped=False)

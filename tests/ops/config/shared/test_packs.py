@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs: what is put in is found, and what was damaged is noticed."""
+"""Packs: lookups, and detection of damage."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ def test_a_damaged_copy_has_the_right_answer_or_none(tmp_path_factory, position,
     [
         ([], "no entries"),
         (sorted(map(line_of, map(entry, range(4))), reverse=True), "not sorted"),
-        ([b"x" * 10 + b"\n"], "no line of a pack"),
+        ([b"x" * 10 + b"\n"], "form of an entry"),
         ([line_of(entry()).replace(b'"rows":64', b'"rows":65')], "digest"),
     ],
 )
-def test_a_pack_whose_name_is_right_may_be_wrong_inside(lines, reason):
+def test_a_pack_with_the_right_name_may_have_wrong_content(lines, reason):
     raw = b"".join(packs.written(lines)) if lines else b"\n"
     with pytest.raises(UnusableError, match=reason):
         check(packs._digest(raw) + packs.SUFFIX, raw)
@@ -157,7 +157,7 @@ def test_no_other_file_is_taken_for_a_pack(name):
 
 
 @given(st.integers(0, 3000), st.binary(max_size=40), st.integers(0, 40))
-def test_what_is_saved_of_a_damaged_pack_is_what_was_written(position, garbage, cut):
+def test_salvaged_lines_of_a_damaged_pack_are_undamaged(position, garbage, cut):
     lines = [line_of(entry(number)) for number in range(3)]
     _, raw = pack(*map(entry, range(3)))
     damaged = raw[:position] + garbage + raw[position + cut :]

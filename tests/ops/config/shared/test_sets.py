@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that were tuned together: wherever their entries come, they have one configuration."""
+"""Calls tuned together keep one configuration in every place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bring(target, *sources):
     return found
 
 
-def test_a_set_comes_whole(tmp_path):
+def test_a_set_is_copied_as_a_whole(tmp_path):
     target = folder(tmp_path / "a", entry(1, 1, speedup=1.1))
     bring(target, folder(tmp_path / "b", *tuned_together(1, 2, rows=7)))
     assert rows(target) == {1: 7, 2: 7}
@@ -40,17 +40,17 @@ def test_a_set_of_which_one_call_has_something_better_stays_away_and_is_shown(tm
     assert rows(target) == {1: 1}
     assert [step.action for step in found.steps] == ["kept", "kept"]
     (conflict,) = found.conflicts
-    assert conflict.verdict.why.startswith("tuned together with a call that stays: ours has 1.90x")
+    assert conflict.verdict.why.startswith("tuned together with a call that keeps its entry: ours has 1.90x")
 
 
-def test_what_was_tuned_alone_takes_no_call_out_of_a_set(tmp_path):
+def test_an_entry_tuned_alone_does_not_replace_a_call_of_a_set(tmp_path):
     target = folder(tmp_path / "a", *tuned_together(1, 2, rows=7))
     found = bring(target, folder(tmp_path / "b", entry(1, 1, speedup=9.0)))
     assert rows(target) == {1: 7, 2: 7}
     assert [step.verdict.why for step in found.conflicts] == ["ours was tuned together with other calls"]
 
 
-def test_a_better_search_for_the_same_set_replaces_it_whole_or_not_at_all(tmp_path):
+def test_a_better_search_for_the_same_set_replaces_the_whole_set_or_nothing(tmp_path):
     target = folder(tmp_path / "a", *tuned_together(1, 2, rows=7, speedup=1.2))
     better, worse = tuned_together(1, 2, rows=8, speedup=1.4), tuned_together(1, 2, rows=9, speedup=1.1)
     bring(target, folder(tmp_path / "b", *better))
@@ -76,18 +76,18 @@ def test_a_later_search_for_more_calls_takes_the_place_of_a_set(tmp_path):
 
 
 @pytest.mark.parametrize("speedups", [(1.2, 1.4), (1.4, 1.2)])
-def test_of_two_sets_with_a_call_in_common_one_comes_whole_and_the_other_is_shown(tmp_path, shared, speedups):
+def test_of_two_sets_that_share_a_call_one_is_copied_and_the_other_reported(tmp_path, shared, speedups):
     first, second = speedups
     shared.put([*tuned_together(1, 2, rows=1, speedup=first), *tuned_together(2, 3, rows=2, speedup=second)])
     target = folder(tmp_path / "a")
     found = bring(target, shared)
     assert rows(target) in ({1: 1, 2: 1}, {2: 2, 3: 2})
     assert [step.verdict.why for step in found.conflicts] == [
-        "tuned together with a call that has another set's, or none"
+        "tuned together with a call that has no entry or one of another set"
     ]
 
 
-def test_of_a_set_that_is_not_whole_nothing_comes_but_what_was_tuned_alone(tmp_path, shared):
+def test_an_incomplete_set_is_skipped_except_for_entries_tuned_alone(tmp_path, shared):
     shared.put([tuned_together(1, 2, 3, rows=7)[0], entry(1, 5)])
     shared.put(tuned_together(1, 2, 3, rows=7)[1:2])
     target = folder(tmp_path / "a")
@@ -130,7 +130,7 @@ def made(searches):
 
 @hypothesis_settings(max_examples=60)
 @given(SEARCHES)
-def test_what_answers_for_calls_of_a_set_is_of_one_search(searches):
+def test_the_answers_for_a_set_come_from_one_search(searches):
     by_call = {}
     for found in made(searches):
         for each in found:
@@ -160,7 +160,7 @@ def doubled(x, *, rows=1):
     return x * (2 if rows else 2.0)
 
 
-def test_what_a_search_saves_says_which_calls_it_was_for(tmp_path):
+def test_entries_name_the_calls_of_their_search(tmp_path):
     cache = PersistentCache(tmp_path, shipped=False)
     chain = ConfigSelectorChain(persistent=cache, tuner=Autotuner(rounds=2, warmup=0))
     first, second = (Invocation(kernel=doubled, args=(jnp.ones(size),)) for size in (4, 8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared caches that are damaged, in the store or in the copy, and what repairs them; and what is removed from them."""
+"""Repairing damaged shared caches, in the store or in the copy, and pruning them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def all_are_whole(store):
 
 @each_damage
 @pytest.mark.parametrize("count", [2, MOST_PACKS + 2], ids=["as it was fetched", "merged in the copy"])
-def test_who_holds_a_damaged_object_whole_writes_it_again(store, place, damage, count):
+def test_a_damaged_object_is_repaired_from_an_undamaged_copy(store, place, damage, count):
     for number in range(count):
         place("author").put([entry(number, number)])
     mine = place()
@@ -62,7 +62,7 @@ def test_who_holds_a_damaged_object_whole_writes_it_again(store, place, damage, 
     assert upkeep.mend(mine) == 0
 
 
-def test_who_does_not_hold_it_leaves_it_to_others(store, place):
+def test_without_an_undamaged_copy_a_damaged_object_stays(store, place):
     author = place("author")
     author.put([entry(1, 1)])
     damage_one(store, flipped)
@@ -108,28 +108,28 @@ def test_a_lookup_that_meets_damage_has_it_fetched_with_the_next_look(store, pla
     mine = place()
     (held,) = mine.copy.packs()
     held.path.write_bytes(held.path.read_bytes().replace(b'"rows":1', b'"rows":7'))
-    with pytest.warns(CacheWarning, match="digest is another's"):
+    with pytest.warns(CacheWarning, match="digest does not match"):
         assert mine.layer.find(entry(1).key) == []
     assert mine.layer.find(entry(2).key) == [entry(2, 2)]
     assert mine.layer.refresh() == 1
     assert mine.layer.find(entry(1).key) == [entry(1, 1)]
 
 
-def test_what_is_damaged_there_too_stays_here_as_far_as_it_is_whole(store, place):
+def test_undamaged_entries_stay_in_the_copy_if_the_store_is_damaged_too(store, place):
     place("author").put([entry(1, 1), entry(2, 2)])
     (held,) = place().copy.packs()
     held.path.write_bytes(held.path.read_bytes().replace(b'"rows":1', b'"rows":7'))
     damage_one(store, flipped)
     with pytest.warns(CacheWarning, match="1 pack cannot be used"):
         again = place()
-    with pytest.warns(CacheWarning, match="digest is another's"):
+    with pytest.warns(CacheWarning, match="digest does not match"):
         assert rows(again) == [2]
 
 
-# --- what is removed ---
+# --- pruning ---
 
 
-def test_pruning_removes_what_is_not_wanted_and_what_is_worse(store, place):
+def test_pruning_removes_unwanted_and_worse_entries(store, place):
     author = place("author")
     author.put([entry(1, 1, speedup=1.1), entry(2, 2), entry(3, 3, jax="0.0.1")])
     author.put([entry(1, 11, speedup=1.9)])
@@ -146,7 +146,7 @@ def test_pruning_all_leaves_an_empty_place(store, place):
     assert store.objects == {}
 
 
-def test_what_others_push_while_it_is_pruned_stays(store, place):
+def test_pruning_keeps_concurrent_pushes(store, place):
     place("author").put([entry(1, 1, jax="0.0.1"), entry(2, 2)])
     write = store.write
 
@@ -182,7 +182,7 @@ def test_two_that_prune_and_merge_at_once_lose_nothing_that_is_wanted(store, pla
 
 
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.CacheWarning")
-def test_of_an_object_that_cannot_be_read_what_is_whole_stays(store, place):
+def test_undamaged_entries_of_an_unreadable_object_stay(store, place):
     place("author").put([entry(number, number) for number in range(5)])
     damage_one(store, flipped)
     mine = place()
@@ -195,7 +195,7 @@ def test_of_an_object_that_cannot_be_read_what_is_whole_stays(store, place):
 
 
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.CacheWarning")
-def test_an_object_all_of_whose_entries_are_whole_is_written_again_under_its_name(store, place):
+def test_an_object_with_only_undamaged_entries_is_rewritten_under_its_name(store, place):
     place("author").put([entry(number, number) for number in range(5)])
     before = dict(store.objects)
     damage_one(store, lambda raw: flipped(raw, 0.999))
@@ -207,7 +207,7 @@ def test_an_object_all_of_whose_entries_are_whole_is_written_again_under_its_nam
 
 
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.CacheWarning")
-def test_an_object_of_a_later_form_is_nobodys_to_remove(store, place, monkeypatch):
+def test_an_object_of_a_later_schema_is_not_removed(store, place, monkeypatch):
     monkeypatch.setattr("ejkernel.ops.config.shared.packs.SCHEMA", SCHEMA + 1)
     later = pack(entry(1, 1))
     monkeypatch.undo()
@@ -221,7 +221,7 @@ def test_an_object_of_a_later_form_is_nobodys_to_remove(store, place, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.errors.CacheWarning")
-def test_a_damaged_object_that_somebody_writes_meanwhile_stays(store, place):
+def test_a_damaged_object_repaired_by_another_machine_stays(store, place):
     name, raw = pack(entry(1, 1))
     store.objects[name] = raw[:-9]
     mine = place()
@@ -238,13 +238,13 @@ def test_a_damaged_object_that_somebody_writes_meanwhile_stays(store, place):
     assert rows(place("third")) == [1]
 
 
-def test_a_place_that_is_too_large_for_programs_is_made_small_by_whoever_is_asked_to(store, tmp_path, monkeypatch):
+def test_prune_reduces_a_store_that_is_too_large_for_programs(store, tmp_path, monkeypatch):
     store.objects.update(pack(entry(number, number)) for number in range(5))
     monkeypatch.setattr(layers, "MOST", 4)
     monkeypatch.setattr(layers, "_MOST", 10)
     with pytest.raises(UnreachableError, match="too many"):
         SharedPlace("fake://team", tmp_path / "mine")
     assert upkeep.merge(SharedPlace("fake://team", tmp_path / "mine", bounded=False)) == 4
-    with pytest.raises(OSError, match="more than 10 bytes; `ejkernel cache prune URL` makes few of many"):
+    with pytest.raises(OSError, match="larger than 10 bytes; run `ejkernel cache prune URL` to merge them"):
         SharedPlace("fake://team", tmp_path / "theirs")
     assert rows(SharedPlace("fake://team", tmp_path / "theirs", bounded=False)) == [0, 1, 2, 3, 4]

@@ -49,7 +49,7 @@ def test_residuals_follow_the_results_and_a_rule_without_them_says_nothing_of_a_
         (lambda: ShardingRule("m -> m", split="m", follows={"m": "h"}), "got 'h'"),
         (lambda: ShardingRule("... m ... -> m", split="m"), r"'\.\.\.' once at most"),
         (lambda: ShardingRule("_ -> _", split="_"), "got '_'"),
-        (lambda: factors_of(MATMUL, "op", arrays((2, 2)), residuals=False), "op: .* for 2 arrays, the call has 1"),
+        (lambda: factors_of(MATMUL, "op", arrays((2, 2)), residuals=False), "op: .* has 2 arrays, and the call has 1"),
         (lambda: factors_of(MATMUL, "op", arrays((2,), (2, 2)), residuals=False), r"2 axes to an array of shape \[2\]"),
         (lambda: factors_of(MATMUL, "op", arrays((2, 3), (2, 2)), residuals=False), "'k' .* has lengths 3 and 2"),
     ],

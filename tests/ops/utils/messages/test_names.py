@@ -90,7 +90,7 @@ CALLS = [
     (lambda: grouped_matmul(X, X, groups_sizes=SIZES), "`groups_sizes`; did you mean `group_sizes=`?"),
     (lambda: grouped_matmul(X, X, SIZES, group_offset=0), "use `first_group=`."),
     (lambda: grouped_matmul_wgrad(X, X, SIZES, num_groups=1), "use `groups=`."),
-    # an alias of another function of the module is none of this one's
+    # an alias of another function in the module does not apply
     (lambda: grouped_matmul_wgrad(X, X, SIZES, scale=1.0), "`scale`; its arguments are lhs, rhs, group_sizes"),
     (lambda: Scaled()(X, W, row=2), "Scaled has no argument `row`; did you mean `rows=`?"),
     (lambda: Scaled()(X, W, config=2), "Scaled has no argument `config`; did you mean `cfg=`?"),

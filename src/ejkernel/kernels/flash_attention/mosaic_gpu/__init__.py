@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on Hopper GPUs by kernels of our own, in Pallas Mosaic GPU."""
+"""Attention on Hopper GPUs: our kernels in Pallas Mosaic GPU."""

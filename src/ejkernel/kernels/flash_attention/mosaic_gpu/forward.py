@@ -1,126 +1,254 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward: arrays are brought into the form that the kernel reads."""
+"""The forward kernel: launch, tile scheduler and producer warpgroup; `forward_mainloop` has the consumers.
+
+Each consumer warpgroup owns 64 query rows of one head. While it computes the softmax of one block of keys, its tensor
+core multiplies the weights of the previous block with that block's values. With `ping_pong`, consumers take turns at
+the tensor core, so that one's softmax overlaps with another's products.
+
+Source: the schedule of FlashAttention-3, Shah et al., arXiv:2407.08608.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
 
-from ejkernel.kernels._varying import unify_varying
-from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe
+from ejkernel.kernels._hopper.backend import Backend, backend_for
+from ejkernel.kernels._hopper.device import quotient, remainder, widest_swizzle
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup
+from ejkernel.kernels._hopper.launch import launch as launch_kernel
+from ejkernel.kernels._hopper.memory import plgpu, tiled
+from ejkernel.kernels._hopper.pipeline import Pipeline, producer_tail
 
-from ._forward_plan import ForwardPlan, plan_of, swizzle, whole_dim
-from .params import ForwardParams
-from .visibility import block_table, dropout_words, lengths_as_segments, packed
+from .forward_mainloop import (
+    ForwardBarriers,
+    ForwardBuffers,
+    ForwardConsumer,
+    ForwardInputs,
+    ForwardMemory,
+    ForwardOutputs,
+    QueryTile,
+    WarpgroupTile,
+)
+from .masks import broadcast_index
+from .plan import REGISTERS, ROWS, ForwardPlan
+from .visibility import BlockRange, window_blocks
 
 
-def forward(
-    operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None
+def launch(
+    plan: ForwardPlan, inputs: ForwardInputs, outputs: ForwardOutputs, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`.
+    """Run the kernel.
 
     Args:
-        operands: Of float16 or bfloat16.
-        rules: The static part of the call.
-        params: How to run it; what `params_fault` has nothing against.
-        interpret: How to simulate it on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
+        plan: The static description.
+        inputs: The arrays.
+        outputs: Shapes and dtypes of the results.
+        interpret: `InterpretGPUParams` to simulate it on a CPU; `None` runs it on a GPU.
     """
-    from ._forward_kernel import launch  # needs what not every environment has
-    from ._forward_types import Inputs, Outputs
+    names = [name for name, array in zip(inputs._fields, inputs, strict=True) if array is not None]
 
-    operands, by_row = _without_row_terms(lengths_as_segments(unify_varying(operands)), rules)
-    plan = plan_of(describe(operands, rules), params)
-    # Copies move whole tiles; `whole_dim(1)` is what all widths that the kernel has are multiples of.
-    query, key, value = (_padded(_padded(x, 1, _TILE_ROWS), 3, whole_dim(1)) for x in operands[:3])
-    types = Outputs(
-        jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
-        # Copies of one axis are not cut off where the array ends, so that this one has room for whole tiles.
-        jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.row_tiles * plan.tile_rows), jnp.float32),
-    )
-    out, lse = launch(plan, Inputs(query, key, value, **_extras(operands, plan)), types, interpret)
-    return _with_row_terms(out[:, : plan.queries, :, : operands.value.shape[3]], lse[..., : plan.queries], *by_row)
+    def body(*refs: Any) -> None:
+        given = ForwardInputs(**dict(zip(names, refs, strict=False)))
+        kernel = ForwardKernel(plan, given, ForwardOutputs(*refs[len(names) :]), backend_for(interpret))
+        pl.run_scoped(kernel.run, kernel.buffer_types(), kernel.barrier_types(), collective_axes=WARPGROUP)
+
+    options = {"name": "flash_attention_forward", "programs": plan.programs, "interpret": interpret}
+    kernel = launch_kernel(body, list(outputs), consumers=plan.params.warpgroups, **options)
+    out, lse = kernel(*(array for array in inputs if array is not None))
+    return out, lse
 
 
-_TILE_ROWS = 8  # of the tiles of shared memory, whole ones of which a copy moves
-_RowTerms = tuple[jax.Array | None, jax.Array | None]
+class ForwardKernel:
+    """The program of one block of threads."""
 
+    def __init__(self, plan: ForwardPlan, inputs: ForwardInputs, outputs: ForwardOutputs, backend: Backend) -> None:
+        self.plan, self.params = plan, plan.params
+        self.inputs, self.outputs, self.backend = inputs, outputs, backend
 
-def _without_row_terms(operands: Operands, rules: Rules) -> tuple[Operands, _RowTerms]:
-    """Return the operands without a bias and a mask that are the same for all keys, and these.
+    def buffer_types(self) -> ForwardBuffers:
+        """Return the types of the shared memory."""
+        plan, params = self.plan, self.params
+        rows, slots = (params.warpgroups, ROWS), params.warpgroups * params.query_buffers
+        query = tiled((slots, ROWS, plan.head_dim), plan.dtype, plan.head_swizzle)
+        out: Any = tiled((*rows, plan.value_dim), plan.dtype, plan.out_swizzle)
+        if params.share_buffer:  # per warpgroup: none overwrites queries that another still reads
+            shared = (slots, ROWS * plan.head_dim // plan.value_dim, plan.value_dim)
+            query, out = plgpu.RefUnion(query, tiled(shared, plan.dtype, plan.out_swizzle)), None
+        block = (params.stages, params.kv_block)
+        return ForwardBuffers(
+            query=query,
+            key=tiled((*block, plan.head_dim), plan.dtype, plan.head_swizzle),
+            value=tiled((*block, plan.value_dim), plan.dtype, plan.value_swizzle),
+            out=out,
+            bias=self._bias_type(),
+            mask=None if self.inputs.mask is None else plgpu.SMEM(self._mask_shape, jnp.int32),
+            key_bias=None if self.inputs.key_bias is None else plgpu.SMEM(block, jnp.float32),
+            key_segments=None if self.inputs.key_segments is None else plgpu.SMEM(block, jnp.int32),
+        )
 
-    Such a bias shifts the log-sum-exp and nothing else, and such a mask empties rows: neither needs the kernel. A bias
-    that the soft cap is applied to does more, and is one of all keys.
-    """
-    bias, mask, keys = operands.bias, operands.attention_mask, operands.key.shape[1]
-    # Where there is one key, a bias or mask of axis 1 is one of keys.
-    if keys == 1:
-        return operands, (None, None)
-    if bias is not None and rules.soft_cap is not None and rules.cap_after_bias:
-        bias = jnp.broadcast_to(bias, (*bias.shape[:3], keys))
-    row_bias = bias if bias is not None and bias.shape[3] == 1 else None
-    row_mask = mask if mask is not None and mask.shape[3] == 1 else None
-    operands = operands._replace(
-        bias=bias if row_bias is None else None, attention_mask=mask if row_mask is None else None
-    )
-    return operands, (row_bias, row_mask)
+    def barrier_types(self) -> ForwardBarriers:
+        """Return the types of the barriers."""
+        inputs, stages, consumers = self.inputs, self.params.stages, self.params.warpgroups
+        extras = consumers * ((inputs.bias is not None) + (inputs.mask is not None))
+        extras += (inputs.key_bias is not None) + (inputs.key_segments is not None)
+        # A consumer waits for its own rows alone; the producer waits until all consumers have finished with a tile.
+        full = plgpu.Barrier(num_barriers=self.params.query_buffers * consumers)
+        empty = plgpu.Barrier(num_arrivals=consumers, num_barriers=self.params.query_buffers)
+        block = Pipeline.types(stages, consumers=consumers)
+        return ForwardBarriers(
+            query=Pipeline(full, empty),
+            key=block,
+            value=block,
+            extra=Pipeline.types(stages, consumers=consumers, copies=extras) if extras else None,
+            turn=plgpu.Barrier(num_barriers=consumers),
+        )
 
+    def run(self, buffers: ForwardBuffers, barriers: ForwardBarriers) -> None:
+        """Run this warpgroup as producer or consumer."""
+        self.buffers, self.barriers = buffers, barriers
+        self.memory = ForwardMemory(self.plan, self.inputs, self.outputs, buffers, barriers, self.backend)
+        warpgroup, consumers = lax.axis_index(WARPGROUP), self.params.warpgroups
+        dispatch_warpgroup(warpgroup, consumers, REGISTERS[consumers], producer=self._produce, consumer=self._consume)
 
-def _with_row_terms(
-    out: jax.Array, lse: jax.Array, row_bias: jax.Array | None, row_mask: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    if row_bias is None and row_mask is None:
-        return out, lse
-    empty = lse == EMPTY_ROW_LSE
-    if row_bias is not None:
-        added = row_bias[..., 0].astype(jnp.float32)
-        empty, lse = empty | (added == -jnp.inf), lse + added
-    if row_mask is not None:
-        empty = empty | ~row_mask[..., 0]
-    return jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out), jnp.where(empty, EMPTY_ROW_LSE, lse)
+    # Tile scheduler.
 
+    def _each_tile(self, body: Callable[[QueryTile, Any, Any], Any], step: Any) -> Any:
+        """Call `body(tile, step, number)` for each tile of this block of threads, and return the last step."""
+        program, programs, tiles = lax.axis_index(PROGRAM), self.plan.programs, self.plan.tiles
+        if not self.params.persistent:
+            return body(self._tile(program), step, np.int32(0))
+        rounds = -(-tiles // programs)
 
-def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
-    """Return all inputs but query, key and value, by name."""
-    block = plan.params.kv_block
-    bias, mask, lengths = operands.bias, operands.attention_mask, operands.key_lengths
-    extras: dict[str, Any] = {}
-    if lengths is not None:
-        extras["key_lengths"] = jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
-    if plan.mask:
-        sizes = (plan.row_tiles * plan.tile_rows, -(-plan.keys // block) * block)
-        extras["mask"] = packed(mask, sizes, 3)
-    if plan.table:
-        extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block, extras.get("mask"))
-    if operands.query_segments is not None and operands.key_segments is not None:
-        # To whole tiles and blocks, as with the log-sum-exp: copies of one axis go on where the array ends.
-        extras["query_segments"] = _padded(operands.query_segments.astype(jnp.int32), 1, plan.tile_rows)[:, None]
-        extras["key_segments"] = _padded(operands.key_segments.astype(jnp.int32), 1, block)[:, None]
-    if bias is not None and plan.bias:
-        extras["bias"] = _in_tiles(bias.astype(_copied(bias.dtype)), block)
-    words = dropout_words(operands)
-    if words is not None:
-        extras["dropout"] = _padded(words, 2, plan.tile_rows)
-    if plan.key_bias or plan.key_mask:
-        terms = [] if bias is None or not plan.key_bias else [bias.astype(jnp.float32)]
-        if mask is not None and plan.key_mask:
-            terms.append(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32))
-        extras["key_bias"] = _padded(sum(terms[1:], terms[0])[:, :, 0], 2, block)
-    return extras
+        def dealt(i: Any) -> Any:  # every other round in reverse, so that the long tiles spread over all blocks
+            return i * programs + jnp.where(remainder(i, 2) == 0, program, programs - 1 - program)
 
+        count = jnp.where(dealt(np.int32(rounds - 1)) < tiles, rounds, rounds - 1)
+        return lax.fori_loop(np.int32(0), count, lambda i, step: body(self._tile(dealt(i)), step, i), step)
 
-def _copied(dtype: Any) -> Any:
-    """Return the dtype in which a bias is copied."""
-    return jnp.dtype(dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.float32)
+    def _tile(self, number: Any) -> QueryTile:
+        """Return tile `number`; the last rows come first, because they take longest under a causal mask."""
+        plan = self.plan
+        heads = plan.heads // plan.tile_heads
+        together = heads // plan.groups if self.params.heads_first and heads % plan.groups == 0 else heads
+        batch, rest = quotient(number, plan.row_tiles * heads), remainder(number, plan.row_tiles * heads)
+        bundle, rest = quotient(rest, plan.row_tiles * together), remainder(rest, plan.row_tiles * together)
+        row_tile = plan.row_tiles - 1 - quotient(rest, together)
+        head = (bundle * together + remainder(rest, together)) * plan.tile_heads
+        row = row_tile * plan.tile_rows
+        return QueryTile(batch, head, row, self._blocks(batch, head, row, row_tile))
 
+    def _blocks(self, batch: Any, head: Any, row: Any, row_tile: Any) -> BlockRange:
+        plan = self.plan
+        if self.inputs.table is not None:
+            at = broadcast_index(self.inputs.table, batch, head)
+            # The maximum gives the numbers the type of values computed here, on any mesh axis that the table varies
+            # over.
+            return BlockRange(*(jnp.maximum(self.inputs.table[(*at, row_tile, i)], 0) for i in range(4)))
+        low = row + (plan.keys - plan.queries)
+        high = jnp.minimum(low + plan.tile_rows, plan.keys) - 1
+        blocks = window_blocks(plan.rules, plan.keys, self.params.kv_block, low, high)
+        return BlockRange(*(jnp.int32(x) if isinstance(x, int) else x for x in blocks))
 
-def _in_tiles(x: jax.Array, kv_block: int) -> jax.Array:
-    """Return `x` with rows and keys in whole tiles of shared memory."""
-    return _padded(_padded(x, 2, _TILE_ROWS), 3, swizzle(kv_block * x.dtype.itemsize) // x.dtype.itemsize)
+    def _warpgroup_tile(self, tile: QueryTile, warpgroup: Any, number: Any) -> WarpgroupTile:
+        slot = self.memory.query_slot(warpgroup, number)
+        return WarpgroupTile(tile, number, warpgroup, slot, *self._row_and_head(tile, warpgroup))
 
+    def _row_and_head(self, tile: QueryTile, warpgroup: Any) -> tuple[Any, Any]:
+        """Return the first row and the head of a warpgroup's part of a tile."""
+        if self.params.pack_heads:
+            return tile.row, tile.head + warpgroup
+        return tile.row + ROWS * warpgroup, tile.head
 
-def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """Return `x` with zeros at the end of an axis, until its length is a multiple."""
-    missing = -x.shape[axis] % multiple
-    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
+    # Producer.
+
+    def _produce(self) -> None:
+        barriers = self.barriers
+        step, tiles = self._each_tile(self._copy_tile, (jnp.int32(0), jnp.int32(0)))
+        producer_tail(step, barriers.key, barriers.value, barriers.extra)
+        producer_tail(tiles, barriers.query, unreleased=int(self.plan.frees_late))
+
+    def _copy_tile(self, tile: QueryTile, counts: Any, number: Any) -> Any:
+        step, tiles = counts
+        if self.params.persistent:
+            self.barriers.query.producer_acquire(number)
+        for w in range(self.params.warpgroups):
+            row, head = self._row_and_head(tile, w)
+            source = self.inputs.query.at[tile.batch, pl.ds(row, ROWS), head]
+            slot = self.memory.query_slot(w, number)
+            plgpu.copy_gmem_to_smem(source, self.memory.query(slot), self.barriers.query.full.at[slot])
+        step = lax.fori_loop(tile.blocks.first, tile.blocks.end, lambda i, step: self._copy_block(tile, i, step), step)
+        return step, tiles + 1
+
+    def _copy_block(self, tile: QueryTile, block: Any, step: Any) -> Any:
+        buffers, barriers = self.buffers, self.barriers
+        stage = barriers.key.stage(step)
+        group = quotient(tile.head, self.plan.heads // self.plan.groups)
+        at = (tile.batch, pl.ds(block * self.params.kv_block, self.params.kv_block), group)
+        # In the order of use: scores, their extra terms, and only then values.
+        barriers.key.producer_wait(step, stage)
+        plgpu.copy_gmem_to_smem(self.inputs.key.at[at], buffers.key.at[stage], barriers.key.full.at[stage])
+        if barriers.extra is not None:
+            barriers.extra.producer_wait(step, stage)
+            self._copy_extras(tile, block, stage)
+        barriers.value.producer_wait(step, stage)
+        plgpu.copy_gmem_to_smem(self.inputs.value.at[at], buffers.value.at[stage], barriers.value.full.at[stage])
+        return step + 1
+
+    def _copy_extras(self, tile: QueryTile, block: Any, stage: Any) -> None:
+        assert self.barriers.extra is not None  # the caller has checked
+        keys, full = pl.ds(block * self.params.kv_block, self.params.kv_block), self.barriers.extra.full.at[stage]
+        for source, target in self.memory.by_key():
+            at = (*broadcast_index(source, tile.batch, tile.head), keys)
+            plgpu.copy_gmem_to_smem(source.at[at], target.at[stage], full)
+        bias, mask, words = self.inputs.bias, self.inputs.mask, self._mask_shape[2]
+        for w in range(self.params.warpgroups):
+            row, head = self._row_and_head(tile, w)
+            rows = pl.ds(row, ROWS)
+            if bias is not None:
+                block_at = (*broadcast_index(bias, tile.batch, head), rows, keys)
+                plgpu.copy_gmem_to_smem(bias.at[block_at], self.buffers.bias.at[stage, w], full)
+            if mask is not None:
+                block_at = (*broadcast_index(mask, tile.batch, head), pl.ds(block * words, words), rows)
+                plgpu.copy_gmem_to_smem(mask.at[block_at], self.buffers.mask.at[stage, w], full)
+
+    # Consumers.
+
+    def _consume(self, warpgroup: Any) -> None:
+        turn, last = self.barriers.turn, self.params.warpgroups - 1
+        if self.params.ping_pong:
+
+            @pl.when(warpgroup == last)
+            def _first_turn() -> None:
+                plgpu.barrier_arrive(turn.at[0])
+
+        def compute(tile: QueryTile, step: Any, number: Any) -> Any:
+            return ForwardConsumer(self.memory, self._warpgroup_tile(tile, warpgroup, number)).run(step)
+
+        self._each_tile(compute, jnp.int32(0))
+        if self.params.ping_pong:
+            # The last turn: no barrier may keep an arrival without a wait.
+            @pl.when(warpgroup == 0)
+            def _last_turn() -> None:
+                plgpu.barrier_wait(turn.at[0])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    @property
+    def _mask_shape(self) -> tuple[int, ...]:
+        """The shape of the stages of a mask, in words of 32 keys."""
+        return self.params.stages, self.params.warpgroups, self.params.kv_block // 32, ROWS
+
+    def _bias_type(self) -> Any:
+        """Return the type of the stages of a bias."""
+        bias = self.inputs.bias
+        if bias is None:
+            return None
+        shape = (self.params.stages, self.params.warpgroups, ROWS, self.params.kv_block)
+        return tiled(shape, bias.dtype, widest_swizzle(self.params.kv_block * bias.dtype.itemsize))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls the forward runs, with which parameters: all of it told from shapes, before anything is compiled."""
+"""Supported calls, heuristic and search space of the forward, from shapes alone."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from ejkernel.kernels._hopper import SHARED_MEMORY
 from ejkernel.kernels.flash_attention.common import AttentionCall
 from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.errors import ConfigError
 
-from ._forward_plan import REGISTERS, ROWS, ForwardPlan, imbalance, plan_of
-from .availability import SHARED_MEMORY, unavailable
+from .availability import unavailable
 from .params import ForwardParams
+from .plan import REGISTERS, ROWS, ForwardPlan, forward_plan, imbalance
 
-_REGISTERS_LEFT = 32  # of a thread, for all but logits, weights, output and bias: with fewer, products wait in line
-# 80: at head_dim 256 and with a soft cap, which takes two transcendental functions a weight, they gained 2 to 4 %.
+_REGISTERS_LEFT = 32  # of a thread, beside logits, weights and output; with fewer, ptxas serialises the products
+# 80 gained 2 to 4 % at head_dim 256 with a soft cap, which takes two transcendental functions per weight.
 _KV_BLOCKS = (64, 80, 96, 128, 160)
-_EVEN = {False: 1.02, True: 1.05}  # imbalance up to which a launch was the faster one, by whether heads come first
+_EVEN = {False: 1.02, True: 1.05}  # by `heads_first`: the imbalance up to which a persistent launch was faster
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Return why the forward does not run `call`, and what would; `None` if it does."""
+    """Return why the forward does not run `call`, and an alternative; `None` if it runs."""
     return unavailable(call) or _arguments_reason(call)
 
 
 def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
     """Return why `call`, which is supported, cannot run with `params`; `None` if it can.
 
-    No parameters make warpgroups wait for each other in a circle: all of them meet the same blocks in the same order,
-    copies never run ahead of the blocks that there are, and whoever waits for its turn holds nothing that others need.
+    No parameters cause a deadlock: all warpgroups visit the same blocks in the same order, the producer never copies a
+    block that no consumer visits, and a consumer that waits for its turn holds nothing that others wait for.
     """
-    plan = plan_of(call, params)
+    plan = forward_plan(call, params)
     return (
         _packing_fault(plan, call)
         or _sharing_fault(plan)
@@ -43,18 +44,18 @@ def params_fault(call: AttentionCall, params: ForwardParams) -> str | None:
 
 
 def heuristic(call: AttentionCall) -> ForwardParams:
-    """Return parameters that `call`, which is supported, runs well with."""
+    """Return good parameters for a supported `call`."""
     for params in _fallbacks(_preferred(call)):
         if params_fault(call, params) is None:
             return params
-    raise ConfigError(f"no parameters are known that {call} runs with; use 'xla'.")
+    raise ConfigError(f"no launch parameters fit {call}; use 'xla'.")
 
 
 def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
-    """Return all parameters that are worth a try for `call`, which is supported."""
+    """Return the search space of a supported `call`."""
 
     def memory(kv_block: int, stages: int, warpgroups: int, share_buffer: bool, query_buffers: int) -> bool:
-        plan = plan_of(
+        plan = forward_plan(
             call,
             ForwardParams(
                 kv_block=kv_block,
@@ -62,24 +63,24 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
                 warpgroups=warpgroups,
                 share_buffer=share_buffer,
                 query_buffers=query_buffers,
-                persistent=True,  # without which there are no two query_buffers; shared memory is the same
+                persistent=True,  # two query_buffers need it; shared memory does not depend on it
             ),
         )
         return (_sharing_fault(plan) or _shared_memory_fault(plan)) is None
 
     def registers(kv_block: int, warpgroups: int) -> bool:
-        plan = plan_of(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups))
+        plan = forward_plan(call, ForwardParams(kv_block=kv_block, warpgroups=warpgroups))
         return (_block_fault(plan) or _register_fault(plan)) is None
 
     def packing(pack_heads: bool, warpgroups: int) -> bool:
-        plan = plan_of(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
+        plan = forward_plan(call, ForwardParams(pack_heads=pack_heads, warpgroups=warpgroups))
         return _packing_fault(plan, call) is None
 
     def persistence(query_buffers: int, persistent: bool) -> bool:
         return persistent or query_buffers == 1
 
     either = (False, True)
-    # The guess is among what is tried, whatever it had to fall back to.
+    # The heuristic is in the space, even if it is a fallback.
     few = heuristic(call)
     return ConfigSpace(
         {
@@ -99,16 +100,16 @@ def space(call: AttentionCall) -> ConfigSpace[ForwardParams]:
 
 
 def _preferred(call: AttentionCall) -> ForwardParams:
-    """Return what was fastest on an H200 for calls like this one, whether or not it fits."""
+    """Return the fastest parameters on an H200 for similar calls; they may not fit this call."""
     rules, short, narrow = call.rules, call.query[1] < 2048, call.query[3] <= 64
     grouped = (call.query[2] // call.key[2]) % 2 == 0
     if max(call.query[3], call.value[3]) > 192:
         few = 64 if rules.soft_cap is None else 80
-        # At head_dim 256 the output fits only where the queries were, and turns cost 2 %.
+        # At head_dim 256 the output fits only in the buffer of the queries, and ping-pong costs 2 %.
         return ForwardParams(kv_block=few, share_buffer=True, ping_pong=False, pack_heads=short and grouped)
     if call.query[3] > 128:
         return ForwardParams(share_buffer=True, ping_pong=False)
-    # Packed, warpgroups have the same rows, and so the same segments: 64 rows meet fewer blocks than 128 do.
+    # With packed heads all consumers have the same rows, so the same segments: 64 rows visit fewer blocks than 128.
     if call.segments:
         return ForwardParams(pack_heads=grouped)
     if rules.left is not None and rules.left < call.key[1] // 2:
@@ -122,22 +123,22 @@ def _preferred(call: AttentionCall) -> ForwardParams:
 
 
 def _preferred_causal(call: AttentionCall, warpgroups: int) -> ForwardParams:
-    """Return a persistent launch, if its tiles can be dealt out evenly, else one whose blocks come as there is room."""
+    """Return a persistent launch if its tiles can be dealt evenly, else one whose blocks start as others end."""
     short, narrow = call.query[1] < 2048, call.query[3] <= 64
     for heads_first in (False, True):
         params = ForwardParams(
             persistent=True, query_buffers=2, share_buffer=True, heads_first=heads_first, warpgroups=warpgroups
         )
-        if imbalance(plan_of(call, params)) < _EVEN[heads_first]:
+        if imbalance(forward_plan(call, params)) < _EVEN[heads_first]:
             return params
     return ForwardParams(warpgroups=warpgroups, heads_first=not (short or narrow))
 
 
 def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:
-    """Yield `params`, and then ever smaller ones."""
+    """Yield `params`, then parameters that need less and less memory and fewer registers."""
     yield params
     few = dataclasses.replace(params, warpgroups=min(params.warpgroups, 2), pack_heads=False, query_buffers=1)
-    # Fewer keys at a time before fewer stages, as long as they are not very few.
+    # Fewer keys per step before fewer stages, down to 64 keys.
     for sizes, stages in (((128, 96, 64), 2), ((128, 96, 64), 1), ((32, 16), 2), ((32, 16), 1)):
         for size, share in itertools.product(sizes, (params.share_buffer, not params.share_buffer)):
             yield dataclasses.replace(few, kv_block=min(size, params.kv_block), stages=stages, share_buffer=share)
@@ -146,10 +147,10 @@ def _fallbacks(params: ForwardParams) -> Iterator[ForwardParams]:
 def _arguments_reason(call: AttentionCall) -> str | None:
     widest = max(call.query[3], call.value[3])
     if widest > 256:
-        return f"head_dim is {widest}, and 'mosaic_gpu' takes up to 256; use 'xla'."
+        return f"head_dim is {widest}; 'mosaic_gpu' supports at most 256; use 'xla'."
     if 0 in (*call.query, *call.key):
-        return "an array without elements is left to 'xla'."
-    # Without a bias the maximum is looked for before the scale comes in, which has to leave it the maximum.
+        return "an array is empty; use 'xla'."
+    # Without a bias the kernel takes the maximum before it scales: only a positive scale keeps the order.
     if call.rules.scale <= 0:
         return f"scale must be positive for 'mosaic_gpu', got {call.rules.scale}; use 'xla'."
     return None
@@ -160,46 +161,46 @@ def _packing_fault(plan: ForwardPlan, call: AttentionCall) -> str | None:
         return None
     of_group, warpgroups = plan.heads // plan.groups, plan.params.warpgroups
     if of_group % warpgroups:
-        return f"pack_heads=True needs a multiple of {warpgroups} heads in each group, and there are {of_group}"
-    # A tile meets one range of blocks, and has one copy of what belongs to keys, whatever heads it is of.
+        return f"pack_heads=True needs a multiple of {warpgroups} heads per group; this call has {of_group}"
+    # A tile has one range of blocks, and one copy of each array by key, for all its heads.
     shared = plan.table and call.attention_mask is not None and call.attention_mask[1] > 1
     if shared or (plan.key_bias and call.bias is not None and call.bias[1] > 1):
-        return "pack_heads=True needs one mask, and one bias of keys, for all heads"
+        return "pack_heads=True needs a mask and a key bias that all heads share"
     return None
 
 
 def _sharing_fault(plan: ForwardPlan) -> str | None:
     if plan.params.share_buffer and (ROWS * plan.head_dim) % (8 * plan.value_dim):
         return (
-            f"share_buffer=True needs queries that make whole rows of the output, and head_dim is {plan.head_dim} "
-            f"where that of values is {plan.value_dim}"
+            f"share_buffer=True needs a buffer of queries that divides into rows of the output; head_dim is "
+            f"{plan.head_dim} and the values' is {plan.value_dim}"
         )
     if plan.params.share_buffer and plan.value_dim > plan.head_dim:
-        return "share_buffer=True needs values that are no wider than queries"
+        return "share_buffer=True needs values that are at most as wide as queries"
     return None
 
 
 def _block_fault(plan: ForwardPlan) -> str | None:
-    # Copies begin at multiples of 128 bytes in shared memory, where a number of each key takes 4.
-    # With others, a process ended.
+    # Copies to shared memory start at multiples of 128 bytes, and arrays by key have 4 bytes per key. Other blocks
+    # crashed the process.
     by_key = plan.segments or plan.key_bias or plan.key_mask
     if plan.params.kv_block % 32 and (plan.mask or by_key):
         what = "a mask" if plan.mask else "segment ids" if plan.segments else "a bias or mask of keys"
-        return f"kv_block must be a multiple of 32 where there is {what}, and is {plan.params.kv_block}"
+        return f"kv_block must be a multiple of 32 with {what}, got {plan.params.kv_block}"
     return None
 
 
 def _shared_memory_fault(plan: ForwardPlan) -> str | None:
     needed = plan.shared_bytes()
     if needed > SHARED_MEMORY:
-        return f"it takes {needed} bytes of shared memory, and a block of threads has at most {SHARED_MEMORY}"
+        return f"it needs {needed} bytes of shared memory; a block of threads has at most {SHARED_MEMORY}"
     return None
 
 
 def _register_fault(plan: ForwardPlan) -> str | None:
     block, available = plan.params.kv_block, REGISTERS[plan.params.warpgroups][1]
-    # Logits, weights in 16 bits, and the output: 64 rows of each are divided among 128 threads.
+    # Logits, weights in 16 bits, and the output: 128 threads share 64 rows of each.
     needed = block // 2 + block // 4 + plan.value_dim // 2 + _REGISTERS_LEFT
     if needed > available:
-        return f"it takes about {needed} registers a thread, and {available} are to be had"
+        return f"it needs about {needed} registers per thread; {available} are available"
     return None

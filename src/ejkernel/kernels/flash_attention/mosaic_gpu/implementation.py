@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation by our own kernels, as attention lists it."""
+"""The implementation `mosaic_gpu` of attention."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import jax
 from ejkernel.kernels.flash_attention.common import AttentionCall, AttentionImplementation, Operands, Rules
 
 from . import backward_support, forward_support
-from .backward import backward
-from .backward_params import BackwardParams
-from .forward import forward
-from .params import ForwardParams
+from .launch import backward, forward
+from .params import BackwardParams, ForwardParams
 
 
 class MosaicGpu(AttentionImplementation):
-    """Kernels for Hopper GPUs, which skip blocks that a query cannot see."""
+    """Our Hopper kernels; they skip blocks of keys that a tile of queries cannot see."""
 
     name = "mosaic_gpu"
     params = ForwardParams
@@ -25,19 +23,19 @@ class MosaicGpu(AttentionImplementation):
     features = frozenset(("query_lengths", "key_lengths", "deterministic", "soft_cap_after_bias", "dropout_rate"))
 
     def unsupported(self, call: AttentionCall) -> str | None:
-        """Return why the kernels of this direction do not run the call."""
+        """Return why the kernels do not run the call; `None` if they do."""
         reason: str | None = _support(call).unsupported_reason(call)
         return reason
 
     def params_fault(self, call: AttentionCall, params: Any) -> str | None:
-        """Return what of the chip these parameters have too little of, or what they would get wrong."""
+        """Return why the call cannot run with these parameters; `None` if it can."""
         fault: str | None = _support(call).params_fault(call, params)
         if fault is None and call.deterministic and not _repeats(call, params):
-            fault = "gradients that are added up in memory do not repeat bit by bit; form='split' has others."
+            fault = "form='fused' adds up gradients in nondeterministic order; deterministic=True needs form='split'."
         return fault
 
     def preference(self, call: AttentionCall) -> int:
-        """Return 1 where it was faster than cuDNN on one H200, as `benchmarks/attention.py` compares them, else 0."""
+        """Return 1 if our kernel was faster than cuDNN on one H200 in `benchmarks/attention.py`, else 0."""
         dim, hides, queries = min(call.query[3], call.value[3]), call.rules.right is not None, call.query[1]
         if call.backward:
             return int(_support(call).is_preferred(call))
@@ -45,16 +43,16 @@ class MosaicGpu(AttentionImplementation):
             return 1
         if dim >= 128 or (dim >= 64 and not hides):
             return int(queries >= (1024 if dim > 128 else 512))
-        # Causal at head_dim 64: 1,052 us for cuDNN's 1,204 at 16,384 queries, and up to 4,096 no difference.
+        # Causal at head_dim 64: 1,052 us for 1,204 of cuDNN at 16,384 queries; up to 4,096 no difference.
         return int(dim >= 64 and (queries >= 8192))
 
     def heuristic(self, call: AttentionCall) -> ForwardParams | BackwardParams:
-        """Return what was fast on calls like this one."""
+        """Return good parameters, measured on similar calls."""
         params: ForwardParams | BackwardParams = _support(call).heuristic(call)
         return params if _repeats(call, params) or not call.deterministic else next(iter(self.space(call)))
 
     def space(self, call: AttentionCall) -> Any:
-        """Return what is worth a try."""
+        """Return the search space."""
         space = _support(call).space(call)
         if not call.deterministic or not call.backward:
             return space

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch parameters of the forward."""
+"""Launch parameters of the forward and backward kernels."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import dataclasses
 
 from ejkernel.ops.errors import ConfigError
 
-# Keys are columns of one product, at most 256, and are summed over in the other, at least 16 at a time.
+# Keys are columns of one WGMMA, at most 256, and the summed axis of the other, in steps of 16.
 _KV_BLOCKS = range(16, 257, 16)
 _STAGES = range(1, 9)
 _WARPGROUPS = range(1, 4)
 _QUERY_BUFFERS = range(1, 3)
+FORMS = ("fused", "split")
+DIVISIONS = ("keys", "products")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardParams:
-    """How the forward is laid out on a multiprocessor; none of it changes what is computed.
+    """Launch parameters of the forward; they do not change the result.
 
-    A block of threads is one warpgroup that copies and `warpgroups` that compute, each of which owns 64 rows of
-    queries. It walks over the keys, `kv_block` at a time.
+    A block of threads has one producer warpgroup and `warpgroups` consumer warpgroups, each with 64 query rows.
+    It walks over the keys, `kv_block` at a time.
 
     Attributes:
-        kv_block: Keys that are met at a time; a multiple of 16, at most 256.
-        stages: How many blocks of keys and values are held at once.
-        warpgroups: Warpgroups that compute, 1 to 3.
-        overlap: Whether a warpgroup's softmax of one block runs beside its product with the values of the block before.
-        ping_pong: Whether warpgroups take turns at the tensor cores, so that one's softmax runs beside another's
+        kv_block: Keys per step of the mainloop; a multiple of 16, at most 256.
+        stages: Pipeline stages of keys and values.
+        warpgroups: Consumer warpgroups, 1 to 3.
+        overlap: Whether a consumer's softmax of one block overlaps with its product for the previous block's values.
+        ping_pong: Whether consumers take turns at the tensor core, so that one's softmax overlaps with another's
             products.
-        persistent: Whether there are only as many blocks of threads as multiprocessors, each of which takes tile after
-            tile.
-        query_buffers: How many tiles' queries are held at once, 1 or 2; 2 only if persistent.
-        pack_heads: Whether the warpgroups of a tile are given the same rows of as many heads of one group, rather than
-            as many times the rows of one head.
-        share_buffer: Whether the output is staged where the queries were.
-        heads_first: Whether all tiles of a group of heads come before those of the next, rather than all heads of the
-            last rows before those of the rows before.
+        persistent: Whether one block of threads per multiprocessor takes tile after tile.
+        query_buffers: Buffers for the queries of a tile, 1 or 2; 2 only if persistent.
+        pack_heads: Whether the consumers of a tile take the same rows of several heads of one group, rather than
+            several 64-row parts of one head.
+        share_buffer: Whether the output is staged in the buffer of the queries.
+        heads_first: The tile order: all tiles of one group of heads before the next group, rather than the last rows of
+            all heads before earlier rows.
     """
 
     kv_block: int = 128
@@ -65,3 +66,64 @@ class ForwardParams:
 def _check(name: str, value: object, allowed: range, wanted: str) -> None:
     if type(value) is not int or value not in allowed:
         raise ConfigError(f"{name} must be {wanted}, got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardParams:
+    """Launch parameters of the backward.
+
+    A block of threads of the first kernel owns some keys and walks over the queries that see them. In the split form a
+    second kernel, whose blocks own queries, recomputes the scores for the gradient of the queries.
+
+    Attributes:
+        form: `fused`: the first kernel adds the query's gradient to float32 memory, in nondeterministic order; `split`:
+            two kernels, whose results repeat bit by bit.
+        division: `keys`: each consumer owns 64 keys and computes all their products; `products`: for the same 64 keys,
+            one consumer computes the probabilities and the value's gradient, the other the scores' gradient and the
+            key's.
+        warpgroups: Consumer warpgroups of the first kernel; 2 for `division='products'`.
+        q_block: Queries in a step of the first kernel.
+        q_stages: Pipeline stages of queries.
+        dout_stages: Pipeline stages of the output's cotangent.
+        kv_block: Keys in a step of the second kernel; 0 in the fused form, like the two fields below.
+        kv_stages: Pipeline stages of keys and values of the second kernel.
+        q_warpgroups: Consumer warpgroups of the second kernel, each with 64 queries.
+        head_parts: Parts into which the query heads of one key head are divided. Each part has its blocks of threads in
+            the first kernel, so that a few key heads fill the chip; XLA adds up the parts' gradients of keys and
+            values.
+    """
+
+    form: str = "fused"
+    division: str = "keys"
+    warpgroups: int = 2
+    q_block: int = 64
+    q_stages: int = 2
+    dout_stages: int = 2
+    kv_block: int = 0
+    kv_stages: int = 0
+    q_warpgroups: int = 0
+    head_parts: int = 1
+
+    def __post_init__(self) -> None:
+        _require_one_of("form", self.form, FORMS)
+        _require_one_of("division", self.division, DIVISIONS)
+        _require_one_of("warpgroups", self.warpgroups, (2,) if self.division == "products" else (1, 2, 3))
+        _require_one_of("q_block", self.q_block, (64, 128, 192))
+        _require_one_of("q_stages", self.q_stages, (1, 2, 3, 4))
+        _require_one_of("dout_stages", self.dout_stages, (1, 2, 3, 4))
+        split = self.form == "split"
+        _require_one_of("kv_block", self.kv_block, (32, 64, 96, 128) if split else (0,))
+        _require_one_of("kv_stages", self.kv_stages, (1, 2, 3, 4) if split else (0,))
+        _require_one_of("q_warpgroups", self.q_warpgroups, (1, 2, 3) if split else (0,))
+        if type(self.head_parts) is not int or self.head_parts < 1:
+            raise ConfigError(f"head_parts must be an int of at least 1, got {self.head_parts!r}.")
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block of threads of the first kernel."""
+        return 64 if self.division == "products" else 64 * self.warpgroups
+
+
+def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if type(value) is not type(allowed[0]) or value not in allowed:
+        raise ConfigError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}.")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of keys a tile of queries meets, and which of these every row sees whole.
+"""The range of blocks that each tile visits, and the part of that range that needs no mask.
 
-A tile walks over one range of blocks. Somewhere in it lies a range of free blocks, in which every row of the tile sees
-every key; all others need a mask. What the window alone decides is arithmetic, done as the tile begins; segments and
-masks are looked at before the kernel runs, and make a table. Blocks that a table leaves out hide every key; blocks that
-it keeps may do so too, and are right all the same, for they are masked.
+A forward tile visits one range of key blocks. Inside it lies a range of unmasked blocks, in which every row of the tile
+sees every key; all other blocks are masked. With a window alone the kernel computes the ranges; segments and masks are
+read before the kernel runs, and make a table. Blocks outside the range hide every key. Blocks inside it may hide every
+key too: masking makes them correct, only slower.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,16 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.kernels._hopper.device import quotient
 from ejkernel.kernels.flash_attention.common import Operands, Rules
 from ejkernel.kernels.flash_attention.dropout import query_words
 
-_NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # ids of segments that are no user's, and of each other's sight
+_NO_QUERY, _NO_KEY = -(2**31), 2**31 - 1  # two segment ids that no user has, and that do not match each other
 
 
 def lengths_as_segments(operands: Operands) -> Operands:
-    """Return operands whose queries and keys behind the lengths are of segments of their own: nobody sees those.
+    """Return operands with lengths expressed as segments: queries and keys past the lengths match no other id.
 
-    Lengths of keys alone stay: to hide a block's end is cheaper than to compare ids.
+    Key lengths without query lengths or segments stay: hiding the end of a block is cheaper than comparing ids.
     """
     queries, keys = operands.query_segments, operands.key_segments
     if operands.query_lengths is None and (operands.key_lengths is None or queries is None):
@@ -50,13 +52,13 @@ def _hidden_from(segments: jax.Array, lengths: jax.Array | None, segment: int) -
 
 
 def packed(mask: Any, sizes: tuple[int, int], axis: int) -> jax.Array | None:
-    """Return a mask of pairs with 32 neighbours along an axis as the bits of an int32, that axis before the other.
+    """Return a mask with 32 neighbours along an axis as the bits of an int32, that axis before the other.
 
-    A thread then tests bits whose places are constants, and a word tells of 32 pairs whether any is visible, and all.
+    A thread then tests bits at constant positions, and one word shows whether any, or all, of 32 pairs are visible.
 
     Args:
         mask: `[batch or 1, heads or 1, queries or 1, keys or 1]`; `None` stays.
-        sizes: How many queries and keys there are to be, multiples of 32; those that the mask lacks are hidden.
+        sizes: Padded numbers of queries and keys, multiples of 32; the padding is hidden.
         axis: 2 for queries, 3 for keys.
     """
     if mask is None:
@@ -75,10 +77,10 @@ def packed(mask: Any, sizes: tuple[int, int], axis: int) -> jax.Array | None:
 
 
 def dropout_words(operands: Operands) -> jax.Array | None:
-    """Return the words of the queries that a dropout's mask is drawn with, `[batch, heads, queries]`.
+    """Return the random word of each query for the dropout, `[batch, heads, queries]`; `None` without a dropout.
 
-    A weight then costs about ten integer operations in a kernel, and no key of random numbers, which a `vmap` may have
-    batched, gets into it.
+    A weight then costs about ten integer operations in a kernel, and the kernel needs no random key, which `vmap` may
+    have batched.
     """
     if operands.dropout_key is None:
         return None
@@ -88,43 +90,45 @@ def dropout_words(operands: Operands) -> jax.Array | None:
 
 
 class BlockRange(NamedTuple):
-    """Blocks of keys, by number; integers, or int32 arrays of one shape.
+    """The blocks that a tile visits, by number; integers, or int32 arrays of one shape.
+
+    In the forward and for blocks of queries they are blocks of keys; for blocks of keys, blocks of queries.
 
     Attributes:
-        first: The first that a tile meets.
-        free_from: The first free one.
-        free_until: One past the last free one; at most `free_from` if there is none.
-        end: One past the last that a tile meets, greater than `first`: a tile whose rows see nothing meets one block.
+        first: The first block.
+        unmasked_from: The first unmasked block.
+        unmasked_until: One past the last unmasked block; at most `unmasked_from` without any.
+        end: One past the last block. In the forward it exceeds `first`: a tile that sees no key visits one block.
     """
 
     first: Any
-    free_from: Any
-    free_until: Any
+    unmasked_from: Any
+    unmasked_until: Any
     end: Any
 
 
 def window_blocks(rules: Rules, keys: int, kv_block: int, low: Any, high: Any) -> BlockRange:
-    """Return the blocks that the rules alone let rows at the positions `low` to `high` meet.
+    """Return the blocks that rows at the positions `low` to `high` visit under the window alone.
 
     Args:
-        rules: The window; query `i` stands at position `i + keys - queries`.
-        keys: How many keys there are.
+        rules: The window; query `i` has position `i + keys - queries`.
+        keys: The number of keys.
         kv_block: Keys in a block.
         low, high: Position of the tile's first and last row, int32.
     """
     first: Any = 0
-    free_from: Any = 0
-    free_until: Any = keys // kv_block
+    unmasked_from: Any = 0
+    unmasked_until: Any = keys // kv_block
     end: Any = _blocks(keys, kv_block)
     if rules.left is not None:
         first = jnp.minimum(quotient(jnp.maximum(low - rules.left, 0), kv_block), end - 1)
-        free_from = _blocks(jnp.maximum(high - rules.left, 0), kv_block)
+        unmasked_from = _blocks(jnp.maximum(high - rules.left, 0), kv_block)
     if rules.right is not None:
-        free_until = quotient(jnp.clip(low + (rules.right + 1), 0, keys), kv_block)
+        unmasked_until = quotient(jnp.clip(low + (rules.right + 1), 0, keys), kv_block)
         end = _blocks(jnp.clip(high + (rules.right + 1), 0, keys), kv_block)
     if rules.left is not None or rules.right is not None:
         end = jnp.maximum(end, first + 1)
-    return BlockRange(first, free_from, free_until, end)
+    return BlockRange(first, unmasked_from, unmasked_until, end)
 
 
 def block_table(
@@ -137,7 +141,7 @@ def block_table(
         rules: The window.
         tile_rows: Rows of queries in a tile.
         kv_block: Keys in a block.
-        words: The mask as `packed` along the keys, to whole tiles and blocks, if it has been.
+        words: The mask, `packed` along the keys to whole tiles and blocks; `None` if it is not packed.
     """
     met, free = _window_pairs(operands, rules, tile_rows, kv_block)
     if operands.query_segments is not None and operands.key_segments is not None:
@@ -156,7 +160,7 @@ def block_table(
 
 
 def _window_pairs(operands: Operands, rules: Rules, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
-    """Return which blocks the window lets a tile meet, and which it leaves free, each `[1, 1, tiles, blocks]`."""
+    """Return which blocks a tile visits under the window, and which need no mask: `[1, 1, tiles, blocks]` each."""
     queries, keys = operands.query.shape[1], operands.key.shape[1]
     low = jnp.arange(0, queries, tile_rows, dtype=jnp.int32)[:, None] + (keys - queries)
     high = jnp.minimum(low + tile_rows, keys) - 1
@@ -172,7 +176,7 @@ def _window_pairs(operands: Operands, rules: Rules, tile_rows: int, kv_block: in
 
 
 def _segment_pairs(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return which blocks have a key of a tile's segments, and which are of its only one: `[batch, tiles, blocks]`.
+    """Return which blocks hold keys of a tile's segments, and which only of its one segment: `[batch, tiles, blocks]`.
 
     Args:
         queries: Ids, `[batch, tiles, rows]`, in any order.
@@ -180,8 +184,7 @@ def _segment_pairs(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.
     """
     least, most = queries.min(axis=2)[:, :, None, None], queries.max(axis=2)[:, :, None, None]
     ends = queries[:, :, :1], queries[:, :, -1:]
-    # Of a tile with at most two segments it is known exactly which keys it sees; of any other, that the keys' ids have
-    # to lie between its own.
+    # Exact for tiles with at most two segments. Other tiles may see any key whose id lies within their range of ids.
     many = ~((queries == ends[0]) | (queries == ends[1])).all(axis=2)[:, :, None, None]
     ids = keys[:, None]
     own = (ids == ends[0][..., None]) | (ids == ends[1][..., None]) | (many & (least <= ids) & (ids <= most))
@@ -190,21 +193,21 @@ def _segment_pairs(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _mask_pairs(mask: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
-    """Return in which blocks a mask shows a tile any key, and in which all: `[batch or 1, heads or 1, tiles, blocks]`.
+    """Return where a mask shows a tile some, and all, keys of a block: `[batch or 1, heads or 1, tiles, blocks]`.
 
-    A mask with one row, or one key, stands for all rows or keys; the axis of tiles or blocks then is 1.
+    A mask with one row, or one key, applies to all rows or keys; the axis of tiles or blocks is then 1.
     """
     rows, keys = (1 if size == 1 else block for size, block in zip(mask.shape[2:], (tile_rows, kv_block), strict=True))
     padding = [(0, 0), (0, 0), (0, -mask.shape[2] % rows), (0, -mask.shape[3] % keys)]
     shape = (*mask.shape[:2], -(-mask.shape[2] // rows), rows, -(-mask.shape[3] // keys), keys)
     some = jnp.pad(mask, padding).reshape(shape).any(axis=(3, 5))
-    # Filled up with True: whether a block goes on behind the last key is the window's to say.
+    # Padded with True: `_window_pairs` masks the block that extends past the last key.
     every = jnp.pad(mask, padding, constant_values=True).reshape(shape).all(axis=(3, 5))
     return some, every
 
 
 def _word_pairs(words: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Array, jax.Array]:
-    """Return the same of a mask that is `packed`; what was filled up counts as hidden."""
+    """Return the same for a `packed` mask; padding counts as hidden."""
     blocks, tiles = words.shape[2] * 32 // kv_block, words.shape[3] // tile_rows
     split = words.reshape(*words.shape[:2], blocks, kv_block // 32, tiles, tile_rows)
     pairs = ((split != 0).any(axis=(3, 5)), (split == -1).all(axis=(3, 5)))
@@ -213,20 +216,20 @@ def _word_pairs(words: jax.Array, tile_rows: int, kv_block: int) -> tuple[jax.Ar
 
 
 def _ranges(met: jax.Array, free: jax.Array) -> BlockRange:
-    """Return the range that holds every block that is met, and in it the first unbroken run of free ones."""
+    """Return the range that holds every block in `met`, and in it the first contiguous run of `free` blocks."""
     count = met.shape[-1]
     number = lax.broadcasted_iota(jnp.int32, met.shape, met.ndim - 1)
     free = jnp.broadcast_to(free & met, met.shape)
     first = jnp.where(met, number, count).min(axis=-1)
     end = jnp.where(met, number + 1, 0).max(axis=-1)
-    free_from = jnp.where(free, number, count).min(axis=-1)
-    free_until = jnp.where(free | (number < free_from[..., None]), count, number).min(axis=-1)
+    unmasked_from = jnp.where(free, number, count).min(axis=-1)
+    unmasked_until = jnp.where(free | (number < unmasked_from[..., None]), count, number).min(axis=-1)
     first = jnp.where(end == 0, 0, first)
-    return BlockRange(first, free_from, free_until, jnp.maximum(end, first + 1))
+    return BlockRange(first, unmasked_from, unmasked_until, jnp.maximum(end, first + 1))
 
 
 def _tiled(ids: jax.Array, block: int) -> jax.Array:
-    """Cut the second axis into blocks; the last id fills up the last block."""
+    """Split the second axis into blocks, padded with the last id."""
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge")
     return ids.reshape(ids.shape[0], -1, block)
 
@@ -235,11 +238,136 @@ def _blocks(length: Any, block: int) -> Any:
     return -(-length // block) if isinstance(length, int) else quotient(length + (block - 1), block)
 
 
-def quotient(number: Any, divisor: int) -> Any:
-    """Return the quotient of an int32 number, which is not negative."""
-    return lax.div(number, np.int32(divisor))
+# Backward: ranges over the tiles of a block of keys, or of a block of queries.
+
+Array = jax.Array | np.ndarray
 
 
-def remainder(number: Any, divisor: int) -> Any:
-    """Return what `quotient` leaves."""
-    return lax.rem(number, np.int32(divisor))
+class Blocks(NamedTuple):
+    """Queries and keys of a tile."""
+
+    queries: int
+    keys: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Visibility:
+    """Everything that decides which queries see which keys in one call.
+
+    Attributes:
+        queries, keys: Lengths.
+        rules: The last query is aligned with the last key.
+        query_segments, key_segments: `[batch, length]`, in any order; `None` without segments.
+        query_lengths, key_lengths: `[batch]`; later queries see nothing, later keys are hidden.
+        mask: Nonzero if one of 32 neighbouring queries may see a key: `[batch or 1, heads or 1, queries / 32, keys]`,
+            padded to whole blocks.
+    """
+
+    queries: int
+    keys: int
+    rules: Rules
+    query_segments: Array | None = None
+    key_segments: Array | None = None
+    query_lengths: Array | None = None
+    key_lengths: Array | None = None
+    mask: Array | None = None
+
+
+def ranges_of_queries(visibility: Visibility, blocks: Blocks) -> Array:
+    """Return the `BlockRange` of query blocks for each block of keys, int32 `[batch or 1, key blocks, 4]`.
+
+    Blocks outside `[first, end)` have no visible pair; in `[unmasked_from, unmasked_until)` every pair is visible,
+    apart from boolean masks. Queries past the last one, or past a length, count as visible: their log-sum-exp makes
+    their weights zero.
+    """
+    some, every = _tiles(visibility, blocks)
+    return _query_ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2), masked_after=False)
+
+
+def ranges_of_keys(visibility: Visibility, blocks: Blocks) -> Array:
+    """Return the same of key blocks for each block of queries; keys past the last one are not visible."""
+    return _query_ranges(*_tiles(visibility, blocks), masked_after=True)
+
+
+def _tiles(visibility: Visibility, blocks: Blocks) -> tuple[Array, Array]:
+    """Return whether some, and whether every, pair of a tile is visible: `[batch or 1, query blocks, key blocks]`."""
+    some, every = _tiles_by_position(visibility, blocks)
+    if visibility.query_segments is not None and visibility.key_segments is not None:
+        # Ids may come in any order: their extents decide only which tiles to skip; the kernel compares ids.
+        lowest, highest = _extent(visibility.query_segments, blocks.queries)
+        key_lowest, key_highest = _extent(visibility.key_segments, blocks.keys)
+        rows, columns = (lowest[:, :, None], highest[:, :, None]), (key_lowest[:, None], key_highest[:, None])
+        some = some & (rows[0] <= columns[1]) & (columns[0] <= rows[1])
+        every = every & (rows[0] == rows[1]) & (columns[0] == columns[1]) & (rows[0] == columns[0])
+    if visibility.query_lengths is not None:
+        first = np.arange(some.shape[1], dtype=np.int32)[None] * blocks.queries
+        # A tile that is only partly past the length needs no mask: the log-sum-exp makes those weights zero.
+        some = some & (first < visibility.query_lengths[:, None])[:, :, None]
+    if visibility.key_lengths is not None:
+        first = np.arange(some.shape[2], dtype=np.int32)[None] * blocks.keys
+        some = some & (first < visibility.key_lengths[:, None])[:, None]
+        every = every & (first + blocks.keys <= visibility.key_lengths[:, None])[:, None]
+    if visibility.mask is not None:
+        seen = _some_in_blocks(visibility.mask, blocks)
+        some = some & seen[:, : some.shape[1], : some.shape[2]]
+    return some, every
+
+
+def _tiles_by_position(visibility: Visibility, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same from window and array lengths alone, at trace time."""
+    queries, keys, rules = visibility.queries, visibility.keys, visibility.rules
+    first = np.arange(0, queries, blocks.queries)[None, :, None]
+    last = np.minimum(first + blocks.queries, queries) - 1
+    low = np.arange(0, keys, blocks.keys)[None, None, :]
+    high = np.minimum(low + blocks.keys, keys) - 1
+    some = np.ones((1, first.size, low.size), bool)
+    every = np.broadcast_to(low + blocks.keys <= keys, some.shape)
+    ahead = keys - queries
+    if rules.right is not None:
+        some = some & (low <= last + ahead + rules.right)
+        every = every & (high <= first + ahead + rules.right)
+    if rules.left is not None:
+        some = some & (high >= first + ahead - rules.left)
+        every = every & (low >= last + ahead - rules.left)
+    return some, every
+
+
+def _module(x: Array) -> Any:
+    # Ranges that depend on shapes and rules alone are NumPy arrays: constants of the program.
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def _extent(segments: Array, size: int) -> tuple[Array, Array]:
+    """Return the smallest and the largest id in each block, `[batch, blocks]` each."""
+    # Padded with the last id, which leaves the extent of its block unchanged.
+    blocks = _module(segments).pad(segments, ((0, 0), (0, -segments.shape[1] % size)), mode="edge")
+    blocks = blocks.reshape(blocks.shape[0], -1, size)
+    return blocks.min(axis=-1), blocks.max(axis=-1)
+
+
+def _some_in_blocks(words: Array, blocks: Blocks) -> Array:
+    """Return whether a mask shows some pair of a tile to some head: `[batch or 1, query blocks, key blocks]`."""
+    rows, keys = blocks.queries // 32, blocks.keys
+    split = words.reshape(*words.shape[:2], words.shape[2] // rows, rows, words.shape[3] // keys, keys)
+    some: Array = (split != 0).any(axis=(1, 3, 5))
+    return some
+
+
+def _query_ranges(some: Array, every: Array, *, masked_after: bool) -> Array:
+    """Turn `[batch, blocks, others]` into ranges over `others`; the first contiguous run is the unmasked range.
+
+    Without such a run all tiles count as before it, or with `masked_after` as after it: a causal mask needs that loop
+    in any case.
+    """
+    module, count = _module(some), some.shape[-1]
+    index = np.arange(count).reshape(1, 1, -1)
+    visible = some.any(axis=-1)
+    first = module.where(visible, some.argmax(axis=-1), 0)
+    last = module.where(visible, count - some[..., ::-1].argmax(axis=-1), 0)
+    every = every & some
+    begin = module.where(every.any(axis=-1), every.argmax(axis=-1), first if masked_after else last)
+    broken = ~every & (index >= begin[..., None])
+    end = module.where(broken.any(axis=-1), broken.argmax(axis=-1), count)
+    end = module.clip(end, begin, module.maximum(last, begin))
+    ranges: Array = module.stack([first, begin, end, last], axis=-1).astype(np.int32)
+    return ranges

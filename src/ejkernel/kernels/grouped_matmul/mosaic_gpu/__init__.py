@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementation by our own kernels for Hopper GPUs."""
+"""Grouped products on Hopper GPUs: our kernels in Pallas Mosaic GPU."""

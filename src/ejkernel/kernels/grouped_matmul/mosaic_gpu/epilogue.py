@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of sums in registers: `kernels/grouped_matmul/epilogue.py`, in what the chip is quick at."""
+"""The epilogue in registers: the functions of `kernels/grouped_matmul/epilogue.py`, in fast instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import lax
 
 
 def finished(products: Sequence[jax.Array], row_scale: jax.Array | None, activation: str | None) -> jax.Array:
-    """Return what is made of a piece of each product, and of a factor for each of its rows."""
+    """Return the result for a piece of each product, with one factor per row."""
     first, *others = products
     out = first if activation is None else _ACTIVATIONS[activation](first)
     for other in others:
@@ -22,8 +22,8 @@ def finished(products: Sequence[jax.Array], row_scale: jax.Array | None, activat
 
 
 def _times_sigmoid(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Return `x * sigmoid(at)`; a reciprocal's root is one instruction, and a quotient is many."""
-    # The chip's tanh, one instruction as well, is too coarse for small results.
+    """Return `x * sigmoid(at)`; a reciprocal square root is one instruction, a division is many."""
+    # The tanh instruction is too coarse for small results.
     root = lax.rsqrt(1.0 + jnp.exp(-at))
     return x * root * root
 
@@ -33,7 +33,7 @@ def _silu(x: jax.Array) -> jax.Array:
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-    # (1 + tanh(y)) / 2 is the sigmoid of 2 y, which loses no digits where tanh is near -1.
+    # (1 + tanh(y)) / 2 is the sigmoid of 2 y, which does not cancel when tanh is near -1.
     return _times_sigmoid(x, x * (2 * math.sqrt(2 / math.pi)) * (1.0 + 0.044715 * (x * x)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementations by our own kernels, as the operations list them."""
+"""The implementations `mosaic_gpu` of grouped products."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .params import ProductParams, WgradParams
 
 
 class _Product(Implementation[GroupedMatmulCall]):
-    """The product, and what is made of products."""
+    """The product, with or without an epilogue."""
 
     name = "mosaic_gpu"
     params = ProductParams
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
-        """Return why the kernel does not run the call."""
+        """Return why the kernel does not run the call; `None` if it does."""
         return support.unsupported_reason(call)
 
     def params_fault(self, call: GroupedMatmulCall, params: ProductParams) -> str | None:
-        """Return what of the chip these parameters have too little of."""
+        """Return why the call cannot run with these parameters; `None` if it can."""
         return support.product_fault(call, params)
 
     def heuristic(self, call: GroupedMatmulCall) -> ProductParams:
-        """Return what was fast on calls like this one."""
+        """Return good parameters, measured on similar calls."""
         return support.product_heuristic(call)
 
     def space(self, call: GroupedMatmulCall) -> Any:
-        """Return what is worth a try."""
+        """Return the search space."""
         return support.product_space(call)
 
 
@@ -45,53 +45,53 @@ class MosaicGpu(_Product):
     features = frozenset({"row_scale", "first_group"})
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
-        """Return the product; nothing is left for a backward."""
+        """Return the product, without residuals."""
         return launch.product(call, args, params), ()
 
 
 class MosaicGpuActivation(_Product):
-    """Products and what is made of them on Hopper GPUs, in one kernel."""
+    """Products and their epilogue on Hopper GPUs, in one kernel."""
 
     residuals = PREACTIVATIONS
     features = frozenset({"activation", "gate", "row_scale", "first_group"})
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> tuple[jax.Array, Any]:
-        """Return the output and the products."""
+        """Return the output, and the products as residuals."""
         # The kernel writes output and products in one dtype.
         keeping = dataclasses.replace(call, out_dtype=call.kept_dtype)
         out, *products = launch.product_keeping(keeping, _given(args), params)
         return out.astype(call.out_dtype), tuple(products)
 
     def output(self, call: GroupedMatmulCall, /, *args: Any, params: ProductParams) -> jax.Array:
-        """Return the output; no product is written."""
+        """Return the output alone; the kernel writes no products."""
         return launch.product(call, _given(args), params)
 
 
 class MosaicGpuWgrad(Implementation[GroupedMatmulCall]):
-    """The weights' gradient on Hopper GPUs."""
+    """The weight gradient on Hopper GPUs."""
 
     name = "mosaic_gpu"
     params = WgradParams
     features = frozenset({"first_group"})
 
     def unsupported(self, call: GroupedMatmulCall) -> str | None:
-        """Return why the kernel does not run the call."""
+        """Return why the kernel does not run the call; `None` if it does."""
         return support.unsupported_reason(call)
 
     def params_fault(self, call: GroupedMatmulCall, params: WgradParams) -> str | None:
-        """Return what of the chip these parameters have too little of."""
+        """Return why the call cannot run with these parameters; `None` if it can."""
         return support.wgrad_fault(call, params)
 
     def heuristic(self, call: GroupedMatmulCall) -> WgradParams:
-        """Return what was fast on calls like this one."""
+        """Return good parameters, measured on similar calls."""
         return support.wgrad_heuristic(call)
 
     def space(self, call: GroupedMatmulCall) -> Any:
-        """Return what is worth a try."""
+        """Return the search space."""
         return support.wgrad_space(call)
 
     def forward(self, call: GroupedMatmulCall, /, *args: Any, params: WgradParams) -> tuple[jax.Array, Any]:
-        """Return the sums; nothing is left for a backward."""
+        """Return the weight gradient, without residuals."""
         lhs, rhs, groups = args
         return launch.weights_gradient(call, (lhs, rhs, groups), params), ()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launches: operands are brought into the form that the kernels read, under any transformation."""
+"""Entry points: they pad the operands for the kernels and launch these, under any transformation."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall, Groups, cl
 from .params import ProductParams, WgradParams
 from .plan import ALIGNED, ProductPlan, padded, product_plan, wgrad_plan
 
-_one_by_one: Any = sequential_vmap  # under `vmap`; it has no annotations
+_one_by_one: Any = sequential_vmap  # it has no annotations
 
 
 def product(
     call: GroupedMatmulCall, arrays: tuple[Any, ...], params: ProductParams, *, interpret: Any = None
 ) -> jax.Array:
-    """Return the product, or what is made of products.
+    """Return the product, after the epilogue of the call.
 
     Args:
-        call: The description.
-        arrays: Left and right operand, and groups; then the gate's matrices and factors of rows, if there are any.
-        params: What `params_fault` has nothing against.
-        interpret: How to simulate the kernel on a CPU (`InterpretGPUParams`); `None`: run it on a GPU.
+        call: The call.
+        arrays: Left operand, right operand and groups; then the gate's matrices and the row factors, if any.
+        params: Launch parameters that `params_fault` accepts.
+        interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
     """
     return _multiplied(call, arrays, params, keep=False, interpret=interpret)[0]
 
@@ -35,7 +35,7 @@ def product(
 def product_keeping(
     call: GroupedMatmulCall, arrays: tuple[Any, ...], params: ProductParams, *, interpret: Any = None
 ) -> list[jax.Array]:
-    """Return what is made of products, and these; see `product`."""
+    """Return the result and the products before the epilogue; see `product`."""
     return _multiplied(call, arrays, params, keep=True, interpret=interpret)
 
 
@@ -43,7 +43,7 @@ def _multiplied(
     call: GroupedMatmulCall, arrays: tuple[Any, ...], params: ProductParams, *, keep: bool, interpret: Any
 ) -> list[jax.Array]:
     def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups, *others: jax.Array) -> list[jax.Array]:
-        from .product import multiply  # what it imports is not there in every environment
+        from .product import multiply  # Mosaic GPU is not available in every environment
 
         plan = product_plan(call, params, keep=keep)
         sizes = _sizes(call, groups)
@@ -54,7 +54,7 @@ def _multiplied(
             found = multiply(plan, lhs, *matrices, sizes, *scales, interpret=interpret)
             return [x[: call.rows, : call.columns] for x in found]
 
-    # Examples have groups of their own, and a kernel walks over those of one.
+    # One launch per example: each has other groups.
     found: list[jax.Array] = _one_by_one(compute)(*unify_varying(arrays))
     return found
 
@@ -62,7 +62,7 @@ def _multiplied(
 def weights_gradient(
     call: GroupedMatmulCall, arrays: tuple[Any, Any, Any], params: WgradParams, *, interpret: Any = None
 ) -> jax.Array:
-    """Return the sums for each group; see `product`."""
+    """Return the weight gradient of each group; see `product`."""
 
     def compute(lhs: jax.Array, rhs: jax.Array, groups: Groups) -> jax.Array:
         from .wgrad import sum_products
@@ -78,9 +78,9 @@ def weights_gradient(
 
 
 def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
-    """Return the sizes of all groups, and behind them the number of the first that there are matrices of, if given.
+    """Return the sizes of all groups; if only some have matrices here, followed by the number of the first of these.
 
-    Then there are empty groups before and behind, so that no number is of a group that is not there.
+    Empty groups are then added before and after, so that the first number and those after it are always valid.
     """
     group_sizes, first = taken_apart(groups)
     sizes = clipped_sizes(group_sizes, call.rows)
@@ -91,19 +91,19 @@ def _sizes(call: GroupedMatmulCall, groups: Groups) -> jax.Array:
 
 
 def _table(starts: jax.Array, ends: jax.Array, *, largest_first: bool) -> jax.Array:
-    """Return number, first row and rows of each group, in the order that they are gone through."""
+    """Return number, first row and rows of each group, in the order of the tile scheduler."""
     numbers = jnp.arange(ends.shape[0], dtype=jnp.int32)
     table = jnp.stack([numbers, starts, ends - starts], axis=1)
-    # Tiles are dealt out beforehand: what is left at the end are then small ones.
+    # Tiles are dealt statically: with large groups first, only small tiles remain at the end.
     return table[jnp.argsort(starts - ends)] if largest_first else table
 
 
 def _with_room(row_scale: jax.Array, plan: ProductPlan) -> jax.Array:
-    """Return factors in float32 that the last tile may read beyond."""
+    """Return float32 row factors, padded so that the last tile can read past the end."""
     return jnp.pad(row_scale.astype(jnp.float32), (0, plan.rows + plan.tile_rows - row_scale.shape[0]))
 
 
 def _pad(x: jax.Array, multiples: tuple[int, ...]) -> jax.Array:
-    """Return an array with zeros behind, of sizes that are multiples."""
+    """Pad an array with zeros to multiples of these sizes."""
     added = [padded(size, multiple) - size for size, multiple in zip(x.shape, multiples, strict=True)]
     return jnp.pad(x, [(0, more) for more in added]) if any(added) else x

@@ -13,17 +13,17 @@ _LONG_BLOCKS = (128, 256)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProductParams:
-    """How the product is laid out on the chip; none of it changes what is computed.
+    """Launch parameters of the product; they do not change the result.
 
-    A block of threads is one warpgroup that copies and two that compute, which share a tile of the result: half of its
-    rows each. There are as many blocks as multiprocessors, and each takes tile after tile.
+    A block of threads has one producer and two consumer warpgroups; each consumer computes half of the rows of a tile.
+    The launch is persistent: one block per multiprocessor takes tile after tile.
 
     Attributes:
         block_m: Rows of a tile, 128 or 256.
-        block_n: Columns of a tile: 64, 128, 192 or 256; with a gate, which has sums of its own, 64 or 128.
-        stages: How many steps' operands, 64 of `k` each, are held at once.
-        panel: Tiles are taken in panels of so many rows of tiles, inside which rows come before columns.
-        out_slots: How many pieces of a result are on their way to memory at once.
+        block_n: Columns of a tile: 64, 128, 192 or 256; 64 or 128 with a gate, which needs a second accumulator.
+        stages: Pipeline stages, each with 64 of `k`.
+        panel: Rows of tiles in a panel of the tile order; inside a panel rows vary fastest.
+        out_slots: Staging buffers of the epilogue: pieces of the result that are copied at once.
     """
 
     block_m: int = 128
@@ -39,19 +39,18 @@ class ProductParams:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WgradParams:
-    """How the weights' gradient is laid out on the chip; none of it changes what is computed.
+    """Launch parameters of the weight gradient; they do not change the result.
 
-    Blocks of threads and their tiles are as in `ProductParams`; a tile is of one group's result, and a step is 64 of
+    Blocks of threads and tiles are as in `ProductParams`; a tile belongs to one group's result, and a step takes 64 of
     the group's rows.
 
     Attributes:
         block_k: Rows of a tile of the result, 128 or 256.
         block_n: Columns of a tile: 64, 128, 192 or 256.
-        stages: How many steps' operands are held at once.
-        panel: As in `ProductParams`.
-        out_slots: Likewise.
+        stages: Pipeline stages, each with 64 rows.
+        panel, out_slots: As in `ProductParams`.
         largest_first: Whether groups with more rows come first.
-        snake: Whether every other round of tiles is dealt to the blocks backwards.
+        snake: Whether every other round of tiles is dealt to the blocks in reverse.
     """
 
     block_k: int = 128

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is static of one launch, and what of the chip it takes."""
+"""The static description of one launch, and the shared memory and registers that it takes."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels._hopper import MULTIPROCESSORS
+from ejkernel.kernels._hopper import MULTIPROCESSORS, Registers
 from ejkernel.kernels.grouped_matmul.common import GroupedMatmulCall
 
 from .params import ProductParams, WgradParams
 
-STEP = 64  # of what is summed over: as many as one swizzle is wide, so that copies may begin at any row
-WARPGROUPS = 2  # that compute
-ROWS = 64  # of one tensor-core instruction
-ROW_BYTES = 128  # of a piece of the result: one swizzle
-TILE = (8, 64)  # rows and columns of operands that lie together in shared memory
-ALIGNED = 64  # what columns are padded to: tiles of shared memory are so wide
-REGISTERS = (40, 232)  # of a thread that copies, and of one that computes
-_ALIGNMENT = 1024  # that every buffer begins at a multiple of
+STEP = 64  # of the summed axis, per step of the mainloop: one swizzle wide, so that copies can start at any row
+WARPGROUPS = 2  # consumers
+ROWS = 64  # of one WGMMA instruction
+ROW_BYTES = 128  # of a piece of the result in the epilogue: one swizzle
+TILE = (8, 64)  # rows and columns of a tile of shared memory
+ALIGNED = 64  # columns are padded to whole tiles of shared memory
+REGISTERS = Registers(producer=40, consumer=232)
+_ALIGNMENT = 1024  # bytes, of every buffer
 _OVERHEAD = 2 * _ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What both kernels have in common.
+class GroupedPlan:
+    """The static description that both kernels share.
 
     Attributes:
         rows: `m`, of the padded operands.
-        groups: How many groups there are.
+        groups: The number of groups.
         inner: `k`, padded.
         columns: `n`, padded.
         dtype: Name of the operands' dtype.
-        out_dtype: Name of the result's.
+        out_dtype: Name of the result's dtype.
         tile_rows: Rows of a tile of the result.
         tile_columns: Its columns.
         stages, panel, out_slots: As in the parameters.
@@ -54,22 +54,22 @@ class Plan:
 
     @property
     def products(self) -> int:
-        """How many products of one left operand a tile is made of."""
+        """Products with the same left operand per tile: 2 with a gate."""
         return 1
 
     @property
     def part_rows(self) -> int:
-        """Rows of a tile that one warpgroup has."""
+        """Rows of a tile per consumer warpgroup."""
         return self.tile_rows // WARPGROUPS
 
     @property
     def piece_columns(self) -> int:
-        """Columns of a result that are stored at once."""
+        """Columns of the result that the epilogue stores at once."""
         return ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
 
     @property
     def pieces(self) -> int:
-        """How many pieces a tile's columns are stored in; a multiple of the slots, so that these come in turn."""
+        """Pieces in which a tile's columns are stored; a multiple of `out_slots`, so that slots are used in turn."""
         return self.tile_columns // self.piece_columns
 
     @property
@@ -89,19 +89,20 @@ class Plan:
         return operands + out + _OVERHEAD
 
     def sums_per_thread(self) -> int:
-        """Return how many sums each thread keeps in registers."""
+        """Return the accumulator registers per thread."""
         return self.products * self.part_rows * self.tile_columns // 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProductPlan(Plan):
-    """A launch of the product.
+class ProductPlan(GroupedPlan):
+    """The launch of a product.
 
     Attributes:
-        transpose_rhs: Whether the matrices are transposed.
-        activation, gated, scaled: As in the description of the call.
-        keep: Whether the products are results, too.
-        all_groups: How many sizes there are, if more than groups: behind them stands which is the first group's.
+        transpose_rhs: Whether the matrices are `[groups, n, k]`.
+        activation, gated, scaled: As in `GroupedMatmulCall`.
+        keep: Whether the products are results too.
+        all_groups: The number of group sizes, if some groups have their matrices elsewhere; the first group's number
+            follows the sizes.
     """
 
     transpose_rhs: bool
@@ -113,17 +114,17 @@ class ProductPlan(Plan):
 
     @property
     def products(self) -> int:
-        """See `Plan`."""
+        """See `GroupedPlan`."""
         return 2 if self.gated else 1
 
     @property
     def is_plain(self) -> bool:
-        """Whether the product is all that is asked for."""
+        """Whether the epilogue only stores the product."""
         return self.activation is None and not self.gated and not self.scaled
 
     @property
     def results(self) -> int:
-        """How many arrays the kernel writes."""
+        """Arrays that the kernel writes."""
         return 1 + self.products if self.keep else 1
 
     @property
@@ -133,7 +134,7 @@ class ProductPlan(Plan):
 
     @property
     def last(self) -> int:
-        """Number of the last of what counts as groups: the rows past them, or those before them, which come last."""
+        """The last group number: `groups` stands for the rows after the groups, `groups + 1` for those before."""
         return self.groups + self.is_part
 
     @property
@@ -143,8 +144,8 @@ class ProductPlan(Plan):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WgradPlan(Plan):
-    """A launch of the weights' gradient.
+class WgradPlan(GroupedPlan):
+    """The launch of a weight gradient.
 
     Attributes:
         snake: As in the parameters.
@@ -164,7 +165,7 @@ class WgradPlan(Plan):
 
 
 def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool = False) -> ProductPlan:
-    """Return the launch of a product, whose own numbers are kept beside what is made of them or not."""
+    """Return the plan of a product; with `keep` the kernel also writes the products before the epilogue."""
     return ProductPlan(
         **_common(call, params),
         rows=max(call.rows, ROWS),
@@ -174,13 +175,13 @@ def product_plan(call: GroupedMatmulCall, params: ProductParams, *, keep: bool =
         gated=call.gated,
         scaled=call.scaled,
         keep=keep,
-        # With the empty ones before and behind, which the launch adds.
+        # With the empty groups that the launch adds before and after.
         all_groups=None if call.all_groups is None else call.all_groups + 2 * call.groups,
     )
 
 
 def wgrad_plan(call: GroupedMatmulCall, params: WgradParams) -> WgradPlan:
-    """Return the launch of a weights' gradient."""
+    """Return the plan of a weight gradient."""
     return WgradPlan(
         **_common(call, params),
         rows=max(padded(call.rows, 8), STEP),  # copies move whole tiles of eight rows
@@ -190,7 +191,7 @@ def wgrad_plan(call: GroupedMatmulCall, params: WgradParams) -> WgradPlan:
 
 
 def _common(call: GroupedMatmulCall, params: ProductParams | WgradParams) -> dict[str, Any]:
-    """Return the fields that both launches have from the same places."""
+    """Return the fields that both plans share."""
     return {
         "groups": call.groups,
         "inner": padded(call.inner, ALIGNED),

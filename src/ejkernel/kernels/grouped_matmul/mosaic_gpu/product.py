@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product's kernel, for matrices as they are and transposed, and for what is made of one product or of two.
+"""The grouped product's kernel, with an optional epilogue (activation, gate, row factors).
 
-Tiles of rows begin where their group begins. The last one of a group is moved up, so that it ends with the group: some
-rows are computed twice, to the same bits, and only groups smaller than a tile are stored in pieces of powers of two
-rows. Every thread walks over the sizes by itself while it takes its tiles, so that nothing runs before the kernel.
+Tiles of rows start at the first row of their group. The last tile of a group is shifted up so that it ends with the
+group: some rows are computed twice, with the same bits. Only groups smaller than a tile are stored in pieces, whose
+heights are powers of two. The tile scheduler runs in every thread: it walks over the group sizes as it takes tiles, so
+nothing has to run before the kernel.
 
-All warpgroups of a block meet the same tiles and the same steps in one order, whatever the sizes are: that is why none
-can wait for what does not come.
+Producer and consumers visit the same tiles and steps in the same order, for any group sizes, so they cannot deadlock.
 """
 
 from __future__ import annotations
@@ -21,26 +21,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel import compat
+from ejkernel.kernels._hopper.backend import backend_for
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup
+from ejkernel.kernels._hopper.memory import plgpu, swizzled, tiled
+from ejkernel.kernels._hopper.pipeline import producer_tail
 
 from .epilogue import finished
-from .plan import STEP, WARPGROUPS, ProductPlan
-from .tiles import (
-    Scratch,
-    accumulate,
-    launch,
-    operand_shape,
-    place,
-    plgpu,
-    ring,
-    share_out,
-    swizzled,
-    tiled,
-    when_free,
-)
+from .plan import REGISTERS, STEP, WARPGROUPS, ProductPlan
+from .tiles import GroupedMemory, accumulate, lhs_shape, pipeline_types, run_kernel, tile_position
 
 
-class _Walk(NamedTuple):
-    """Where the walk over groups is; group number `groups` are the rows past the last one, then those before all."""
+class _GroupCursor(NamedTuple):
+    """The tile scheduler's position in the list of groups.
+
+    Group number `groups` is the rows after the last group; the number after it is the rows before the first.
+    """
 
     group: Any
     first_tile: Any
@@ -49,8 +44,8 @@ class _Walk(NamedTuple):
     row_tiles: Any
 
 
-class _Tile(NamedTuple):
-    """A tile of the result: its group, its first row, how many rows of it are the group's, its first column."""
+class _ProductTile(NamedTuple):
+    """A tile of the result: its group, its first row, how many of its rows are the group's, its first column."""
 
     group: Any
     row: Any
@@ -59,75 +54,71 @@ class _Tile(NamedTuple):
 
 
 def multiply(plan: ProductPlan, *arrays: Any, interpret: Any = None) -> list[jax.Array]:
-    """Run the kernel, and return its result and the products that are kept.
+    """Run the kernel; return its result, then the products if the plan keeps them.
 
     Args:
         plan: The launch.
-        *arrays: Operands of padded sizes: rows, matrices, the gate's if there is one, sizes and what stands behind
-            them in int32, and factors of rows in float32 if there are any, as many as there are rows and a tile's.
-        interpret: How to simulate it.
+        *arrays: Padded operands: rows; matrices; the gate's matrices, if any; int32 group sizes, followed by the first
+            group if the plan has only some; float32 row factors, if any, with room for one more tile.
+        interpret: `InterpretGPUParams` to simulate it on a CPU.
     """
-
-    def grouped_matmul(*refs: Any) -> None:
-        program = _Program(plan, refs, simulated=interpret is not None)
-        pl.run_scoped(program.run, program.scratch(), collective_axes="warpgroup")
-
     shape, name = (plan.rows, plan.columns), "grouped_matmul"
-    return launch(plan, grouped_matmul, arrays, shape, name=name, interpret=interpret, results=plan.results)
+    return run_kernel(ProductKernel, plan, arrays, shape, name=name, interpret=interpret, results=plan.results)
 
 
-class _Program:
-    """What one block of threads does."""
+class ProductKernel:
+    """The program of one block of threads."""
 
-    def __init__(self, plan: ProductPlan, refs: Sequence[Any], *, simulated: bool) -> None:
-        self.plan, self.simulated = plan, simulated
+    def __init__(self, plan: ProductPlan, refs: Sequence[Any], interpret: Any) -> None:
+        self.plan, self.backend = plan, backend_for(interpret)
         self.lhs, *refs = refs
         self.matrices, (self.sizes, *refs) = refs[: plan.products], refs[plan.products :]
         self.row_scale = refs.pop(0) if plan.scaled else None
         self.out, *self.kept = refs
 
-    def scratch(self) -> Scratch:
+    def memory_types(self) -> GroupedMemory:
         """Return the types of shared memory and barriers."""
-        plan, full_free = self.plan, ring(self.plan)
+        plan = self.plan
         matrix = (plan.tile_columns, STEP) if plan.transpose_rhs else (STEP, plan.tile_columns)
         pieces = (WARPGROUPS, plan.out_slots, plan.part_rows, plan.piece_columns)
-        lhs, out = tiled(operand_shape(plan), plan.dtype), tiled(pieces, plan.out_dtype)
-        if not self.simulated:  # the interpreter knows no transforms, and takes views of the same bytes for others
-            lhs = plgpu.RefUnion(lhs, swizzled(operand_shape(plan), plan.dtype))
-            plain = plgpu.SMEM(pieces, jnp.dtype(plan.out_dtype))
-            out = plgpu.RefUnion(out, swizzled(pieces, plan.out_dtype), plain)
-        return Scratch(lhs, tiled((plan.products * plan.stages, *matrix), plan.dtype), out, *full_free)
+        # Copies of rows use the swizzled views: only these may start at any row.
+        lhs = self.backend.aliased(tiled(lhs_shape(plan), plan.dtype), swizzled(lhs_shape(plan), plan.dtype))
+        plain = plgpu.SMEM(pieces, jnp.dtype(plan.out_dtype))
+        out = self.backend.aliased(tiled(pieces, plan.out_dtype), swizzled(pieces, plan.out_dtype), plain)
+        rhs = tiled((plan.products * plan.stages, *matrix), plan.dtype)
+        return GroupedMemory(lhs, rhs, out, pipeline_types(plan))
 
-    def run(self, scratch: Scratch) -> None:
-        """Be the warpgroup that this is."""
-        self.shared = scratch
-        self.lhs_tiles, self.lhs_rows = (scratch.lhs,) * 2 if self.simulated else scratch.lhs
-        self.out_views = (scratch.out,) * 3 if self.simulated else scratch.out
+    def run(self, memory: GroupedMemory) -> None:
+        """Run this warpgroup as producer or consumer."""
+        self.memory, self.pipeline = memory, memory.pipeline
+        self.lhs_tiles, self.lhs_rows = self.backend.views(memory.lhs, 2)
+        self.out_views = self.backend.views(memory.out, 3)
         self.first_group, self.first_row = self._first()
-        share_out(self.plan, scratch, self._each_tile, copy=self._copy_tile, compute=self._compute_tile)
+        warpgroup = lax.axis_index(WARPGROUP)
+        dispatch_warpgroup(warpgroup, WARPGROUPS, REGISTERS, producer=self._produce, consumer=self._consume)
 
-    # Which tiles.
+    # Tile scheduler.
 
-    def _each_tile(self, body: Callable[[_Tile, Any], Any]) -> Any:
-        """Call `body(tile, step)`, which returns the next step, for each of this program's tiles."""
+    def _each_tile(self, body: Callable[[_ProductTile, Any], Any]) -> Any:
+        """Call `body(tile, step)`, which returns the next step, for each tile of this block of threads."""
         plan, zero = self.plan, jnp.int32(0)
         rows = self._rows_of(zero, self.first_row)
-        first = lax.axis_index("program")
+        first = lax.axis_index(PROGRAM)
 
         def one(carry: Any) -> Any:
-            number, walk, step = carry
-            step = body(self._tile(number, walk), step)
+            number, cursor, step = carry
+            step = body(self._tile(number, cursor), step)
             number = number + plan.programs
-            return number, self._advance(number, walk), step
+            return number, self._advance(number, cursor), step
 
-        walk = self._advance(first, _Walk(zero, zero, self.first_row, rows, self._tiles_of(rows)))
-        return lax.while_loop(lambda carry: carry[1].group <= plan.last, one, (first, walk, zero))[2]
+        cursor = self._advance(first, _GroupCursor(zero, zero, self.first_row, rows, self._tiles_of(rows)))
+        return lax.while_loop(lambda carry: carry[1].group <= plan.last, one, (first, cursor, zero))[2]
 
     def _rows_of(self, group: Any, first_row: Any) -> Any:
-        """Return how many rows a group has, of those that there are."""
+        """Return how many rows a group has within the array."""
         plan = self.plan
         left = (jnp.where(group > plan.groups, self.first_row, plan.rows) if plan.is_part else plan.rows) - first_row
-        # As in `row_ends`: no sizes may make anybody read, or wait for, what is not there.
+        # As in `row_ends`: invalid sizes must not cause a read, or a wait, past the end.
         size = jnp.clip(self.sizes[self.first_group + jnp.minimum(group, plan.groups - 1)], 0, left)
         return jnp.where(group < plan.groups, size, left)
 
@@ -142,42 +133,46 @@ class _Program:
     def _tiles_of(self, rows: Any) -> Any:
         return lax.div(rows + (self.plan.tile_rows - 1), self.plan.tile_rows)
 
-    def _advance(self, number: Any, walk: _Walk) -> _Walk:
-        """Walk to the group that the tile of that number is of, or past the last."""
+    def _advance(self, number: Any, cursor: _GroupCursor) -> _GroupCursor:
+        """Return the cursor at the group of tile `number`, or past the last group."""
         plan, column_tiles = self.plan, self.plan.column_tiles
 
-        def behind(walk: _Walk) -> Any:
-            return (number >= walk.first_tile + walk.row_tiles * column_tiles) & (walk.group <= plan.last)
+        def behind(at: _GroupCursor) -> Any:
+            return (number >= at.first_tile + at.row_tiles * column_tiles) & (at.group <= plan.last)
 
-        def following(walk: _Walk) -> _Walk:
-            group, first_row = walk.group + 1, walk.first_row + walk.rows
+        def following(at: _GroupCursor) -> _GroupCursor:
+            group, first_row = at.group + 1, at.first_row + at.rows
             if plan.is_part:
                 first_row = jnp.where(group > plan.groups, 0, first_row)
             rows = self._rows_of(group, first_row)
-            return _Walk(group, walk.first_tile + walk.row_tiles * column_tiles, first_row, rows, self._tiles_of(rows))
+            first_tile = at.first_tile + at.row_tiles * column_tiles
+            return _GroupCursor(group, first_tile, first_row, rows, self._tiles_of(rows))
 
-        found: _Walk = lax.while_loop(behind, following, walk)
+        found: _GroupCursor = lax.while_loop(behind, following, cursor)
         return found
 
-    def _tile(self, number: Any, walk: _Walk) -> _Tile:
-        row_tile, column_tile = place(number - walk.first_tile, walk.row_tiles, self.plan)
+    def _tile(self, number: Any, cursor: _GroupCursor) -> _ProductTile:
+        row_tile, column_tile = tile_position(number - cursor.first_tile, cursor.row_tiles, self.plan)
         offset = row_tile * self.plan.tile_rows
-        # The last tile of a group ends with it: rows that it shares with the one before get the same bits from both.
-        offset = jnp.minimum(offset, jnp.maximum(walk.rows - self.plan.tile_rows, 0))
-        rows = jnp.minimum(walk.rows - offset, self.plan.tile_rows)
-        return _Tile(walk.group, walk.first_row + offset, rows, column_tile * self.plan.tile_columns)
+        # The last tile ends with its group: rows that two tiles share get the same bits from both.
+        offset = jnp.minimum(offset, jnp.maximum(cursor.rows - self.plan.tile_rows, 0))
+        rows = jnp.minimum(cursor.rows - offset, self.plan.tile_rows)
+        return _ProductTile(cursor.group, cursor.first_row + offset, rows, column_tile * self.plan.tile_columns)
 
-    # What copies.
+    # Producer.
 
-    def _copy_tile(self, tile: _Tile, step: Any) -> Any:
-        # Rows of no group are only stored, as zeros.
+    def _produce(self) -> None:
+        producer_tail(self._each_tile(self._copy_tile), self.pipeline)
+
+    def _copy_tile(self, tile: _ProductTile, step: Any) -> Any:
+        # Rows outside all groups have no products: zeros are stored.
         steps = jnp.where(tile.group < self.plan.groups, self.plan.steps, 0)
         return lax.fori_loop(0, steps, lambda i, step: self._copy_step(tile, i, step), step)
 
-    def _copy_step(self, tile: _Tile, index: Any, step: Any) -> Any:
+    def _copy_step(self, tile: _ProductTile, index: Any, step: Any) -> Any:
         plan, along = self.plan, pl.ds(index * STEP, STEP)
-        stage = when_free(self.shared, step, plan)
-        full = self.shared.full.at[stage]
+        stage = self.pipeline.producer_acquire(step)
+        full = self.pipeline.full.at[stage]
         for w in range(WARPGROUPS):
             rows = self.lhs.at[pl.ds(tile.row + plan.part_rows * w, plan.part_rows), along]
             plgpu.copy_gmem_to_smem(rows, self.lhs_rows.at[stage, w], full)
@@ -188,107 +183,111 @@ class _Program:
         return step + 1
 
     def _buffers(self, stage: Any) -> list[Any]:
-        """Return where a stage has the matrices of each product."""
-        return [self.shared.rhs.at[stage + i * self.plan.stages if i else stage] for i in range(self.plan.products)]
+        """Return the buffer of each product's matrix in a stage."""
+        return [self.memory.rhs.at[stage + i * self.plan.stages if i else stage] for i in range(self.plan.products)]
 
-    # What computes.
+    # Consumers.
 
-    def _compute_tile(self, tile: _Tile, step: Any, warpgroup: Any) -> Any:
+    def _consume(self, warpgroup: Any) -> None:
+        self._each_tile(lambda tile, step: self._compute_tile(tile, step, warpgroup))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _compute_tile(self, tile: _ProductTile, step: Any, warpgroup: Any) -> Any:
         plan = self.plan
-        mine = jnp.clip(tile.rows - plan.part_rows * warpgroup, 0, plan.part_rows)
-        real = tile.group < plan.groups
+        count = jnp.clip(tile.rows - plan.part_rows * warpgroup, 0, plan.part_rows)
+        in_group = tile.group < plan.groups
 
-        # Without rows there is nothing to multiply, but a stage is free only when both warpgroups have said so.
-        @pl.when(real & (mine <= 0))
+        # A warpgroup without rows multiplies nothing, but must release the stages: the producer waits for both.
+        @pl.when(in_group & (count <= 0))
         def _idle() -> None:
             @pl.loop(0, plan.steps)
             def _pass(i: Any) -> None:
-                stage = lax.rem(step + i, plan.stages)
-                plgpu.barrier_wait(self.shared.full.at[stage])
-                plgpu.barrier_arrive(self.shared.free.at[stage])
+                stage = self.pipeline.stage(step + i)
+                self.pipeline.consumer_wait(stage)
+                self.pipeline.consumer_release(stage)
 
-        row_scale = self._factors(tile.row + plan.part_rows * warpgroup, real)  # long before they are needed
+        row_scale = self._load_row_scale(tile.row + plan.part_rows * warpgroup, in_group)  # long before it is needed
 
-        def products(*sums: Any) -> None:
-            pl.when(real & (mine > 0))(lambda: self._products(sums, step, warpgroup))
+        def products(*accumulators: Any) -> None:
+            pl.when(in_group & (count > 0))(lambda: self._mainloop(accumulators, step, warpgroup))
 
-        sums = accumulate(plan, products)
+        accumulators = accumulate(plan, products)
         row = tile.row + plan.part_rows * warpgroup
-        pieces = functools.partial(self._pieces, sums, row_scale, tile.column)
+        pieces = functools.partial(self._pieces, accumulators, row_scale, tile.column)
         if plan.is_plain:
-            self._store(pieces, row, warpgroup, mine)
-        else:  # computed in front of the branches: there are no registers for two that compute the same
+            self._store(pieces, row, warpgroup, count)
+        else:  # computed before the branches: two copies of the epilogue would spill registers
             for piece in pieces():
-                self._store(functools.partial(list, [piece]), row, warpgroup, mine)
+                self._store(functools.partial(list, [piece]), row, warpgroup, count)
 
-        # Tiles outside of all groups come last, so that the steps that they do not have are missed by nobody; a
-        # constant keeps the stage in registers that products read without waiting.
+        # Tiles outside all groups come last and run no steps, but counting steps for them does no harm, and a constant
+        # increment keeps the stage in uniform registers.
         return step + plan.steps
 
-    def _products(self, sums: Sequence[Any], step: Any, warpgroup: Any) -> None:
-        plan, shared = self.plan, self.shared
+    def _mainloop(self, accumulators: Sequence[Any], step: Any, warpgroup: Any) -> None:
+        plan, pipeline = self.plan, self.pipeline
 
         def multiply(stage: Any) -> None:
-            plgpu.barrier_wait(shared.full.at[stage])
-            for of_product, buffer in zip(sums, self._buffers(stage), strict=True):
+            pipeline.consumer_wait(stage)
+            for accumulator, buffer in zip(accumulators, self._buffers(stage), strict=True):
                 matrix = buffer.transpose((1, 0)) if plan.transpose_rhs else buffer
-                plgpu.wgmma(of_product, self.lhs_tiles.at[stage, warpgroup], matrix)
+                plgpu.wgmma(accumulator, self.lhs_tiles.at[stage, warpgroup], matrix)
 
-        # A stage is given back a step late, so that the tensor core always has the next products in line.
-        multiply(lax.rem(step, plan.stages))
+        # A stage is released one step late, so that the tensor core always has the next products queued.
+        multiply(pipeline.stage(step))
 
         @pl.loop(1, plan.steps)
         def _step(i: Any) -> None:
-            multiply(lax.rem(step + i, plan.stages))
+            multiply(pipeline.stage(step + i))
             plgpu.wgmma_wait(plan.products)
-            plgpu.barrier_arrive(shared.free.at[lax.rem(step + i - 1, plan.stages)])
+            pipeline.consumer_release(pipeline.stage(step + i - 1))
 
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(shared.free.at[lax.rem(step + plan.steps - 1, plan.stages)])
+        pipeline.consumer_release(pipeline.stage(step + plan.steps - 1))
 
-    # A result's way to memory.
+    # Epilogue.
 
-    def _factors(self, row: Any, real: Any) -> Any:
-        """Return the factors of a warpgroup's rows, zero past the last group; `None`: there are none."""
+    def _load_row_scale(self, row: Any, in_group: Any) -> Any:
+        """Return the factors of a warpgroup's rows, zero after the last group; `None` if the call has none."""
         if self.row_scale is None:
             return None
         rows = self.row_scale.at[pl.ds(row, self.plan.part_rows)]
         factors = plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return jnp.where(real, factors, jnp.zeros_like(factors))
+        return jnp.where(in_group, factors, jnp.zeros_like(factors))
 
-    def _pieces(self, sums: Sequence[Any], row_scale: Any, column: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """Yield slot, values, result and columns of each piece."""
+    def _pieces(self, accumulators: Sequence[Any], row_scale: Any, column: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Yield slot, values, result and columns of each piece of the tile."""
         plan, width = self.plan, self.plan.piece_columns
         for i in range(plan.pieces):
-            products = [of_product[:, i * width : (i + 1) * width] for of_product in sums]
+            products = [accumulator[:, i * width : (i + 1) * width] for accumulator in accumulators]
             values = [finished(products, row_scale, plan.activation), *products[: len(self.kept)]]
             for j, (result, value) in enumerate(zip((self.out, *self.kept), values, strict=True)):
                 slot = (i * plan.results + j) % plan.out_slots
                 yield slot, value.astype(plan.out_dtype), result, pl.ds(column + i * width, width)
 
-    def _store(self, pieces: Callable[[], Iterable[Any]], row: Any, warpgroup: Any, mine: Any) -> None:
+    def _store(self, pieces: Callable[[], Iterable[Any]], row: Any, warpgroup: Any, count: Any) -> None:
         part_rows = self.plan.part_rows
 
-        @pl.when(mine == part_rows)
+        @pl.when(count == part_rows)
         def _whole() -> None:
             self._store_whole(pieces(), row, warpgroup)
 
-        @pl.when((mine < part_rows) & (mine > 0))
+        @pl.when((count < part_rows) & (count > 0))
         def _partly() -> None:
-            self._store_rows(pieces(), row, warpgroup, mine)
+            self._store_rows(pieces(), row, warpgroup, count)
 
     def _store_whole(self, pieces: Iterable[Any], row: Any, warpgroup: Any) -> None:
         plan = self.plan
         tiles, rows, _ = self.out_views
         for slot, values, result, columns in pieces:
-            # The copy that last read this slot is the oldest of as many as there are slots.
+            # The copy that last read this slot is the oldest of `out_slots` copies.
             plgpu.wait_smem_to_gmem(plan.out_slots - 1, wait_read_only=True)
             tiles.at[warpgroup, slot][...] = values
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(rows.at[warpgroup, slot], result.at[pl.ds(row, plan.part_rows), columns])
 
     def _store_rows(self, pieces: Iterable[Any], row: Any, warpgroup: Any, count: Any) -> None:
-        """Store the first `count` rows, by powers of two: how many rows a copy has is known when it is compiled."""
+        """Store the first `count` rows in powers of two: the height of a copy is fixed at compile time."""
         plain = self.out_views[2]
         for slot, values, result, columns in pieces:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -306,7 +305,7 @@ class _Program:
     def _store_some(self, piece: Any, rows: tuple[Any, Any, int], result: Any, columns: Any, wanted: Any) -> None:
         row, done, height = rows
 
-        # A copy of one row is of one axis, which is not cut off at the end of the columns, but goes on in the next row.
+        # A copy of one row has one axis: TMA does not clip it at the last column, it continues in the next row.
         @pl.when(wanted & (columns.start < self.plan.columns))
         def _copy() -> None:
             source = piece.at[pl.ds(done, height)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls the kernels run, with which parameters: all of it told from shapes, before anything is compiled."""
+"""Supported calls, heuristics and search spaces, from shapes alone."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from ejkernel.ops.config.spaces.space import ConfigSpace
 from ejkernel.ops.utils.values.signature import is_known
 
 from .params import ProductParams, WgradParams
-from .plan import Plan, product_plan, wgrad_plan
+from .plan import GroupedPlan, product_plan, wgrad_plan
 
 _OUT_DTYPES = (*hopper.DTYPES, "float32")
-_MOST_SUMS = 128  # of a thread, that there are registers for
-_MOST_GROUPS = 4096  # each thread walks over all of them
-_LARGEST = 2**31 - 2**16  # rows and numbers of tiles are counted in int32
+_MOST_SUMS = 128  # accumulator registers per thread
+_MOST_GROUPS = 4096  # the tile scheduler of every thread walks over all groups
+_LARGEST = 2**31 - 2**16  # rows and tiles are counted in int32
 
 
 def unsupported_reason(call: GroupedMatmulCall) -> str | None:
-    """Return why the kernels do not run `call`, and what would; `None` if they do."""
+    """Return why the kernels do not run `call`, and an alternative; `None` if they do."""
     if not is_known(call.rows, call.groups, call.inner, call.columns):
-        return "it needs shapes that are numbers, and this program is exported for many; use 'xla'."
+        return "it needs static shapes, and this program is exported with symbolic ones; use 'xla'."
     return hopper.unavailable(call, "both operands", "'xla'") or _arguments_reason(call)
 
 
 def _arguments_reason(call: GroupedMatmulCall) -> str | None:
     if call.dtype not in hopper.DTYPES:
-        return f"lhs has dtype {call.dtype}, and 'mosaic_gpu' takes bfloat16 and float16; cast it, or use 'xla'."
+        return f"lhs has dtype {call.dtype}; 'mosaic_gpu' supports bfloat16 and float16; cast it, or use 'xla'."
     if call.out_dtype not in _OUT_DTYPES:
-        return (
-            f"preferred_element_type is {call.out_dtype}, and 'mosaic_gpu' gives {', '.join(_OUT_DTYPES)}; use 'xla'."
-        )
+        return f"preferred_element_type is {call.out_dtype}; 'mosaic_gpu' supports {', '.join(_OUT_DTYPES)}; use 'xla'."
     if 0 in (call.rows, call.groups, call.inner, call.columns):
-        return "it needs rows, groups and columns, of which there are none; use 'xla'."
+        return "lhs or rhs is empty; use 'xla'."
     if call.groups > _MOST_GROUPS:
-        return f"it takes at most {_MOST_GROUPS} groups, and there are {call.groups}; use 'xla'."
+        return f"it supports at most {_MOST_GROUPS} groups, got {call.groups}; use 'xla'."
     if max(call.rows, call.inner, call.columns) > _LARGEST:
-        return "it counts rows and columns in int32, and there are more; use 'xla'."
+        return f"it supports at most {_LARGEST} rows and columns; use 'xla'."
     return None
 
 
@@ -46,51 +44,51 @@ def product_fault(call: GroupedMatmulCall, params: ProductParams) -> str | None:
 
 
 def wgrad_fault(call: GroupedMatmulCall, params: WgradParams) -> str | None:
-    """Return why a weights' gradient cannot run with `params`; `None` if it can."""
+    """Return why a weight gradient cannot run with `params`; `None` if it can."""
     return _fault(wgrad_plan(call, params))
 
 
-def _fault(plan: Plan) -> str | None:
+def _fault(plan: GroupedPlan) -> str | None:
     needed, sums = plan.shared_bytes(), plan.sums_per_thread()
     if needed > hopper.SHARED_MEMORY:
-        return f"it takes {needed} bytes of shared memory, and a block of threads has at most {hopper.SHARED_MEMORY}."
-    # Each tile begins with the first slot: with pieces left over, it would be written while it is still copied.
+        return f"it needs {needed} bytes of shared memory; a block of threads has at most {hopper.SHARED_MEMORY}."
+    # Each tile starts at the first slot: with a remainder, a slot would be overwritten while it is copied.
     if plan.pieces % plan.out_slots:
-        return f"out_slots must divide {plan.pieces}, the pieces that a tile is stored in, and is {plan.out_slots}."
+        return f"out_slots must divide {plan.pieces}, the pieces in which a tile is stored, got {plan.out_slots}."
     if sums > _MOST_SUMS:
-        return f"each thread would keep {sums} sums in registers, and there is room for {_MOST_SUMS}."
+        return f"it needs {sums} accumulator registers per thread; {_MOST_SUMS} are available."
     return None
 
 
 def product_heuristic(call: GroupedMatmulCall) -> ProductParams:
-    """Return parameters that a product runs well with."""
+    """Return good parameters for a product."""
     block_n = _block_n(call)
     stages, out_slots = _room(call, block_n)
     return ProductParams(block_n=block_n, stages=stages, out_slots=out_slots)
 
 
 def wgrad_heuristic(call: GroupedMatmulCall) -> WgradParams:
-    """Return parameters that a weights' gradient runs well with; with many tiles, the largest groups come first."""
+    """Return good parameters for a weight gradient; with many tiles, the largest groups come first."""
     block_n = _block_n(call)
     many = wgrad_plan(call, WgradParams(block_n=block_n)).tiles > _MANY_TILES
     stages, out_slots = _room(call, block_n)
     return WgradParams(block_n=block_n, stages=stages, out_slots=out_slots, largest_first=many, snake=many)
 
 
-_STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of all products: as many as there is room for
-# On one H200, 24,576 tiles of uneven groups took 2,410 us where they were dealt out by size, and 2,754 us where not;
-# 8,192 tiles took longer by size.
+_STAGES = {64: 8, 128: 6, 192: 4, 256: 4}  # by columns of all products: as many as shared memory holds
+# On one H200, 24,576 tiles of uneven groups took 2,410 us with the largest groups first, and 2,754 us without; 8,192
+# tiles took longer with the largest first.
 _MANY_TILES = 16384
 
 
 def _room(call: GroupedMatmulCall, block_n: int) -> tuple[int, int]:
-    """Return how many stages and pieces of a result tiles of so many columns leave room for."""
+    """Return the stages and output slots that fit for tiles of `block_n` columns."""
     pieces = product_plan(call, ProductParams(block_n=block_n)).pieces
     return _STAGES[block_n * call.products], next(slots for slots in (2, 3, 1) if pieces % slots == 0)
 
 
 def _block_n(call: GroupedMatmulCall) -> int:
-    """Return the widest tile of which the last one is not mostly empty; two products share the registers."""
+    """Return the widest tile that wastes few columns in the last one; two products share the registers."""
     waste = {size: -(-call.columns // size) * size for size in _widths(call)}
     return max(size for size, covered in waste.items() if covered <= 1.1 * min(waste.values()))
 
@@ -100,7 +98,7 @@ def _widths(call: GroupedMatmulCall) -> tuple[int, ...]:
 
 
 def product_space(call: GroupedMatmulCall) -> ConfigSpace[ProductParams]:
-    """Return all parameters that are worth a try for a product."""
+    """Return the search space of a product."""
 
     def fits(block_m: int, block_n: int, stages: int, out_slots: int) -> bool:
         params = ProductParams(block_m=block_m, block_n=block_n, stages=stages, out_slots=out_slots)
@@ -114,7 +112,7 @@ def product_space(call: GroupedMatmulCall) -> ConfigSpace[ProductParams]:
 
 
 def wgrad_space(call: GroupedMatmulCall) -> ConfigSpace[WgradParams]:
-    """Return all parameters that are worth a try for a weights' gradient."""
+    """Return the search space of a weight gradient."""
 
     def fits(block_k: int, block_n: int, stages: int, out_slots: int) -> bool:
         params = WgradParams(block_k=block_k, block_n=block_n, stages=stages, out_slots=out_slots)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one program that agree on every call's configuration."""
+"""Agreement of all processes of a program on the configuration of each call."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One configuration for a call in all processes of a program, whatever each of them would have chosen.
+"""Agreement: all processes of a program run a call with the same configuration.
 
-The first process that lowers a call decides: it puts its configuration into the key-value store of JAX's coordination
-service, unless one is there; the others take what is there. Nobody waits for another process: were it process 0 that
-decides for all, whoever lowers what process 0 does not, such as an evaluation, would hang; so do collectives while
-tracing.
+The first process that lowers a call decides. It puts its configuration into the key-value store of JAX's coordination
+service, and the other processes read it there. No process waits for another. If process 0 always decided, a process
+that lowers a call which process 0 never lowers, e.g. an evaluation, would hang. A collective during tracing would hang
+in the same way.
 
-What is sent is plain data, and all processes decode it, also the one that decided: so all have the same, and what does
-not survive it is found where it is decided. It must run as well: a saved configuration is traced before it is offered,
-because the heuristic cannot stand in for it later. Calls without a key are not agreed on, for their heuristic is the
-same everywhere, nor is `cfg=`, which the digest has all the same.
+The decision is sent as plain data and decoded by all processes, including the deciding process. So all processes get
+the same object, and data that does not survive the encoding fails in the deciding process. The configuration must also
+run: a saved configuration is traced before it is offered, because later the heuristic cannot replace it. Calls without
+a key are not agreed on, since their heuristic is the same in all processes. `cfg=` is not agreed on either, but it is
+part of the digest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Final
 import jax
 
 from ejkernel import compat
-from ejkernel.ops.config.agreement.decisions import NO_OVERLAY, SCHEMA, Book, Decision, book_in_force, unusable
+from ejkernel.ops.config.agreement.decisions import NO_OVERLAY, SCHEMA, Book, Decision, current_book, unusable
 from ejkernel.ops.config.cache import config_token
 from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import Consulted, Resolution
@@ -40,21 +41,21 @@ _DIGITS: Final = 16
 
 
 def agrees(chooser: object) -> bool:
-    """Return whether the policy lets the configurations of a chooser be agreed on."""
+    """Return whether the policy of a chooser enables agreement."""
     policy = getattr(chooser, "policy", None)
     return effective_policy(policy if isinstance(policy, AutotunePolicy) else AutotunePolicy(), chooser).agree
 
 
 def agreed(inv: Invocation[Cfg, Out], ask: Callable[[], Resolution[Cfg]]) -> Resolution[Cfg]:
-    """Return the configuration that all processes run a call with, of a program that several of them run.
+    """Return the configuration for a call in a program that several processes run.
 
     Args:
         inv: The call, with the `span` of its program.
-        ask: Returns what this process would run it with, which must be able to run.
+        ask: Returns the configuration that this process would choose; it must be able to run.
 
     Raises:
-        AgreementError: this process's overlays say otherwise than another's; the configuration cannot be sent, or be
-            read; the coordination service does not answer.
+        AgreementError: The overlays of this process and another differ; or the configuration cannot be sent or read;
+            or the coordination service does not answer.
     """
     book, key = _book_or_warning(), _key_of(inv)
     if book is None or key is None:
@@ -62,38 +63,38 @@ def agreed(inv: Invocation[Cfg, Out], ask: Callable[[], Resolution[Cfg]]) -> Res
     call = call_name(inv)
     if inv.override_cfg is not None:
         own = ask()
-        # Not agreed on, for the program says it; compared all the same, since processes may pass different ones.
+        # `cfg=` is the program's choice. It is only recorded for the digest, since processes may pass different ones.
         book.note(call, _digest_of_any(own.config))
         return own
-    # What overlays say of the call only the chooser knows; without any, nobody need be asked once it is decided.
+    # Only the chooser knows the answer of overlays. Without overlays, an existing decision needs no chooser.
     found = None if current_scope().layers else book.find(call)
     if found is None:
         mine = decision_of(book.process, inv, ask())
-        decoded(call, mine, inv)  # which fails here, rather than everywhere
+        decoded(call, mine, inv)  # fail in this process, rather than in all
         found = book.decide(call, mine)
     return _resolution(book.take(call, found), decoded(call, found, inv), key)
 
 
 def agreed_before(inv: Invocation[Cfg, Out], own: Resolution[Cfg] | None) -> Consulted | None:
-    """Return what was decided for a call that this process would run with `own`; nothing is decided here.
+    """Return the existing decision for a call that this process would run with `own`, without making one.
 
-    `None` stands for a call that is not agreed on.
+    `None` means that the call is not agreed on.
     """
     key = _key_of(inv)
     try:
-        book = book_in_force()
+        book = current_book()
     except LookupError:
         return None
     if inv.span is None or key is None or inv.override_cfg is not None:
         return None
     call, state = call_name(inv), NO_OVERLAY
-    # Overlays that speak of the call have a decision of their own; all others share the one without.
+    # An overlay with an answer for the call has a separate decision; all other scopes share one decision.
     if own is not None and own.tier is OVERLAY:
         state = decision_of(book.process, inv, own).state
     found = book.find(call, state)
     if found is None:
         return Consulted(AGREED.name, None, "the first process that lowers the call decides")
-    note = f"process {found.process} had it from its {found.source} tier"
+    note = f"process {found.process} took it from its {found.source} tier"
     return Consulted(AGREED.name, _resolution(found, decoded(call, found, inv), key), note)
 
 
@@ -112,18 +113,18 @@ def is_from_elsewhere(resolution: Resolution[Any]) -> bool:
 
 def _book_or_warning() -> Book | None:
     try:
-        return book_in_force()
+        return current_book()
     except LookupError as error:
         text = (
-            "the processes of this program cannot agree on configurations, and each chooses its own; they may differ, "
-            f"and the program hang: {error}. Give all of them the same cache folder."
+            "the processes of this program cannot agree on configurations, so each chooses for itself. If the choices "
+            f"differ, the program may hang: {error}. Give all processes the same cache folder."
         )
         warn(text, AgreementWarning)
         return None
 
 
 def _key_of(inv: Invocation[Cfg, Out]) -> ConfigKey | None:
-    """Return the key of a call that can be named to other processes."""
+    """Return the key of a call, or `None` if its name would differ between processes."""
     try:
         call_name(inv)
         return inv.key
@@ -132,14 +133,14 @@ def _key_of(inv: Invocation[Cfg, Out]) -> ConfigKey | None:
 
 
 def call_name(inv: Invocation[Cfg, Out]) -> str:
-    """Return what the processes call a call of a program that they run: not by its device, which may differ."""
+    """Return the name of a call in the store. It omits the device, which may differ between processes."""
     span = inv.span or compat.Span(0)
     where = f"{span.devices} {'partitioned ' * span.partitioned}devices" if span.devices else "any devices"
     return f"{inv.op_id_v}:{inv.call_key}{_own_form(inv)} on {inv.platform}, {where}{_of(span.processes)}"
 
 
 def _own_form(inv: Invocation[Cfg, Out]) -> str:
-    """Return what tells a call from others of its bucket: a heuristic's answer for it may not do for them."""
+    """Return a suffix for a call that is not its bucket's representative: its heuristic may not suit the others."""
     if inv.representative is inv:
         return ""
     return "." + _hashed(stable_json([describe(inv.abstract_args), describe(inv.abstract_kwargs)]))
@@ -154,7 +155,7 @@ def _of(processes: Sequence[int]) -> str:
     return f" of {len(processes)} processes ({_hashed(str(tuple(processes)))})"
 
 
-# --- what is sent ---
+# --- encoding ---
 
 
 def _hashed(text: str) -> str:
@@ -162,10 +163,10 @@ def _hashed(text: str) -> str:
 
 
 def digest_of_config(config: object) -> str:
-    """Return a name for a configuration's type and content.
+    """Return the digest of a configuration's type and content.
 
     Raises:
-        SerializationError: it holds something that is not data.
+        SerializationError: The configuration holds a value that is not data.
     """
     return _hashed("\n".join(config_token(config)))
 
@@ -173,15 +174,15 @@ def digest_of_config(config: object) -> str:
 def _digest_of_any(config: object) -> str:
     try:
         return digest_of_config(config)
-    except SerializationError:  # cfg= may be anything; the name of its type is what can be compared
+    except SerializationError:  # cfg= may be any object; only the name of its type can be compared
         return _hashed(type(config).__qualname__)
 
 
 def decision_of(process: int, inv: Invocation[Any, Any], own: Resolution[Any]) -> Decision:
-    """Return what a process offers the others: what it would run a call with.
+    """Return the decision that a process offers to the others.
 
     Raises:
-        AgreementError: the configuration is not data.
+        AgreementError: The configuration is not plain data.
     """
     try:
         return Decision(
@@ -196,32 +197,32 @@ def decision_of(process: int, inv: Invocation[Any, Any], own: Resolution[Any]) -
     except SerializationError as error:
         raise AgreementError(
             f"{call_name(inv)}: the configuration {own.config!r} (from {own.source}) cannot be sent to the other "
-            f"processes: {error}; make it of plain data, or pass cfg=."
+            f"processes: {error}; use a configuration of plain data, or pass cfg=."
         ) from error
 
 
 def _overlay_digest(inv: Invocation[Any, Any]) -> str:
-    """Return the digest of the overlay that speaks of a call, or of its forward."""
+    """Return the digest of the overlay that answers for a call or for its forward call."""
     keys = [inv.key, *([] if inv.forward is None else [inv.forward.key])]
     for key in keys:
         for layer in reversed(current_scope().layers):
-            # The innermost that has an answer, as resolving looks; a backward is answered by its forward's, too.
+            # The innermost overlay with an answer, as in resolution. A forward call's entry also answers its backward.
             if layer.lookup(key) is not None:
                 return str(getattr(layer, "digest", None) or _hashed(repr(layer)))[:_DIGITS]
     return _hashed("an overlay")
 
 
 def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
-    """Return the configuration of a decision; whoever decided decodes it too, so that all have the same.
+    """Return the configuration of a decision. All processes decode it, including the one that decided.
 
     Raises:
-        AgreementError: this process knows no such configuration.
+        AgreementError: This process cannot decode the configuration or get the same digest.
     """
     who, kernel = f"process {decision.process}", inv.kernel
     try:
         cfg_type = None
         if kernel is not None:
-            # This process may have made no such configuration yet, by which its type would be known.
+            # The type may be unknown so far, because this process has made no such configuration yet.
             note_config_types(inv, kernel)
             cfg_type = kernel.config_type
         if cfg_type is None:
@@ -233,7 +234,7 @@ def decoded(call: str, decision: Decision, inv: Invocation[Any, Any]) -> Any:
         found = digest_of_config(config)
     except ConfigError as error:
         raise unusable(call, who, f"cannot be used here: {decision.config!r}: {error}") from error
-    # JSON may lose something, such as the type of a field: whoever decided would run something else than the others.
+    # JSON may lose information, e.g. the type of a field. The processes would then run different configurations.
     if found != decision.digest:
-        raise unusable(call, who, f"does not come back from JSON as it was: {decision.config!r} as {config!r}")
+        raise unusable(call, who, f"changes when it is sent as JSON: {decision.config!r} becomes {config!r}")
     return config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes have decided for each other, in the store that they share, and what each of them has used."""
+"""The decisions of all processes in their shared store, and the configurations that each process has used."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ejkernel.ops.utils.storage.serialize import from_plain, parse_json, stable_
 logger = logging.getLogger(__name__)
 
 SCHEMA: Final = 1
-NO_OVERLAY: Final = ""  # what overlays say that do not speak of a call
+NO_OVERLAY: Final = ""  # the state without an overlay's answer for the call
 _DECIDED: Final = "ejkernel/decided"
 _USED: Final = "ejkernel/used"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What one process decided for all: a value in the store.
+    """The configuration that one process decided for all processes; a value in the store.
 
     Attributes:
-        schema: The layout.
-        process: Index of the process.
-        source: The tier that it had the configuration from.
-        overlay: Digest of the overlay that had it; empty if none had.
+        schema: Version of the layout.
+        process: Index of the deciding process.
+        source: The tier that answered in the deciding process.
+        overlay: Digest of the overlay that answered; empty if no overlay did.
         digest: Digest of the configuration.
         config_type: Name of the configuration's type.
         config: The configuration as plain data.
@@ -49,11 +49,11 @@ class Decision:
 
     @property
     def state(self) -> str:
-        """What overlays say where the decision holds: a configuration's digest, or nothing."""
+        """The overlay state that the decision is for: a configuration's digest, or `NO_OVERLAY`."""
         return self.digest if self.overlay else NO_OVERLAY
 
     def serves(self, state: str) -> bool:
-        """Return whether the decision is the one where overlays say `state`: also if they say what holds anyway."""
+        """Return whether the decision holds in an overlay state; naming the decided configuration changes nothing."""
         return state in (self.state, self.digest)
 
     def __str__(self) -> str:
@@ -61,11 +61,12 @@ class Decision:
 
 
 class Book:
-    """What this process knows of the decisions in one store, and which configurations it has used.
+    """The decisions in one store as known to this process, and the configurations that it has used.
 
-    The decisions of a call are numbered: one for where no overlay speaks of it, and one for each configuration that
-    overlays name. So what is decided stays, and the same overlay in all processes has a decision of its own. Only a
-    process that uses the latest decision may add one: then all go through the same overlays.
+    The decisions of a call are numbered. There is one for calls without an overlay's answer, and one for each
+    configuration that overlays name. So decisions never change, and entering the same overlay in all processes adds
+    one decision. Only a process that uses the latest decision may add another; so all processes must enter the same
+    overlays in the same order.
     """
 
     patience_s: Final = 60.0
@@ -79,21 +80,21 @@ class Book:
         self._lock = threading.RLock()
 
     def find(self, call: str, state: str = NO_OVERLAY) -> Decision | None:
-        """Return the decision for a call where overlays say `state`, or `None`."""
+        """Return the decision for a call in an overlay state, or `None`."""
         return next((decision for decision in self._all(call) if decision.serves(state)), None)
 
     def take(self, call: str, decision: Decision) -> Decision:
-        """Note that this process runs the call so, where the others can read it."""
+        """Record in the store that this process runs the call with this decision."""
         with self._lock:
             self._taken.setdefault(call, set()).add(self._decisions[call].index(decision))
         self.note(call, decision.digest)
         return decision
 
     def decide(self, call: str, mine: Decision) -> Decision:
-        """Return the decision for a call, which is `mine` if there is none.
+        """Return the decision for a call; without one, add `mine` to the store.
 
         Raises:
-            AgreementError: the other processes have entered other overlays.
+            AgreementError: The other processes have entered other overlays.
         """
         with self._lock:
             known, taken = self._decisions.setdefault(call, []), self._taken.setdefault(call, set())
@@ -101,65 +102,64 @@ class Book:
                 found = next((decision for decision in known if decision.serves(mine.state)), None)
                 if found is not None:
                     return found
-                # Another process has entered an overlay that this one has not: who goes on alone would hang with all of
-                # them.
+                # Another process has entered an overlay that this process has not. Continuing would hang them all.
                 if known and len(known) - 1 not in taken:
                     raise _out_of_step(call, known[-1], mine)
                 self._add(call, known, mine)
 
     def _add(self, call: str, known: list[Decision], mine: Decision) -> None:
-        """Put a decision behind those that are known, or learn what another process has put there."""
+        """Append a decision to the store, or read the decision that another process has put in its place."""
         place = f"{_DECIDED}/{call}/{len(known)}"
         with _answering(call):
-            # Not asked before: between the question and the put another process could decide.
+            # No lookup first: another process could decide between the lookup and the put.
             if not self.store.put_if_absent(place, stable_json(mine)):
                 known.append(_read(call, self.store.get(place) or ""))
                 return
         self._taken[call].add(len(known))
         known.append(mine)
-        if len(known) > 1:  # where the others do not follow, the program hangs, and nobody would know why
-            timer = threading.Timer(self.patience_s, self.say_who_stayed, (call, mine))
-            # A program that ends before is not kept waiting for a line in its log.
+        if len(known) > 1:  # if the other processes do not follow, the program hangs; log the reason
+            timer = threading.Timer(self.patience_s, self.log_processes_left_behind, (call, mine))
+            # A daemon, so that the timer does not delay the end of the program.
             timer.daemon = True
             timer.start()
 
-    def say_who_stayed(self, call: str, decision: Decision) -> None:
-        """Log which processes run a call, and not as it was decided by this one."""
+    def log_processes_left_behind(self, call: str, decision: Decision) -> None:
+        """Log the processes that run a call but have not adopted the decision of this process."""
         try:
             used = {process: self.used_by(process).get(call, ()) for process in range(jax.process_count())}
         except AgreementError as error:
-            logger.info("who follows a decision cannot be told: %s", error)
+            logger.info("the configurations of the other processes cannot be read: %s", error)
             return
         stayed = [process for process, digests in used.items() if digests and decision.digest not in digests]
         if stayed:
-            text = "%s: process %d runs it with %s for %g s by now, which these processes have not: %s"
+            text = "%s: process %d has run it with %s for %g s, but these processes have not: %s"
             logger.warning(text, call, self.process, decision, self.patience_s, ", ".join(map(str, stayed)))
 
     def note(self, call: str, digest: str) -> None:
-        """Note that this process runs a call with the configuration of that digest."""
+        """Record in the store that this process runs a call with the configuration of this digest."""
         with self._lock:
             before = self.used.get(call, ())
-            # Once a configuration: the store is asked over the network.
+            # Once per configuration, because the store is accessed over the network.
             if digest in before:
                 return
-            # Sorted, so that processes which used the same in another order compare as equal.
+            # Sorted, so that the order of use does not matter in comparisons.
             self.used[call] = tuple(sorted((*before, digest)))
             with _answering(call):
                 self.store.put(f"{_USED}/{self.process}/{call}", ",".join(self.used[call]))
 
     def used_by(self, process: int) -> dict[str, tuple[str, ...]]:
         """Return the digests of the configurations that a process has used, by call."""
-        with _answering(f"what process {process} has used"):
+        with _answering(f"the configurations of process {process}"):
             found = self.store.below(f"{_USED}/{process}")
         return {call: tuple(digests.split(",")) for call, digests in found.items()}
 
     def _all(self, call: str) -> Iterator[Decision]:
-        """Yield the decisions for a call in their order, those that this process knows first."""
+        """Yield the decisions for a call in order, reading from the store after the known ones."""
         number = 0
         while True:
             with self._lock:
                 known = self._decisions.setdefault(call, [])
-                # What is decided never changes, so that only what comes behind is asked for.
+                # Decisions never change, so the store is only asked for later ones.
                 if number == len(known):
                     with _answering(call):
                         text = self.store.get(f"{_DECIDED}/{call}/{number}")
@@ -175,15 +175,15 @@ _books: list[Book] = []
 _making = threading.Lock()
 
 
-def book_in_force() -> Book:
-    """Return the book of the coordination service that this process has joined.
+def current_book() -> Book:
+    """Return the `Book` of the coordination service that this process has joined.
 
     Raises:
-        LookupError: it has joined none; the message says why.
+        LookupError: The process has joined no service; the message has the reason.
     """
     with _making:
         store = compat.coordination_store()
-        # Of the latest service alone: a process may leave one and join another, whose decisions are others.
+        # Only for the latest service: a process may leave a service and join another with other decisions.
         if not _books or _books[0].store is not store:
             _books[:] = [Book(store)]
         return _books[0]
@@ -199,19 +199,19 @@ def _read(call: str, text: str) -> Decision:
 
 
 def unusable(call: str, who: str, why: str) -> AgreementError:
-    """Return the error of a process that cannot do as it was decided."""
+    """Return the error of a process that cannot use a decision."""
     return AgreementError(
-        f"{call}: the configuration that {who} decided for all {why}. Run the same version of every package in all "
-        "processes."
+        f"{call}: the configuration that {who} decided for all processes {why}. Run the same version of every package "
+        "in all processes."
     )
 
 
 def _out_of_step(call: str, latest: Decision, mine: Decision) -> AgreementError:
     return AgreementError(
-        f"{call}: process {latest.process} runs this call with {latest}, and process {mine.process} would with {mine}. "
-        "All processes of a program must enter the same overlays in the same order: tune in one of them, and send "
-        "AutotuningResult.dumps() to the others. A program that runs on this process's devices alone may be excepted "
-        "with policy_override(agree=False)."
+        f"{call}: process {latest.process} runs this call with {latest}, but process {mine.process} would use {mine}. "
+        "All processes of a program must enter the same overlays in the same order: tune in one process and send "
+        "AutotuningResult.dumps() to the others. For a program that runs only on this process's devices, use "
+        "policy_override(agree=False)."
     )
 
 
@@ -221,6 +221,6 @@ def _answering(call: str) -> Iterator[None]:
         yield
     except ConnectionError as error:
         raise AgreementError(
-            f"{call}: the processes cannot agree on a configuration, for JAX's coordination service, which process 0 "
-            f"runs, fails: {error}"
+            f"{call}: the processes cannot agree on a configuration because JAX's coordination service (in process 0) "
+            f"failed: {error}"
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`configuration_digest`: which configurations a process has used, in a form that processes can compare."""
+"""`configuration_digest`: the configurations that a process has used, for comparison between processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Final
 
-from ejkernel.ops.config.agreement.decisions import book_in_force
+from ejkernel.ops.config.agreement.decisions import current_book
 from ejkernel.ops.errors import AgreementError
 from ejkernel.ops.utils.storage.serialize import stable_json
 from ejkernel.ops.utils.validation import check_argument
@@ -18,13 +18,13 @@ _DIGITS: Final = 16
 
 @dataclasses.dataclass(frozen=True)
 class ConfigurationDigest:
-    """The configurations that a process has used in programs that several processes run; equal by content.
+    """The configurations that a process has used in programs that several processes run; compared by content.
 
-    `str()` of it is 16 hex digits that stand for all of them.
+    `str()` returns 16 hex digits that represent all of them.
 
     Attributes:
-        keys: For each call, named with its key and its program's devices, the digests of the configurations that it
-            ran with: several where overlays were entered, or where `cfg=` was passed.
+        keys: The digests of the configurations used for each call. A call is named by its key and its program's
+            devices; it has several digests if overlays were entered or `cfg=` was passed.
     """
 
     keys: Mapping[str, tuple[str, ...]]
@@ -36,9 +36,9 @@ class ConfigurationDigest:
         return hash(str(self))
 
     def difference(self, other: ConfigurationDigest) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return the calls that two processes did not run alike: this one's digests, and the other's.
+        """Return the calls that two processes ran differently, each with this process's and the other's digests.
 
-        No digests are those of a process that has not run the call, or not yet.
+        A process that has not run the call yet has no digests.
         """
         check_argument(isinstance(other, ConfigurationDigest), "other", "a ConfigurationDigest", other)
         calls = sorted({*self.keys, *other.keys})
@@ -49,22 +49,22 @@ class ConfigurationDigest:
 def configuration_digest(process: int | None = None) -> ConfigurationDigest:
     """Return the configurations that a process has used so far in programs that several processes run.
 
-    What other processes used is read from JAX's coordination service, as far as they have come; nobody is waited for.
+    The digests of other processes come from JAX's coordination service; this does not wait for those processes.
 
     Args:
-        process: Index of the process; `None` means this one.
+        process: Index of the process; `None` means the current process.
 
     Raises:
-        AgreementError: another process is asked for, and there is no coordination service, or it fails.
+        AgreementError: `process` is another process, and the coordination service is missing or fails.
     """
     try:
-        book = book_in_force()
+        book = current_book()
     except LookupError as error:
         if process is None:
             return ConfigurationDigest({})
         raise AgreementError(f"process must be None, got {process!r}: {error}.") from error
     if process is None:
-        # A copy, for this process goes on using configurations.
+        # Copied, since this process continues to record configurations.
         return ConfigurationDigest(dict(book.used))
     check_argument(isinstance(process, int), "process", "the index of a process, or None", process)
     return ConfigurationDigest(book.used_by(process))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that machines share: what lies in a bucket, its copy on this machine, and which of two entries is better."""
+"""Caches that machines share: the packs in a store, the copy on this machine, and the choice between entries."""

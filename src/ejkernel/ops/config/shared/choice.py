@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several entries of one key is better, and why.
+"""Choosing the better of several entries of one key, with the reason.
 
-Calls may have been tuned together, for one configuration (`ejkernel tune --shapes`). To take the better measured of
-each would leave them with several, so all that is asked here of such an entry has one answer for the whole set: it is
-of a class of its own, which no entry that was tuned alone takes the place of, and is judged by the mean of all calls.
+`ejkernel tune --shapes` tunes several calls together, for one configuration. Choosing the fastest entry for each call
+would give them different configurations. So entries of such a set form a separate class: an entry tuned alone never
+replaces one of them, and they are compared by the mean over all calls of the set.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from typing import Any, Final, NamedTuple
 
 from ejkernel.ops.config.entries import StoredEntry
 from ejkernel.ops.config.shared.packs import line_of
-from ejkernel.ops.config.staleness import differences, made_with, told
+from ejkernel.ops.config.staleness import differences, made_with, text_of_differences
 from ejkernel.ops.utils.formatting import ratio
 from ejkernel.ops.utils.storage.encode import dumps
 
-_APART: Final = 1.02  # speed-ups that differ by less do not tell two configurations apart; a winner is held to the same
+_APART: Final = 1.02  # smaller differences between speed-ups are noise; a search's winner needs the same factor
 
 
 class Evidence(NamedTuple):
-    """What speaks for an entry; the greater is the better, and no two different entries are equal.
+    """The rank of an entry among others of its key. Greater is better; different entries are never equal.
 
     Attributes:
-        is_measured: It was measured, and not set by hand.
-        is_whole: Its search was not interrupted.
-        speedup: Over the heuristic, in one race; clocks differ between machines, so this counts before times.
-        seconds: How long it takes, negative.
+        is_measured: The entry was measured, not set by hand.
+        is_whole: The search was not interrupted.
+        speedup: Speed-up over the heuristic in the same search. Compared before `seconds`, since clock rates differ
+            between machines.
+        seconds: The measured time, negated.
         search: See `search_of`.
-        time: When it was measured, the later the better.
-        content: Something of its own.
+        time: When the entry was measured; later is better.
+        content: The entry's line, which makes the order total.
     """
 
     is_measured: bool
@@ -46,7 +47,7 @@ class Evidence(NamedTuple):
 
 
 def evidence(entry: StoredEntry) -> Evidence:
-    """Return what speaks for an entry."""
+    """Return the rank of an entry."""
     measured: Any = entry.measured or {}
     median = _number_in(measured.get("winner"), "median_us")
     speedup, seconds, search = _positive(measured.get("speedup")), median, search_of(entry)
@@ -70,12 +71,12 @@ def _number_in(data: Any, name: str) -> float | None:
 
 
 def search_of(entry: StoredEntry) -> str:
-    """Return what entries of one search for several calls have in common, and no others; empty if it was for one."""
+    """Return a digest shared by the entries of one search for several calls; empty if the entry was tuned alone."""
     return _digest([entry.config_type, entry.config, (entry.measured or {})["cases"]]) if calls_of(entry) else ""
 
 
 def calls_of(entry: StoredEntry) -> frozenset[str]:
-    """Return the keys of the calls that an entry was tuned together with, and its own; none if it was tuned alone."""
+    """Return the keys of the calls tuned together with this entry, including its own; empty if it was tuned alone."""
     calls = frozenset(str(case.get("call")) for case in _cases(entry))
     return calls if len(calls) > 1 else frozenset()
 
@@ -86,7 +87,7 @@ def _cases(entry: StoredEntry) -> list[dict[str, Any]]:
 
 
 def together(entry: StoredEntry) -> str:
-    """Return what tells the calls that an entry was tuned together with, as they were weighted; empty if alone."""
+    """Return a digest of the calls tuned together with this entry and their weights; empty if it was tuned alone."""
     if not calls_of(entry):
         return ""
     return _digest(sorted(dumps([case.get(name) for name in ("call", "draw", "weight")]) for case in _cases(entry)))
@@ -97,12 +98,12 @@ def _digest(data: object) -> str:
 
 
 def provenance_class(entry: StoredEntry) -> tuple[str, ...]:
-    """Return what an entry was measured with, as far as it decides whether two entries may be compared."""
+    """Return the class of an entry: versions, origin and calls tuned together. Only equal classes are comparable."""
     return (*made_with(entry).values(), "measured" if evidence(entry).is_measured else "set by hand", together(entry))
 
 
 def best_of_classes(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
-    """Return of each provenance class the best entry."""
+    """Return the best entry of each provenance class."""
     best: dict[tuple[str, ...], StoredEntry] = {}
     for entry in entries:
         known = best.setdefault(provenance_class(entry), entry)
@@ -112,10 +113,10 @@ def best_of_classes(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
 
 
 def by_preference(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
-    """Return the entries of a key in the order in which they answer here.
+    """Return the entries of a key in lookup order: lookups on this machine use the first.
 
-    What was measured comes before what was set by hand, then what was measured with what is here, then what was tuned
-    together with other calls, which would have several configurations otherwise, then the newest.
+    The order: measured before set by hand; then fewest differences from the current environment; then tuned together
+    with other calls, so that these keep one configuration; then the newest.
     """
 
     def rank(entry: StoredEntry) -> tuple[Any, ...]:
@@ -126,13 +127,13 @@ def by_preference(entries: Iterable[StoredEntry]) -> list[StoredEntry]:
 
 
 class Verdict(NamedTuple):
-    """Which of two entries of a key is to stay.
+    """The outcome of comparing two entries of a key.
 
     Attributes:
-        takes: Whether the other one replaces the one that is there.
-        why: In words.
-        is_conflict: Whether they name different configurations, and what is known of them does not tell which is the
-            better: one was set by hand, or their speed-ups are about the same.
+        takes: Whether the new entry replaces the existing entry.
+        why: The reason, in words.
+        is_conflict: Whether the configurations differ and the entries do not show which is better: one was set by
+            hand, or their speed-ups are about equal.
     """
 
     takes: bool
@@ -141,7 +142,7 @@ class Verdict(NamedTuple):
 
 
 def judge(ours: StoredEntry, theirs: StoredEntry) -> Verdict:
-    """Return which of two entries of one key, that are not equal, is to stay where there is room for one."""
+    """Compare two different entries of one key, for a place that keeps a single entry per key."""
     mine, other = evidence(ours), evidence(theirs)
     is_same = ours.config == theirs.config and ours.config_type == theirs.config_type
     if not mine.is_measured or not other.is_measured:
@@ -162,7 +163,7 @@ def judge(ours: StoredEntry, theirs: StoredEntry) -> Verdict:
 
 
 def _own_speedup(entry: StoredEntry) -> float:
-    """Return what an entry brings its own call."""
+    """Return the speed-up of an entry for its own call."""
     return _positive((entry.measured or {}).get("speedup")) or 1.0
 
 
@@ -170,7 +171,7 @@ def _of_classes(ours: StoredEntry, theirs: StoredEntry) -> Verdict:
     mine, other = differences(ours), differences(theirs)
     if len(mine) != len(other):
         worse = "ours" if len(mine) > len(other) else "theirs"
-        return Verdict(worse == "ours", f"{worse} was {told(mine if worse == 'ours' else other)}")
+        return Verdict(worse == "ours", f"{worse} was {text_of_differences(mine if worse == 'ours' else other)}")
     takes = evidence(theirs).time > evidence(ours).time
     return Verdict(takes, f"measured with other versions, {'ours' if takes else 'theirs'} earlier")
 

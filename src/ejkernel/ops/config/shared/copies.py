@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy of a shared cache on this machine: a folder of packs, which are found, added and merged without a lock.
+"""The copy of a shared cache on this machine: a folder of packs. Finding, adding and merging packs need no lock.
 
-A file of it is never changed, so processes cannot lose what others have added: one that merges packs removes only those
-that it has read, once what it made of them is there.
+Files are never modified, so a process cannot lose entries that others have added. A process that merges packs first
+writes the merged pack and then removes only the packs that it has read.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from ejkernel.ops.utils.printable import printable
 
 logger = logging.getLogger(__name__)
 
-_TICK_NS: Final = 2_000_000_000  # of the coarsest clock of a file system
-_ATTEMPTS: Final = 3  # of a lookup, while other processes merge packs
-MOST_PACKS: Final = 4  # more are merged into one, for each is searched for each key
+_TICK_NS: Final = 2_000_000_000  # resolution of the coarsest file system clock
+_ATTEMPTS: Final = 3  # attempts of a lookup, while other processes merge packs
+MOST_PACKS: Final = 4  # more packs are merged, because a lookup searches each pack
 
 
 class LocalCopy:
     """A folder of packs.
 
-    A pack or a line that cannot be used is left out, with one `CacheWarning`.
+    Unusable packs and lines are skipped, with one `CacheWarning` each.
 
     Args:
-        folder: The folder; it need not be there.
-        root: The cache folder that it is in; no folder between the two may be a link.
+        folder: The folder; it need not exist.
+        root: The cache folder that contains it; no folder between the two may be a link.
     """
 
     def __init__(self, folder: Path, root: Path | None = None) -> None:
@@ -61,7 +61,7 @@ class LocalCopy:
         self._damaged: set[str] = set()  # names of files
 
     def packs(self) -> list[Pack]:
-        """Return the packs that are there; the folder is listed only if it has changed."""
+        """Return the existing packs. The folder is listed again only after a change."""
         for _ in range(_ATTEMPTS):
             try:
                 self._check_folder()
@@ -69,10 +69,10 @@ class LocalCopy:
                 if changed == self._listed:
                     break
                 self._packs = self._opened_packs(os.listdir(self._name))
-                # A change within the same tick of the file system's clock would leave no trace.
+                # A later change within the same clock tick would leave the time of modification as it is.
                 self._listed = changed if time.time_ns() - changed > _TICK_NS else None
                 break
-            except (FileNotFoundError, NotADirectoryError):  # there is none; or one was merged since it was listed
+            except (FileNotFoundError, NotADirectoryError):  # no folder, or a pack was merged after the listing
                 self._packs, self._listed = {}, None
             except OSError as error:
                 warn_of(self._name, error)
@@ -88,15 +88,15 @@ class LocalCopy:
             except FileNotFoundError:
                 raise
             except (OSError, UnusableError) as error:
-                self._leave_out(self.folder / name, error)
+                self._mark_unusable(self.folder / name, error)
         return found
 
     def whole_packs(self) -> list[Pack]:
-        """Return the packs that are there, but for those that were found damaged."""
+        """Return the existing packs without those known to be damaged."""
         return [pack for pack in self.packs() if pack.path.name not in self._damaged]
 
     def verify(self) -> None:
-        """Read all packs, and take note of those that are damaged."""
+        """Read all packs and remember the damaged ones."""
         for pack in self.packs():
             try:
                 packs.verify(pack.path)
@@ -106,15 +106,15 @@ class LocalCopy:
                 warn_of(str(pack.path), error)
 
     def remove_damaged(self) -> None:
-        """Remove the packs that were found damaged, if all that they had is in others.
+        """Remove the damaged packs whose entries are also in other packs.
 
         Raises:
-            OSError: one cannot be removed.
+            OSError: A pack cannot be removed.
         """
         known = frozenset().union(*(pack.names for pack in self.whole_packs()))
         opened = {pack.path.name: pack for pack in self.packs()}
         for name in sorted(self._damaged):
-            if name not in opened or opened[name].names <= known:  # what cannot be opened has no answers
+            if name not in opened or opened[name].names <= known:  # a pack that cannot be opened answers no lookup
                 if self._is_damaged(name):  # another process may have fetched it again
                     self._check_folder()
                     (self.folder / name).unlink(missing_ok=True)
@@ -129,39 +129,43 @@ class LocalCopy:
         return False
 
     def _check_folder(self) -> None:
-        """Raise if the copy's folder is a link, which would lead out of the cache.
+        """Check that no link leads from the cache folder to another place.
 
         Raises:
-            OSError: it is.
+            OSError: The copy's folder, or a folder above it inside the cache, is a link.
         """
         if self._root is not None:
             check_inside(self._root, self.folder / SUFFIX)
 
-    def _leave_out(self, path: Path, error: Exception) -> None:
-        """Warn that a pack, or some of it, is of no use; one that is damaged is to be had again."""
+    def _mark_unusable(self, path: Path, error: Exception) -> None:
+        """Warn that a pack, or a part of it, cannot be used. A damaged pack is marked, to be fetched again."""
         if isinstance(error, DamagedError):
             self._damaged.add(path.name)
         warn_of(str(path), error)
 
     def find(self, key: object) -> list[StoredEntry]:
-        """Return the entries of a key in the order in which they answer here: of each provenance class the best."""
+        """Return the best entry of a key per provenance class, in lookup order."""
         token = token_of(key)
         found = []
         for line, pack in self._found(token).items():
             try:
                 found.append(entry_in_line(line, key))
             except UnusableError as error:
-                self._leave_out(pack.path, error)
+                self._mark_unusable(pack.path, error)
         return by_preference(found) if len(found) > 1 else found
 
     def entries(self, operation: str | None = None) -> Iterator[StoredEntry]:
-        """Yield for each key the entry that answers here; with `operation`, of that one alone, without its version."""
+        """Yield, for each key, the entry that lookups use.
+
+        Args:
+            operation: Yield only entries of this operation (its name without the version).
+        """
         for entries in self.variants(operation):
             yield entries[0] if len(entries) == 1 else by_preference(entries)[0]
 
     def variants(self, operation: str | None = None) -> Iterator[list[StoredEntry]]:
-        """Yield for each key all entries of it; see `entries`."""
-        wanted = None if operation is None else json.dumps(f"{operation}@v")[:-1].encode()  # as lines have it
+        """Yield, for each key, the list of all its entries; see `entries`."""
+        wanted = None if operation is None else json.dumps(f"{operation}@v")[:-1].encode()  # as written in lines
         for _, lines in itertools.groupby(_merged([self._walked(pack) for pack in self.packs()]), token_in):
             read = [self._read(line) for line in lines if wanted is None or wanted in line]
             found = [entry for entry in read if entry is not None]
@@ -169,10 +173,10 @@ class LocalCopy:
                 yield found
 
     def add(self, name: str, raw: bytes) -> None:
-        """Add a pack, which was checked.
+        """Add a pack that the caller has checked.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: The pack cannot be written.
         """
         self._check_folder()
         write_chunks(self.folder / name, lambda: (raw,))
@@ -184,7 +188,7 @@ class LocalCopy:
         """Remove packs.
 
         Raises:
-            OSError: one cannot be removed.
+            OSError: A pack cannot be removed.
         """
         for pack in gone:
             self._check_folder()
@@ -193,11 +197,11 @@ class LocalCopy:
         self._listed = None
 
     def merge(self, most: int = MOST_PACKS) -> None:
-        """Make one pack of all, if there are more than `most`; of each key and provenance class the best stays.
+        """Merge all packs into a single pack if there are more than `most`, keeping the best entry per key and class.
 
         Raises:
-            UnusableError: a line of them is not what was written; nothing is changed.
-            OSError: it cannot be written.
+            UnusableError: A line is damaged; nothing was changed.
+            OSError: The merged pack cannot be written.
         """
         sources = self.packs()
         if len(sources) <= most:
@@ -208,11 +212,11 @@ class LocalCopy:
         self.remove([pack for pack in sources if pack.path != target])
 
     def best_lines(self, sources: Sequence[Pack] | None = None) -> Iterator[bytes]:
-        """Yield, sorted, the lines of packs that are not worse than another one; those of another schema stay.
+        """Yield, sorted, the line of the best entry per key and provenance class, and all lines of other schemas.
 
         Raises:
-            UnusableError: one is not what was written, so that what is made of them must not replace them.
-            OSError: a pack cannot be read.
+            UnusableError: A line is damaged, so the result must not replace the packs.
+            OSError: A pack cannot be read.
         """
         walks = [self._checked(pack) for pack in (self.packs() if sources is None else sources)]
         for _, lines in itertools.groupby(_merged(walks), token_in):
@@ -225,14 +229,14 @@ class LocalCopy:
             yield from sorted(best | {line for line, entry in read if entry is None})
 
     def _walked(self, pack: Pack) -> Iterator[bytes]:
-        """Yield the lines of a pack as far as it can be read."""
+        """Yield the lines of a pack up to the first that cannot be read."""
         try:
             yield from pack.walk()
         except (OSError, UnusableError) as error:
-            self._leave_out(pack.path, error)
+            self._mark_unusable(pack.path, error)
 
     def _checked(self, pack: Pack) -> Iterator[bytes]:
-        """Yield the lines of a pack; see `best_lines`."""
+        """Yield the lines of a pack and raise at the first damaged line; see `best_lines`."""
         try:
             yield from map(checked, pack.walk())
         except DamagedError:
@@ -247,24 +251,24 @@ class LocalCopy:
             return None
 
     def _found(self, token: str) -> dict[bytes, Pack]:
-        """Return the lines of a key, each with a pack that has it."""
+        """Return the lines of a key, each with a pack that contains it."""
         for _ in range(_ATTEMPTS):
             found: dict[bytes, Pack] = {}
             is_whole = True
             for pack in self.packs():
                 try:
                     found |= dict.fromkeys(pack.find(token), pack)
-                except FileNotFoundError:  # another process has put others in its place
+                except FileNotFoundError:  # another process has merged it
                     is_whole, self._listed = False, None
                 except (OSError, UnusableError) as error:
-                    self._leave_out(pack.path, error)
+                    self._mark_unusable(pack.path, error)
             if is_whole:
                 break
         return found
 
 
 def _merged(walks: Sequence[Iterator[bytes]]) -> Iterator[bytes]:
-    """Yield the lines of packs, sorted, each once."""
+    """Yield the lines of several packs in sorted order, without duplicates."""
     if len(walks) == 1:
         yield from walks[0]
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two places make of each other's entries: folders of a cache, and shared caches."""
+"""Copying entries between places: cache folders and shared caches."""
 
 from __future__ import annotations
 
@@ -30,45 +30,46 @@ from ejkernel.ops.config.shared.packs import line_of, packed
 from ejkernel.ops.config.shared.stores import Store, shown
 from ejkernel.ops.errors import ConfigError
 
-_PLANS: Final = 5  # for calls that other processes save meanwhile
+_PLANS: Final = 5  # attempts for calls that other processes save at the same time
 
 
 class Place(Protocol):
-    """Where entries are."""
+    """A cache folder or a shared cache."""
 
     @property
     def has_classes(self) -> bool:
-        """Whether it keeps an entry of each provenance class for a key, rather than one entry."""
+        """Whether the place keeps one entry per key and provenance class, rather than one per key."""
 
     def variants(self) -> Iterator[list[StoredEntry]]:
-        """Yield for each key all its entries, the one that answers here first."""
+        """Yield, for each key, the list of its entries; lookups on this machine use the first."""
 
     def rival(self, entry: StoredEntry) -> StoredEntry | None:
-        """Return what is there of the key of an entry that it would stand beside; `None` if nothing is."""
+        """Return the existing entry that `entry` would replace, or `None`."""
 
     def put(
         self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
     ) -> Sequence[StoredEntry]:
-        """Put entries there; when this returns, they are kept.
+        """Write entries durably.
 
         Args:
             entries: The entries.
-            rivals: What they were judged against, by the `identity` of the key; without, what is there is replaced.
+            rivals: The existing entries that they were compared with, by the `identity` of the key. `None`: replace
+                existing entries without a comparison.
 
         Returns:
-            Those that were not put, because another process has put something else there since they were judged.
+            The entries that were not written, because another process has changed their rivals since.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: The entries cannot be written.
         """
 
 
 class _ChangedError(Exception):
-    """An entry is no longer the one that another was judged against."""
+    """Another process has changed an entry since a new entry was compared with it."""
 
 
 class FolderPlace:
-    """The folder of a cache, which has one entry for each key.
+    """A cache folder, with one entry per key.
 
     Args:
         folder: The folder.
@@ -98,7 +99,7 @@ class FolderPlace:
     def put(
         self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
     ) -> Sequence[StoredEntry]:
-        """See `Place`; calls that were tuned together are written together, or not at all."""
+        """See `Place`. Calls tuned together are written together, or not at all."""
         together = collections.defaultdict[str, list[StoredEntry]](list)
         for entry in entries:
             together[search_of(entry) or identity(entry.key)].append(entry)
@@ -112,7 +113,7 @@ class FolderPlace:
         return left
 
     def _check(self, members: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None) -> None:
-        """Raise if another process has put something since these entries were judged."""
+        """Raise `_ChangedError` if another process has changed a rival of these entries."""
         for entry in members if rivals is not None else ():
             before, now = (rivals or {})[identity(entry.key)], self.rival(entry)
             if (before and line_of(before)) != (now and line_of(now)):
@@ -120,20 +121,20 @@ class FolderPlace:
 
 
 class SharedPlace:
-    """A shared cache, which has an entry for each key and provenance class.
+    """A shared cache, with one entry per key and provenance class.
 
-    Its copy here is brought up to date; what is damaged of that is fetched again.
+    The constructor refreshes the copy on this machine and fetches damaged packs again.
 
     Args:
         url: See `Store`.
-        cache_dir: The folder that the copy is kept in.
-        may_be_new: Whether it is no surprise if there is no such place yet.
-        bounded: Whether it is refused if it is too large to be read by every program.
+        cache_dir: The folder for the copy.
+        may_be_new: Accept a shared cache that does not exist yet, without a warning.
+        bounded: Reject a shared cache that is too large for ordinary programs to read.
 
     Attributes:
-        store: The place itself.
-        layer: Its copy here, and when it was brought up to date.
-        fetched: How many packs were fetched for that.
+        store: The remote objects.
+        layer: The copy on this machine.
+        fetched: Number of packs that the constructor fetched.
     """
 
     has_classes = True
@@ -152,8 +153,8 @@ class SharedPlace:
 
     @property
     def copy(self) -> LocalCopy:
-        """The copy of it."""
-        assert self.layer.copy is not None  # it was given a folder
+        """The copy on this machine."""
+        assert self.layer.copy is not None  # the constructor passed a folder
         return self.layer.copy
 
     def variants(self) -> Iterator[list[StoredEntry]]:
@@ -168,7 +169,7 @@ class SharedPlace:
     def put(
         self, entries: Sequence[StoredEntry], rivals: Mapping[str, StoredEntry | None] | None = None
     ) -> Sequence[StoredEntry]:
-        """See `Place`: into new objects, so that nothing of another writer's can be lost."""
+        """See `Place`. Writes only new objects, so entries of other writers cannot be lost."""
         del rivals
         for name, raw in packed(map(line_of, entries)):
             self.store.write(name, raw)
@@ -178,12 +179,12 @@ class SharedPlace:
 
 
 class Step(NamedTuple):
-    """What becomes of an entry at another place.
+    """The decision about copying one entry.
 
     Attributes:
-        theirs: The entry.
-        ours: What is there; `None` if nothing is.
-        verdict: Whether it comes to be there, and why.
+        theirs: The entry to copy.
+        ours: The existing entry at the target, or `None`.
+        verdict: Whether the entry is copied, and why.
     """
 
     theirs: StoredEntry
@@ -202,12 +203,12 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What comes of bringing the entries of some places to another one.
+    """The decisions about copying entries from some places to a target.
 
     Attributes:
-        steps: What becomes of each entry.
-        entries: What is put there.
-        rivals: What is there now of the calls in `entries`, by the `identity` of the key.
+        steps: One decision per entry.
+        entries: The entries to write.
+        rivals: The target's existing entries for the calls in `entries`, by the `identity` of the key.
     """
 
     steps: tuple[Step, ...]
@@ -216,14 +217,14 @@ class Plan:
 
     @property
     def conflicts(self) -> list[Step]:
-        """The steps where nothing tells which of two configurations is the better."""
+        """The steps that cannot decide which of two configurations is better."""
         return [step for step in self.steps if step.verdict.is_conflict]
 
 
 def plan(sources: Iterable[Place], target: Place) -> Plan:
-    """Return what comes of bringing the entries of some places to another one; nothing is changed yet.
+    """Decide which entries of some places to copy to a target, without changing anything.
 
-    Calls that were tuned together come together: if one of them has something there that is to stay, none comes.
+    Calls tuned together are copied together, or not at all if the target keeps its entry for one of them.
     """
     planner = _Planner(target)
     for source in sources:
@@ -232,12 +233,12 @@ def plan(sources: Iterable[Place], target: Place) -> Plan:
 
 
 def bring(sources: Sequence[Place], target: Place) -> Plan:
-    """Bring the entries of some places to another one, and return what came of it.
+    """Copy the entries of some places to a target and return the decisions.
 
-    An entry that another process puts there meanwhile is judged like all others: this is planned again for its call.
+    If another process writes an entry at the same time, the decision for its call is made again.
 
     Raises:
-        OSError: the target cannot be written.
+        OSError: The target cannot be written.
     """
     found = plan(sources, target)
     left = target.put(found.entries, found.rivals)
@@ -250,13 +251,13 @@ def bring(sources: Sequence[Place], target: Place) -> Plan:
         left = target.put(entries, again.rivals)
         found = _joined(found, again, calls)
     late = {identity(entry.key) for entry in left}
-    verdict = Verdict(False, "another process saves configurations of this call now")
+    verdict = Verdict(False, "another process is saving configurations of this call")
     steps = [step._replace(verdict=verdict) if identity(step.theirs.key) in late else step for step in found.steps]
     return dataclasses.replace(found, steps=tuple(steps))
 
 
 def _joined(first: Plan, second: Plan, calls: Collection[str]) -> Plan:
-    """Return the first plan, but for some calls, by the `identity` of their keys, the second."""
+    """Return the first plan with the second plan's steps for `calls` (identities of keys)."""
 
     def of(steps: Sequence[Step], are_in: bool) -> list[Step]:
         return [step for step in steps if (identity(step.theirs.key) in calls) is are_in]
@@ -266,15 +267,15 @@ def _joined(first: Plan, second: Plan, calls: Collection[str]) -> Plan:
 
 
 class _Planner:
-    """What is to become of entries.
+    """Makes the decisions for `plan`.
 
     Args:
-        target: Where they come.
+        target: The place that entries are copied to.
 
     Attributes:
-        steps: What becomes of each entry.
-        put: What is to be put there, by what it stands for.
-        rivals: What the target had, when it was last asked, by the `identity` of the key.
+        steps: One decision per entry.
+        put: The entries to write, by slot (see `_slot`).
+        rivals: The target's existing entries, by the `identity` of the key.
     """
 
     def __init__(self, target: Place) -> None:
@@ -284,11 +285,11 @@ class _Planner:
         self.rivals: dict[str, StoredEntry | None] = {}
 
     def take(self, source: Place) -> None:
-        """Take the entries of a place; where one has room there, the first of them."""
+        """Decide about the entries of a place. A target with one entry per key gets the first entry of each key."""
         if self._target.has_classes:
             choices = [[entry] for variants in source.variants() for entry in variants]
         else:
-            choices = self._without_torn(list(source.variants()))
+            choices = self._without_incomplete(list(source.variants()))
         sets: dict[str, list[list[StoredEntry]]] = {}
         for choice in choices:
             search = search_of(choice[0])
@@ -299,20 +300,24 @@ class _Planner:
         for members in sets.values():
             self._take_set(members)
 
-    def _without_torn(self, choices: list[list[StoredEntry]]) -> list[list[StoredEntry]]:
-        """Return choices without sets of which not every call is there, or has that set's entry as its first.
+    def _without_incomplete(self, choices: list[list[StoredEntry]]) -> list[list[StoredEntry]]:
+        """Remove the sets tuned together of which a call is missing or prefers an entry of another set.
 
-        Two sets may have a call in common; the worse of them stays away, and its other calls have what comes next.
+        Two sets may share a call. The worse set is removed, and its other calls use their next entry.
         """
         while True:
             firsts = collections.defaultdict(list)
             for choice in choices:
                 firsts[search_of(choice[0])].append(choice[0])
-            torn = {name: found for name, found in firsts.items() if name and len(found) < len(calls_of(found[0]))}
-            if not torn:
+            incomplete = {
+                name: found for name, found in firsts.items() if name and len(found) < len(calls_of(found[0]))
+            }
+            if not incomplete:
                 return choices
-            worst = min(torn, key=lambda name: max(map(evidence, torn[name])))
-            verdict = Verdict(False, "tuned together with a call that has another set's, or none", is_conflict=True)
+            worst = min(incomplete, key=lambda name: max(map(evidence, incomplete[name])))
+            verdict = Verdict(
+                False, "tuned together with a call that has no entry or one of another set", is_conflict=True
+            )
             left = []
             for choice in choices:
                 others = [entry for entry in choice if search_of(entry) != worst]
@@ -328,9 +333,10 @@ class _Planner:
         if not stays:
             self._note(steps)
             return
-        verdict = Verdict(False, f"tuned together with a call that stays: {stays[0].verdict.why}", is_conflict=True)
+        why = f"tuned together with a call that keeps its entry: {stays[0].verdict.why}"
+        verdict = Verdict(False, why, is_conflict=True)
         self._note([step if step.action in ("kept", "same") else step._replace(verdict=verdict) for step in steps])
-        for choice in members:  # what is better of the same calls, tuned alone, may come all the same
+        for choice in members:  # copy entries of the same calls tuned alone, if any
             alone = next((entry for entry in choice[1:] if not together(entry)), None)
             if alone is not None:
                 self._note([self._step(alone)])
@@ -346,24 +352,26 @@ class _Planner:
         return Step(entry, ours, Verdict(True, "") if ours is None else judge(ours, entry))
 
     def _slot(self, entry: StoredEntry) -> tuple[str, ...]:
-        """Return what there is room for one entry of."""
+        """Return the slot of an entry; the target keeps one entry per slot."""
         return (identity(entry.key), *(provenance_class(entry) if self._target.has_classes else ()))
 
 
 def place_of(name: str, cache_dir: Path) -> FolderPlace | SharedPlace:
-    """Return the place of that name, a folder or a URL; of a URL, the copy here is brought up to date.
+    """Return the place with this name. For a URL, this refreshes the copy on this machine.
 
     Args:
-        name: The folder's path, or the URL.
-        cache_dir: The cache's own folder, which copies are kept in.
+        name: The path of a folder, or a URL.
+        cache_dir: The cache folder, which holds the copies.
 
     Raises:
-        ConfigError: there is no such folder.
-        OSError: a URL cannot be read, or its copy not be written.
+        ConfigError: The folder does not exist.
+        OSError: The URL cannot be read, or its copy cannot be written.
     """
     if is_url(name):
         return SharedPlace(name, cache_dir)
     folder = expanded(name)
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}, and it is no URL either, such as s3://bucket/{folder.name}.")
+        raise ConfigError(
+            f"the folder {folder} does not exist; pass a folder or a URL such as s3://bucket/{folder.name}."
+        )
     return FolderPlace(folder)

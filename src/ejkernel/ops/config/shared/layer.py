@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of a persistent cache that machines share: read from a copy on this machine, which is brought up to date."""
+"""A layer of a persistent cache that machines share. Lookups read a copy on this machine; misses refresh the copy."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ from ejkernel.ops.utils.messages.warn import warn
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
-FOLDER: Final = ".layers"  # in the cache's folder; no device is called so
-AGAIN: Final = 900.0  # seconds after which a miss looks again for what others have found
-PATIENCE: Final = 10.0  # seconds that a call waits for that; what comes later is for later calls
-_LISTINGS: Final = 3  # of a place that others merge meanwhile
-_AT_ONCE: Final = 8  # packs that are fetched side by side
-_MOST: Final = 1 << 30  # bytes of a copy
+FOLDER: Final = ".layers"  # in the cache folder; no device has this name
+AGAIN: Final = 900.0  # seconds between two refreshes of the copy
+PATIENCE: Final = 10.0  # seconds that a call waits for a refresh; a slower refresh serves later calls
+_LISTINGS: Final = 3  # listings of the store, in case another machine merges packs during a refresh
+_AT_ONCE: Final = 8  # packs fetched in parallel
+_MOST: Final = 1 << 30  # maximum bytes of a copy
 
 
 class SharedLayer:
-    """A place by its URL, and its copy on this machine, which is all that a lookup reads.
+    """A shared cache and its copy on this machine. Lookups read only the copy.
 
     Args:
         url: See `Store`.
-        cache_dir: The folder of the cache that this is a layer of, which the copy is kept in; `None`: there is none.
+        cache_dir: The folder of the persistent cache that this layer belongs to; the copy is kept below it. `None`:
+            no folder and no copy.
         connect: Opens a store.
-        clock: Seconds that only grow.
-        bounded: Whether a place is refused that is too large to be read by every program.
+        clock: Monotonic clock in seconds.
+        bounded: Whether to reject a shared cache that is too large for ordinary programs to read.
     """
 
     def __init__(
@@ -64,24 +65,24 @@ class SharedLayer:
         self._lock = threading.Lock()
         self._warned = False
         self.problem = ""
-        # of the place, when it was last read; a copy of it may have what it has not
+        # The state of the store at its last listing; the copy may hold entries that the store has lost.
         self.is_empty, self.is_there = False, True
 
     def __str__(self) -> str:
         return shown(self.url)
 
     def find(self, key: object) -> list[StoredEntry]:
-        """Return what the copy has for a key, in the order in which entries answer."""
+        """Return the copy's entries for a key, in lookup order."""
         return [] if self.copy is None else self.copy.find(key)
 
     def entries(self, operation: str | None = None) -> Iterator[StoredEntry]:
-        """Yield for each key of the copy the entry that answers."""
+        """Yield, for each key of the copy, the entry that lookups use."""
         return iter(()) if self.copy is None else self.copy.entries(operation)
 
     def look_again(self, patience: float = PATIENCE) -> None:
-        """Bring the copy up to date, unless that was done lately, and wait for it a while.
+        """Refresh the copy, unless it was refreshed within the last `AGAIN` seconds, and wait up to `patience` seconds.
 
-        Where the place cannot be reached, that is one `CacheWarning`, and the copy stays as it is.
+        If the store cannot be reached, emit one `CacheWarning` and leave the copy as it is.
         """
         with self._lock:
             now = self._clock()
@@ -89,7 +90,7 @@ class SharedLayer:
                 if now < self._next:
                     return
                 self._next, self._until = now + AGAIN, now + patience
-                # in a thread: a network that does not answer would otherwise be waited for as long as its library likes
+                # In a thread, because the store's library may block for much longer than `patience`.
                 self._running = threading.Thread(target=self._refresh, name=f"read {self}", daemon=True)
                 self._running.start()
             running, left = self._running, max(0.0, self._until - now)
@@ -99,38 +100,39 @@ class SharedLayer:
             self._warn(f"it has not answered for {patience:g} s")
 
     def tell(self) -> None:
-        """Warn, once for this object, of what the last attempt could not bring here."""
+        """Warn, once for this object, of the problem that the last refresh had."""
         if self.problem:
             self._warn(self.problem)
 
     def refresh(self) -> int:
-        """Bring the copy up to date, and return how many packs were fetched; `problem` tells of those of no use.
+        """Refresh the copy and return the number of fetched packs; `problem` describes packs that cannot be used.
 
         Raises:
-            UnreachableError: the place cannot be read.
-            OSError: the copy cannot be written.
+            UnreachableError: The store cannot be read.
+            OSError: The copy cannot be written.
         """
         if self.copy is None:
-            raise OSError("there is no folder to keep a copy in; set EJKERNEL_CACHE_DIR")
+            raise OSError("the cache has no folder for a copy; set EJKERNEL_CACHE_DIR")
         store, fetched, most = self._connect(self.url), 0, MOST if self._bounded else math.inf
         listed = store.sizes(most)
         for _ in range(_LISTINGS):
             fetched += self._fetch(store, listed)
             gone = [pack for pack in self.copy.packs() if not pack.names <= listed.keys()]
             before, listed = listed, store.sizes(most) if gone else listed
-            if listed == before:  # else others merge meanwhile: what is gone may be in what was not listed yet
-                # An empty place may be one that is not mounted; else what was removed there, or merged, goes here too.
+            # After a concurrent merge, the entries of a removed pack may be in an unlisted pack.
+            if listed == before:
+                # Remove packs that the store has removed or merged. An empty store may just not be mounted.
                 self.copy.remove(gone if listed else [])
                 self.copy.remove_damaged()
                 break
         self.is_empty, self.is_there = not listed, store.is_there
         if not self.is_there:
-            self.problem = "there is no such place, or nothing was ever put there; is the URL right?"
+            self.problem = "it does not exist, or nothing was ever saved there; check the URL"
         self._tidy()
         return fetched
 
     def _fetch(self, store: Store, listed: Mapping[str, int]) -> int:
-        """Add those packs to the copy that it has not; return how many, and leave in `problem` what is of no use."""
+        """Add the missing packs to the copy, return their number, and describe unusable packs in `problem`."""
         copy = self.copy
         assert copy is not None
         stay = [pack for pack in copy.whole_packs() if pack.names <= listed.keys()]
@@ -138,13 +140,13 @@ class SharedLayer:
         new = {name: size for name, size in sorted(listed.items()) if name not in known}
         usable = [size for size in new.values() if size <= LARGEST]
         if self._bounded and sum(usable) > _MOST - sum(pack.size for pack in stay):
-            raise OSError(f"its copy would have more than {_MOST} bytes; {REMEDY}")
+            raise OSError(f"its copy would be larger than {_MOST} bytes; {REMEDY}")
 
         def fetch(name: str) -> str | None:
-            """Return `""`, or why a pack is of no use; `None` if it is gone."""
+            """Fetch one pack. Return `""`, the reason why it cannot be used, or `None` if it is gone."""
             try:
                 if new[name] > LARGEST:
-                    raise UnusableError(f"it has {new[name]} bytes, and none has more than {LARGEST}")
+                    raise UnusableError(f"it has {new[name]} bytes, more than the maximum of {LARGEST}")
                 raw = store.read(name)
             except UnusableError as error:
                 return f"{name}: {error}"
@@ -155,38 +157,38 @@ class SharedLayer:
 
         found = side_by_side(fetch, new)
         problems = sorted(filter(None, found))
-        self.problem = f"{counted(len(problems), 'pack')} cannot be used, such as {problems[0]}" if problems else ""
+        self.problem = f"{counted(len(problems), 'pack')} cannot be used, e.g. {problems[0]}" if problems else ""
         return found.count("")
 
     def _tidy(self) -> None:
         try:
             if self.copy is not None:
                 self.copy.merge()
-        except (OSError, UnusableError) as error:  # such as another process's merging the same
-            logger.info("the packs of %s stay as they are: %s", self, error_text(error))
+        except (OSError, UnusableError) as error:  # e.g. another process merges the same packs
+            logger.info("the packs of %s were not merged: %s", self, error_text(error))
 
     def _refresh(self) -> None:
         try:
             self.refresh()
-        except (OSError, EjkernelError, Warning) as error:  # a warning, where warnings are errors
+        except (OSError, EjkernelError, Warning) as error:  # Warning: the program may turn warnings into errors
             self.problem = error_text(error)
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            text = f"the copy of the shared cache {self} is used as it is, and is not up to date: {reason}"
+            text = f"the copy of the shared cache {self} is out of date and is used anyway: {reason}"
             warn(text, CacheWarning)
 
 
 def copy_folder(url: str, cache_dir: Path) -> Path:
-    """Return where the copy of a shared cache is kept."""
+    """Return the folder for the copy of a shared cache."""
     return cache_dir / FOLDER / f"{slug(shown(url))}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
 def side_by_side(do: Callable[[str], _T], items: Iterable[str]) -> list[_T]:
-    """Return what `do` makes of items, in whatever order; what it raises ends this.
+    """Apply `do` to all items in parallel and return the results in any order. The first error stops the work.
 
-    On threads that keep no process from ending, as those of a pool would while a network does not answer.
+    The threads are daemons: those of a pool would keep the process alive while a network does not answer.
     """
     todo = list(items)
     found: list[_T] = []

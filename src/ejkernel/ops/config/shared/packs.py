@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs: files of many entries that are never changed, sorted by key, so that one is found without reading the rest.
+"""Packs: immutable files with many entries. Entries are sorted by key, so a lookup reads only a small piece.
 
-A pack has a line for each entry, a JSON array: the digest of the entry's key, the digest of the line's content, and the
-entry. The first line names the packs that this one was made of, the last says how many lines there are.
+Each entry is one line, a JSON array: the digest of the entry's key, the digest of the line's content, and the entry.
+The first line names the packs that were merged into this pack; the last line holds the number of entries.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from ejkernel.ops.utils.storage.sealed import check_schema, decoded
 from ejkernel.ops.utils.storage.serialize import describe, parse_json
 
 SCHEMA: Final = 1  # raise when the layout changes; packs of another schema are a warned miss
-SUFFIX: Final = ".pack"  # not that of a search's log, for a copy lies in a folder that has such
-LARGEST: Final = 64 << 20  # bytes of a pack that is fetched
-_FULL: Final = 8 << 20  # bytes after which another pack is begun
+SUFFIX: Final = ".pack"  # differs from the suffix of search logs, which lie in the same cache folder
+LARGEST: Final = 64 << 20  # maximum bytes of a fetched pack
+_FULL: Final = 8 << 20  # bytes after which a new pack begins
 _LONGEST: Final = entries.LARGEST + (1 << 10)
 _DIGITS: Final = 32
-_WINDOW: Final = 4 << 10  # bytes that are read at once
-_GUESSES: Final = 6  # of where a line is, before the file is bisected
-_FIRST, _LAST = "", "~"  # in place of a key's digest: they sort before and behind all of them
+_WINDOW: Final = 4 << 10  # bytes per read
+_INTERPOLATIONS: Final = 6  # steps of interpolation search, before bisection takes over
+_FIRST, _LAST = "", "~"  # used in place of a key's digest: they sort before and after all digests
 _NAME: Final = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
 
 
 class DamagedError(UnusableError):
-    """Some of a pack is not what was written, or is missing; so it is worth having it again from elsewhere."""
+    """A part of a pack was altered or is missing; fetching the pack again may help."""
 
 
 def is_name(name: str) -> bool:
-    """Return whether a file of that name may be a pack."""
+    """Return whether a file name has the form of a pack's name."""
     return _NAME.fullmatch(name) is not None
 
 
 def checked(line: bytes) -> bytes:
-    """Return a line that is what was written.
+    """Return the line, after checking its digest.
 
     Raises:
-        UnusableError: it is not.
+        UnusableError: The line is damaged.
     """
     _text_of(line)
     return line
 
 
 def token_of(key: object) -> str:
-    """Return the digest of a key, which lines are sorted by."""
+    """Return the digest of a key. Lines are sorted by this digest."""
     return _digest(identity(key).encode())
 
 
@@ -65,7 +65,7 @@ def line_of(entry: StoredEntry) -> bytes:
 
 
 def token_in(line: bytes) -> str:
-    """Return the digest of a key that a line begins with."""
+    """Return the key digest at the start of a line."""
     return line[2 : 2 + _DIGITS].decode("ascii", "replace")
 
 
@@ -73,7 +73,7 @@ def read_line(line: bytes) -> StoredEntry:
     """Return the entry of a line.
 
     Raises:
-        UnusableError: it is none, or is not what was written.
+        UnusableError: The line is damaged or holds no usable entry.
     """
     entry = _entry(line)
     if token_of(entry.key) != token_in(line):
@@ -82,10 +82,10 @@ def read_line(line: bytes) -> StoredEntry:
 
 
 def entry_in_line(line: bytes, key: object) -> StoredEntry:
-    """Return the entry of a line that was found for a key.
+    """Return the entry of a line found for a key.
 
     Raises:
-        UnusableError: it is none of this key, or is not what was written.
+        UnusableError: The line is damaged, or holds no usable entry of this key.
     """
     entry = _entry(line)
     check_key(entry, identity(key))
@@ -102,7 +102,7 @@ def _entry(line: bytes) -> StoredEntry:
 
 
 def packed(lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yield packs of so many lines, each with its name, which is the digest of what it holds."""
+    """Yield the name and content of packs that hold the lines. The name is the digest of the content."""
     part: list[bytes] = []
     size = 0
     for line in sorted(set(lines)):
@@ -119,8 +119,8 @@ def written(lines: Iterable[bytes], sources: Iterable[str] = ()) -> Iterator[byt
     """Yield the lines of a pack.
 
     Args:
-        lines: Those of the entries, sorted.
-        sources: Names of the packs that they come from.
+        lines: The lines of the entries, sorted.
+        sources: Names of the packs that the lines come from.
     """
     count = 0
     yield _line(_FIRST, {"schema": SCHEMA, "of": sorted(sources)})
@@ -131,25 +131,25 @@ def written(lines: Iterable[bytes], sources: Iterable[str] = ()) -> Iterator[byt
 
 
 def merged_name(sources: Iterable[str]) -> str:
-    """Return the name, for this machine alone, of the pack that is made of others."""
+    """Return the name of a merged pack; such names are used only on this machine."""
     return _digest("\n".join(sorted(sources)).encode()) + SUFFIX
 
 
 def check(name: str, raw: bytes) -> None:
-    """Raise unless bytes that were fetched are the pack of that name, whole.
+    """Check that fetched bytes are the complete pack with this name.
 
     Raises:
-        UnusableError: they are not.
+        UnusableError: The bytes are damaged or are no such pack.
     """
     if _digest(raw) + SUFFIX != name:
-        raise DamagedError("it is not what was written: its digest is another's. Was it cut off?")
+        raise DamagedError("its content was altered or cut off: the digest does not match its name")
     lines = raw.splitlines(keepends=True)
     if len(lines) < 2:
         raise DamagedError("it has no entries")
     if _sources(lines[0]):
-        raise UnusableError("it speaks for other packs")
+        raise UnusableError("it was merged from other packs, and only single packs are shared")
     if _content(lines[-1]) != {"lines": len(lines) - 2}:
-        raise DamagedError("its last line does not say how many there are")
+        raise DamagedError("its last line does not hold the number of entries")
     inner = lines[1:-1]
     for line in inner:
         if len(line) > _LONGEST:
@@ -160,25 +160,25 @@ def check(name: str, raw: bytes) -> None:
 
 
 class Pack:
-    """A pack in a file, of which a few pieces are read for each key.
+    """A pack in a file. A lookup reads a few pieces of the file.
 
     Args:
         path: The file.
 
     Attributes:
         path: The file.
-        names: The packs of the store that it has the entries of.
-        size: Its bytes.
-        lines: How many entries it says that it has.
+        names: Names of the store's packs whose entries this pack holds.
+        size: Size of the file in bytes.
+        lines: Number of entries, according to the last line.
 
     Raises:
-        UnusableError: it is no whole pack.
-        OSError: it cannot be read.
+        UnusableError: The file is no complete pack.
+        OSError: The file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._name = str(path)  # which takes longer to make than to open
+        self._name = str(path)  # converting the path takes longer than opening the file
         with opened(self._name) as (descriptor, size):
             first = next(_lines(descriptor, 0, 1 << 10), b"")
             sources = _sources(first)
@@ -195,20 +195,21 @@ class Pack:
         """Return the lines of a key.
 
         Raises:
-            UnusableError: the file has no such lines.
-            OSError: it cannot be read.
+            UnusableError: The lines cannot be parsed.
+            OSError: The file cannot be read.
         """
         wanted = f'["{token}'.encode()
         with opened(self._name) as (descriptor, size):
             return _lines_of(descriptor, self._before(descriptor, size, wanted), wanted)
 
     def _before(self, descriptor: int, size: int, wanted: bytes) -> int:
-        """Return where a line begins that is not far before the first one that begins so."""
-        # no line before `low` is one of the key's, and no line but those before the first one behind `high`
+        """Return the offset of a line shortly before the first line that starts with `wanted`."""
+        # Invariant: no line before `low` starts with `wanted`, and the first one that does begins before `high` or
+        # is the first line after it.
         low, high, total = self._begin, size, size - self._begin
         share = _share(wanted)
         at, share_there, share_low = low, 0.0, 0.0
-        for _ in range(_GUESSES):  # digests are spread evenly, so each guess is nearer by far
+        for _ in range(_INTERPOLATIONS):  # digests are uniformly distributed, so each step comes much closer
             if high - low <= _WINDOW or 0 <= (share - share_low) * total <= 2 * _WINDOW:
                 return low
             at = min(max(int(at + (share - share_there) * total) - _WINDOW, low), high - 1)
@@ -224,8 +225,8 @@ class Pack:
         """Yield the lines of all entries.
 
         Raises:
-            UnusableError: the file has no such lines.
-            OSError: it cannot be read.
+            UnusableError: The file was cut off, or a line is too long.
+            OSError: The file cannot be read.
         """
         last = f'["{_LAST}'.encode()
         with opened(self._name) as (descriptor, _):
@@ -237,9 +238,10 @@ class Pack:
 
 
 def salvaged(raw: bytes) -> list[bytes]:
-    """Return those lines of a damaged pack's entries that are what was written."""
+    """Return the undamaged entry lines of a damaged pack."""
     lines = raw.splitlines(keepends=True)
-    return [line for line in lines if token_in(line).isalnum() and _is_whole(line)]  # the first and last have none
+    # The first and last lines have no alphanumeric digest.
+    return [line for line in lines if token_in(line).isalnum() and _is_whole(line)]
 
 
 def _is_whole(line: bytes) -> bool:
@@ -251,11 +253,11 @@ def _is_whole(line: bytes) -> bool:
 
 
 def verify(path: Path) -> None:
-    """Read all of a pack.
+    """Read and check a whole pack.
 
     Raises:
-        UnusableError: some of it is not what was written.
-        OSError: it cannot be read.
+        UnusableError: The pack is damaged.
+        OSError: The pack cannot be read.
     """
     pack, count, previous = Pack(path), 0, b""
     for line in pack.walk():
@@ -264,7 +266,7 @@ def verify(path: Path) -> None:
             raise DamagedError("its lines are not sorted")
         previous, count = line, count + 1
     if count != pack.lines:
-        raise DamagedError(f"it has {count} entries, not {describe(pack.lines)}")
+        raise DamagedError(f"it has {count} entries, but its last line says {describe(pack.lines)}")
 
 
 # --- lines ---
@@ -279,14 +281,14 @@ def _text_of(line: bytes) -> bytes:
     """Return the JSON text in a line.
 
     Raises:
-        UnusableError: it is no line, or is not what was written.
+        UnusableError: The line does not have the form of a pack's line, or its digest does not match.
     """
-    parts = line.split(b'"', 4)  # what is between them has none
+    parts = line.split(b'"', 4)  # the two digests contain no quotes
     if len(parts) != 5 or parts[0] != b"[" or parts[2] != b"," or parts[4][:2] != b",{" or line[-3:] != b"}]\n":
-        raise DamagedError("it is no line of a pack")
+        raise DamagedError("a line does not have the form of an entry")
     token, digest, text = parts[1], parts[3], parts[4][1:-2]
     if _digest(token + text).encode() != digest:
-        raise DamagedError("it is not what was written: its digest is another's")
+        raise DamagedError("a line was altered: its digest does not match")
     return text
 
 
@@ -295,11 +297,11 @@ def _content(line: bytes) -> dict[str, Any]:
         data = parse_json(decoded(_text_of(line)))
     except SerializationError as error:
         raise UnusableError(str(error)) from error
-    return data  # type: ignore[no-any-return]  # it begins as an object
+    return data  # type: ignore[no-any-return]  # an object: _text_of checked the brace
 
 
 def _sources(line: bytes) -> list[str]:
-    """Return the names in the first line of a pack."""
+    """Return the pack names in the first line of a pack."""
     data = _content(line)
     try:
         check_schema(data, SCHEMA, "a pack of entries")
@@ -307,7 +309,7 @@ def _sources(line: bytes) -> list[str]:
         raise UnusableError(str(error)) from error
     names = data.get("of")
     if not isinstance(names, list) or not all(type(name) is str for name in names):
-        raise UnusableError("it does not say of which packs it was made")
+        raise UnusableError("its first line does not name the merged packs")
     return names
 
 
@@ -326,12 +328,12 @@ def _digest(raw: bytes) -> str:
 def _read(descriptor: int, offset: int, count: int) -> bytes:
     if hasattr(os, "pread"):
         return os.pread(descriptor, count, offset)
-    os.lseek(descriptor, offset, os.SEEK_SET)  # there, nobody else has the descriptor
+    os.lseek(descriptor, offset, os.SEEK_SET)  # safe: no other thread uses this descriptor
     return os.read(descriptor, count)
 
 
 def _next_line(descriptor: int, offset: int, count: int) -> tuple[int, bytes]:
-    """Return where the first line begins that begins behind `offset`, and its first bytes; none at the end."""
+    """Return the offset of the first line that begins after `offset`, and its first bytes (empty at the end)."""
     while chunk := _read(descriptor, offset, _WINDOW):
         end = chunk.find(b"\n") + 1
         if end:
@@ -342,15 +344,15 @@ def _next_line(descriptor: int, offset: int, count: int) -> tuple[int, bytes]:
 
 
 def _share(head: bytes) -> float:
-    """Return how large the digest is that a line begins with, from 0 to 1."""
+    """Return the digest at the start of a line as a fraction from 0 to 1."""
     try:
         return int(head[2:15], 16) / 16**13
-    except ValueError:  # the last line, or what is no line
+    except ValueError:  # the last line, or a damaged line
         return 1.0
 
 
 def _bisected(descriptor: int, low: int, high: int, wanted: bytes) -> int:
-    """Return what `Pack._before` does, however the digests are spread."""
+    """Return the same as `Pack._before` for any distribution of digests."""
     while high - low > _WINDOW:
         middle = (low + high) // 2
         start, head = _next_line(descriptor, middle, len(wanted))
@@ -362,13 +364,13 @@ def _bisected(descriptor: int, low: int, high: int, wanted: bytes) -> int:
 
 
 def _lines_of(descriptor: int, offset: int, wanted: bytes) -> list[bytes]:
-    """Return the lines that begin so; the first of them begins at `offset` or later."""
+    """Return the lines that start with `wanted`; the first begins at `offset` or later."""
     chunk = _read(descriptor, offset, 4 * _WINDOW)
     begin = chunk.find(b"\n" + wanted) + 1
     end = chunk.find(b"\n", begin) + 1
     is_last = end + len(wanted) <= len(chunk) and not chunk.startswith(wanted, end)
     if begin and end and is_last and not chunk.startswith(wanted):
-        return [chunk[begin:end]]  # the usual case, without a look at the lines before it
+        return [chunk[begin:end]]  # the common case: no need to parse the lines before it
     found = []
     for line in _lines(descriptor, offset, 4 * _WINDOW):
         if line.startswith(wanted):
@@ -379,10 +381,10 @@ def _lines_of(descriptor: int, offset: int, wanted: bytes) -> list[bytes]:
 
 
 def _lines(descriptor: int, offset: int, window: int = _WINDOW) -> Iterator[bytes]:
-    """Yield the whole lines from `offset` on.
+    """Yield the complete lines from `offset` on.
 
     Raises:
-        UnusableError: one is longer than any is written.
+        UnusableError: A line is longer than `_LONGEST` bytes.
     """
     rest = b""
     while chunk := _read(descriptor, offset, window):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where machines share packs: a place by its URL, over `fsspec`, which is an extra.
+"""The remote store of a shared cache, accessed through `fsspec` (an extra dependency).
 
-All that is asked of a store is to list, read, write and remove whole objects. A pack's name is the digest of what it
-holds, so writers never write different things under one name, and none needs to read before it writes.
+A store must only list, read, write and remove whole objects. A pack's name is the digest of its content, so writers
+never write different content under one name and need not read before they write.
 """
 
 from __future__ import annotations
@@ -21,73 +21,73 @@ from ejkernel.ops.errors import ConfigError, EjkernelError
 from ejkernel.ops.utils.error_text import error_text
 from ejkernel.ops.utils.printable import printable
 
-MOST: Final = 10_000  # objects that a store is listed for
-REMEDY: Final = "`ejkernel cache prune URL` makes few of many"
-# The others that fsspec knows may unpack archives, run templates or mount what the place's content says.
+MOST: Final = 10_000  # packs in a store that ordinary programs read
+REMEDY: Final = "run `ejkernel cache prune URL` to merge them"
+# Other fsspec protocols may unpack archives, run templates or mount file systems named by the content.
 PROTOCOLS: Final = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "http", "https")
 _USER: Final = re.compile(r"//[^/@]*@")
 
 
 class UnreachableError(EjkernelError, OSError):
-    """A store cannot be read or written now, for the reason in the message."""
+    """A store cannot be read or written at the moment; the message has the reason."""
 
 
 def shown(url: str) -> str:
-    """Return a URL as messages have it, in printable characters: without users, passwords and signatures."""
+    """Return a URL for messages: printable, without user names, passwords and signatures."""
     return printable(_USER.sub("//", url.partition("?")[0]))
 
 
 def check_protocols(url: str) -> None:
-    """Raise unless a URL has one of `PROTOCOLS`, or others that the user allowed by `EJKERNEL_CACHE_PROTOCOLS`.
+    """Check that the protocol of a URL is in `PROTOCOLS` or in `EJKERNEL_CACHE_PROTOCOLS`.
 
-    Of a chain, such as `simplecache::s3://bucket`, the user must have allowed each protocol but the last.
+    In a chain such as `simplecache::s3://bucket`, the user must have allowed each protocol before the last.
 
     Raises:
-        ConfigError: it has another protocol.
+        ConfigError: The URL has another protocol.
     """
     own = settings.current().cache_protocols
-    *outer, inner = (part.partition("://")[0].lower() for part in url.split("::"))  # as fsspec splits it
+    *outer, inner = (part.partition("://")[0].lower() for part in url.split("::"))  # fsspec splits the same way
     refused = [name for name in outer if name not in own] or [inner] * (inner not in (*PROTOCOLS, *own))
     if refused:
         name = printable(refused[0].partition("?")[0])
         raise ConfigError(
             f"the shared cache {shown(url)} {'is a chain of URLs with' if outer else 'has'} the protocol {name!r}; "
-            f"allowed are {', '.join((*PROTOCOLS, *own))}, and no chains. If you trust what {name!r} does with the "
-            f"content of the place, set EJKERNEL_CACHE_PROTOCOLS={name}."
+            f"allowed are {', '.join((*PROTOCOLS, *own))}, without chains. If it is safe to let {name!r} process the "
+            f"content of the store, set EJKERNEL_CACHE_PROTOCOLS={name}."
         )
 
 
 class Store:
-    """A place where packs are, by its URL.
+    """The packs below a URL.
 
     Args:
-        url: What `fsspec` understands, such as `s3://bucket/prefix`, `gs://...`, `file:///...`, `memory://...`, with
-            one of `PROTOCOLS` or of `EJKERNEL_CACHE_PROTOCOLS`; how to get in is what its own settings and the
-            environment say.
+        url: A URL for `fsspec`, such as `s3://bucket/prefix`, `gs://...`, `file:///...` or `memory://...`, with a
+            protocol of `PROTOCOLS` or `EJKERNEL_CACHE_PROTOCOLS`. Credentials come from the protocol's own settings
+            and environment variables.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._opened: tuple[Any, str] | None = None
-        self._empty: frozenset[str] = frozenset()  # objects that had nothing when they were listed
+        self._empty: frozenset[str] = frozenset()  # objects of zero bytes at the last listing
 
     def __repr__(self) -> str:
         return f"Store({shown(self.url)!r})"
 
     def sizes(self, most: float = MOST) -> dict[str, int]:
-        """Return the names of the packs that are there, with their sizes; a place that is not there has none.
+        """Return the names and sizes of the packs; a location that does not exist has none.
 
         Raises:
-            UnreachableError: they cannot be listed, or are more than `most`.
+            UnreachableError: The store cannot be listed, or holds more than `most` packs.
         """
         with self._errors("listed"):
             system, root = self._system()
-            system.invalidate_cache()  # a listing from memory would not have what others have added
+            system.invalidate_cache()  # a cached listing would lack the packs that others have added
             try:
                 found = system.ls(root, detail=True)
             except FileNotFoundError:
                 found, self.is_there = [], False
-            else:  # what is listed as itself is a file
+            else:  # listing a file returns the file itself
                 self.is_there = [item["name"] for item in found] != [root]
         sizes = {posixpath.basename(item["name"]): item.get("size") for item in found if item.get("type") == "file"}
         ours = {name: size for name, size in sizes.items() if packs.is_name(name) and type(size) is int}
@@ -97,11 +97,11 @@ class Store:
         return ours
 
     def read(self, name: str) -> bytes | None:
-        """Return a pack that was checked, or `None` if it is gone.
+        """Read and check a pack; `None` if it is gone.
 
         Raises:
-            UnusableError: it is no such pack, or too large.
-            UnreachableError: it cannot be read.
+            UnusableError: The object is not the pack with this name, or is too large.
+            UnreachableError: The object cannot be read.
         """
         raw = self.raw(name)
         if raw is not None:
@@ -109,48 +109,48 @@ class Store:
         return raw
 
     def raw(self, name: str) -> bytes | None:
-        """Return what is there under the name of a pack, or `None` if it is gone.
+        """Return the unchecked bytes of a pack, or `None` if it is gone.
 
         Raises:
-            DamagedError: it is larger than any pack.
-            UnreachableError: it cannot be read.
+            DamagedError: The object is larger than any pack.
+            UnreachableError: The object cannot be read.
         """
-        if name in self._empty:  # of which S3 has no range
+        if name in self._empty:  # S3 rejects a range of an empty object
             return b""
         with self._errors("read"):
             system, root = self._system()
             try:
                 raw: bytes = system.cat_file(posixpath.join(root, name), start=0, end=packs.LARGEST + 1)
-            except FileNotFoundError:  # merged, since it was listed
+            except FileNotFoundError:  # merged after the listing
                 return None
         if len(raw) > packs.LARGEST:
             raise packs.DamagedError(f"it has more than {packs.LARGEST} bytes")
         return raw
 
     def write(self, name: str, raw: bytes) -> None:
-        """Write a pack; when this returns, the store has taken it.
+        """Write a pack and return when the store has accepted it.
 
         Raises:
-            UnreachableError: it cannot be written.
+            UnreachableError: The pack cannot be written.
         """
         self._empty -= {name}
         with self._errors("written"):
             system, root = self._system()
             path = posixpath.join(root, name)
-            if "file" in _protocols(system):  # fsspec would write it in place
+            if "file" in _protocols(system):  # fsspec would write in place, not atomically
                 write_chunks(Path(path), lambda: (raw,))
                 return
             system.pipe_file(path, raw)
             system.invalidate_cache()
             size = system.info(path).get("size")
         if size != len(raw):
-            raise UnreachableError(f"{shown(self.url)} took {size} bytes of {len(raw)} of {name}.")
+            raise UnreachableError(f"{shown(self.url)} stored {size} of {len(raw)} bytes of {name}.")
 
     def remove(self, name: str) -> None:
-        """Remove a pack, if it is there.
+        """Remove a pack if it exists.
 
         Raises:
-            UnreachableError: it cannot be removed.
+            UnreachableError: The pack cannot be removed.
         """
         with self._errors("changed"):
             system, root = self._system()
@@ -163,7 +163,7 @@ class Store:
             try:
                 from fsspec.core import url_to_fs
             except ImportError as error:
-                text = f"{shown(self.url)} needs fsspec: pip install fsspec, and what its kind needs."
+                text = f"{shown(self.url)} needs fsspec: pip install fsspec and its package for this protocol."
                 raise ConfigError(text) from error
             system, root = url_to_fs(self.url)
             self._opened = system, str(root)
@@ -171,7 +171,7 @@ class Store:
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Make one kind of error of all that a store's own library raises."""
+        """Raise an `UnreachableError` for any exception of the store's library."""
         try:
             yield
         except EjkernelError:

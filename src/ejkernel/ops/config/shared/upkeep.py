@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared caches mended, merged and pruned, while others read and write them.
+"""Repairing, merging and pruning shared caches while other machines read and write them.
 
-Whatever is done here, what is to stay is written before anything is removed, and only objects are removed that were
-read: so whoever does the same, or adds a pack meanwhile, loses nothing.
+Each function writes the new packs before it removes any, and removes only packs that it has read. So no entry is lost
+when another machine prunes or adds a pack at the same time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """What was removed from a shared cache.
+    """What `prune` removed from a shared cache.
 
     Attributes:
-        entries: How many entries.
-        packs: How many fewer packs there are.
-        damaged: How many packs that could not be read.
+        entries: Number of removed entries.
+        packs: By how much the number of packs fell.
+        damaged: Number of removed packs that could not be read.
     """
 
     entries: int
@@ -38,11 +38,11 @@ class Pruned:
 
 
 def mend(place: SharedPlace) -> int:
-    """Write again what is damaged there and whole here, and return how many packs that was; all of them are read.
+    """Replace the shared cache's damaged packs from the copy and return their number. This reads every pack.
 
     Raises:
-        UnusableError: the copy is damaged, too.
-        OSError: the place cannot be read or written.
+        UnusableError: The copy is damaged, too.
+        OSError: The shared cache cannot be read or written.
     """
     held = {name: pack for pack in place.copy.whole_packs() for name in pack.names}
     listed = place.store.sizes(math.inf).keys()
@@ -52,20 +52,20 @@ def mend(place: SharedPlace) -> int:
         raw = held[name].path.read_bytes()
         packs.check(name, raw)
         place.store.write(name, raw)
-    # Of a pack that was merged into another one here, the bytes are gone; but its entries are in that one.
+    # The copy of a merged pack no longer exists, but its entries are in the merged pack.
     parts = damaged - own
     if parts:
         sources = list(dict.fromkeys(held[name] for name in sorted(parts)))
-        _put_instead(place, place.copy.best_lines(sources), parts, there=listed - parts)
+        _replace_packs(place, place.copy.best_lines(sources), parts, there=listed - parts)
     return len(damaged)
 
 
 def merge(place: SharedPlace) -> int:
-    """Make as few packs as can be of those that are there, and return how many fewer there are.
+    """Merge the packs into as few as possible and return by how much their number fell.
 
     Raises:
-        UnusableError: the copy is damaged; nothing is changed.
-        OSError: the place cannot be read or written.
+        UnusableError: The copy is damaged; nothing was changed.
+        OSError: The shared cache cannot be read or written.
     """
     return prune(place, lambda entry: False).packs
 
@@ -73,17 +73,17 @@ def merge(place: SharedPlace) -> int:
 def prune(
     place: SharedPlace, unwanted: Callable[[StoredEntry], bool], *, unreadable: bool = False, dry_run: bool = False
 ) -> Pruned:
-    """Remove entries, and those that are worse than others of their class; as few packs as can be hold the rest.
+    """Remove unwanted entries and all but the best of each class, and merge the rest into as few packs as possible.
 
     Args:
         place: The shared cache.
-        unwanted: Whether an entry is to be removed.
-        unreadable: Remove packs that are damaged, too; what is whole of them stays.
-        dry_run: Only say what would be removed.
+        unwanted: Returns whether to remove an entry.
+        unreadable: Remove damaged packs, too; their undamaged entries stay.
+        dry_run: Change nothing, only return what would be removed.
 
     Raises:
-        UnusableError: the copy is damaged; nothing is changed.
-        OSError: the place cannot be read or written.
+        UnusableError: The copy is damaged; nothing was changed.
+        OSError: The shared cache cannot be read or written.
     """
     listed = place.store.sizes(math.inf)
     if not listed.keys() <= _names(place.copy.packs()):
@@ -98,8 +98,8 @@ def prune(
     if dry_run:
         fewer = len(known) + len(damaged) - len(dict(packed(kept)))
     else:
-        gone = known | _damaged(place, damaged)  # once more, for another machine may have written one again
-        fewer = _put_instead(place, kept, gone, there=listed.keys() - damaged)
+        gone = known | _damaged(place, damaged)  # check again: another machine may have repaired a pack
+        fewer = _replace_packs(place, kept, gone, there=listed.keys() - damaged)
     return Pruned(entries=len(every.union(saved)) - len(kept), packs=fewer, damaged=len(damaged))
 
 
@@ -108,7 +108,7 @@ def _names(found: Iterable[Pack]) -> frozenset[str]:
 
 
 def _damaged(place: SharedPlace, names: Iterable[str]) -> set[str]:
-    """Return those of the packs that are not what was written; one of a later form is no such."""
+    """Return the names of the damaged packs. A pack of a later schema is not damaged."""
 
     def name_if_damaged(name: str) -> str:
         try:
@@ -117,7 +117,7 @@ def _damaged(place: SharedPlace, names: Iterable[str]) -> set[str]:
             logger.info("%s of %s is damaged: %s", name, place, error)
             return name
         except UnusableError as error:
-            logger.info("%s of %s is of no use here: %s", name, place, error)
+            logger.info("%s of %s cannot be used here: %s", name, place, error)
         return ""
 
     return set(side_by_side(name_if_damaged, names)) - {""}
@@ -126,21 +126,21 @@ def _damaged(place: SharedPlace, names: Iterable[str]) -> set[str]:
 def _whole_lines(place: SharedPlace, name: str) -> list[bytes]:
     try:
         return salvaged(place.store.raw(name) or b"")
-    except DamagedError as error:  # it is too large, and so none of ours
-        logger.info("nothing of %s of %s is saved: %s", name, place, error)
+    except DamagedError as error:  # larger than any pack that ejkernel writes
+        logger.info("no entry of %s of %s was recovered: %s", name, place, error)
         return []
 
 
 def _is_unwanted(line: bytes, unwanted: Callable[[StoredEntry], bool]) -> bool:
     try:
         return unwanted(read_line(line))
-    except UnusableError as error:  # such as one of a later form, of which nothing is known here
-        logger.info("an entry of a shared cache stays: %s", error)
+    except UnusableError as error:  # e.g. an entry of a later schema
+        logger.info("an unreadable entry of a shared cache stays: %s", error)
         return False
 
 
-def _put_instead(place: SharedPlace, lines: Iterable[bytes], gone: Collection[str], there: Collection[str]) -> int:
-    """Write packs of `lines`, but for those that are `there`, and then remove others; return how many fewer it are."""
+def _replace_packs(place: SharedPlace, lines: Iterable[bytes], gone: Collection[str], there: Collection[str]) -> int:
+    """Write packs of `lines` that are not `there` yet, then remove those `gone`; return the fall in their number."""
     new = dict(packed(lines))
     added = new.keys() - set(there)
     for name in sorted(added):

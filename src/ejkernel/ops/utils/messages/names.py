@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages about unknown names: the closest known name, and the arguments that do not fit a signature."""
+"""Messages about unknown names and wrong arguments, with the closest known name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def misfit(
 
     Args:
         called: The name of the function, for the message.
-        signature: Its signature.
+        signature: The signature of the function.
         args, kwargs: The arguments.
         aliases: Names of its arguments in other libraries, such as `{"is_causal": "causal"}`. A value may also be a
             sentence of advice.
@@ -63,11 +63,11 @@ def raise_if_misfit(
     """Raise if a call failed because of its arguments, rather than inside the function; see `misfit`.
 
     Raises:
-        CallError: they do not fit the function's signature.
+        CallError: The arguments do not fit the function's signature.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Python knows none
+    except (TypeError, ValueError):  # Python knows no signature
         return
     wrong = misfit(called, signature, args, kwargs)
     if wrong is not None:
@@ -89,7 +89,7 @@ def names_checked(aliases: Mapping[str, str]) -> Callable[[Callable[P, R]], Call
                 return function(*args, **kwargs)
             except TypeError:
                 wrong = misfit(called, signature, args, kwargs, aliases)
-                if wrong is None:  # the function itself raised it
+                if wrong is None:  # the function itself raised the error
                     raise
             raise wrong
 
@@ -116,7 +116,7 @@ def _advice(name: str, known: Sequence[str], aliases: Mapping[str, str]) -> str:
     alias = aliases.get(name, "")
     if alias in known:
         return f"; use `{alias}=`."
-    if alias and not alias.isidentifier():  # else it is an argument of another function of the module
+    if alias and not alias.isidentifier():  # an identifier is an argument of another function in the module
         return f": {alias}"
     close = nearest(name, known)
     if close is not None:

@@ -28,10 +28,10 @@ def warn(message: str | Warning, category: type[Warning] | None = None) -> None:
     """
     frame = _frame_of_user(sys._getframe(1))
     names = frame.f_globals
-    # `warnings.warn` has skip_file_prefixes from Python 3.12 on alone.
+    # `warnings.warn` has `skip_file_prefixes` only from Python 3.12 on.
     warnings.warn_explicit(
-        message,  # type: ignore[arg-type] # the stubs of Python pair texts with classes, and warnings with none
-        category,  # type: ignore[arg-type] # a warning brings its own
+        message,  # type: ignore[arg-type] # the stubs require a text with a class, or a warning without
+        category,  # type: ignore[arg-type] # None: a warning object has its class
         filename=frame.f_code.co_filename,
         lineno=frame.f_lineno,
         module=names.get("__name__", "<unknown>"),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data as text: written, read strictly, and sealed against damage."""
+"""Data as text: encoding, strict decoding, and sealing with digests."""

@@ -37,8 +37,8 @@ class _Reason:
     Attributes:
         message: The reason.
         path: The keys and indices that lead to the value.
-        cause: The exception of the class's own code, if that refused the values.
-        inside: Whether the data has the form of the type (an object for a dataclass), but something in it is wrong.
+        cause: The exception of the class's own code, if it rejected the values.
+        inside: Whether the data has the form of the type (an object for a dataclass), but a value inside is wrong.
     """
 
     message: str
@@ -91,7 +91,7 @@ def decode(data: object, cls: Any) -> Any:
 def _read(value: Any, cls: Any) -> Any:
     if cls is Any or cls is object:
         return value
-    if cls in _SCALARS and type(cls) is type:  # by type too: what NumPy and JAX have for a type may equal one
+    if cls in _SCALARS and type(cls) is type:  # check the type, too: NumPy and JAX scalar types may equal Python's
         return _scalar(value, cls)
     origin = typing.get_origin(cls) or cls
     reader = _READERS.get(origin)
@@ -122,7 +122,7 @@ def _invalid(message: str, cause: Exception | None = None) -> _InvalidError:
 def _scalar(value: object, cls: Any) -> Any:
     if cls is float and type(value) is int:
         return _exact_float(value)
-    if type(value) is not cls:  # exactly: True is no int, and 64.0 is none either
+    if type(value) is not cls:  # exact: neither True nor 64.0 is an int
         raise _invalid(f"expected {cls.__name__}, got {describe(value)}")
     return value
 
@@ -133,7 +133,7 @@ def _exact_float(value: int) -> float:
             return float(value)
     except OverflowError:
         pass
-    raise _invalid(f"expected float, got {describe(value)}, which no float holds exactly")
+    raise _invalid(f"expected float, got {describe(value)}, which has no exact float value")
 
 
 def _none(value: object, _: object) -> None:
@@ -182,8 +182,8 @@ def _sequence(value: object, cls: object) -> Any:
 def _set(items: list[Any], cls: type) -> Any:
     try:
         unique = cls(items)
-    except TypeError as error:  # such as a list as an item
-        raise _invalid(f"expected a set, got an item that cannot be in one: {error}", error) from None
+    except TypeError as error:  # e.g. an item is a list
+        raise _invalid(f"expected a set, got an item that cannot be hashed: {error}", error) from None
     if len(unique) != len(items):
         raise _invalid("expected a set, got the same item twice")
     return unique
@@ -217,7 +217,7 @@ def _union(value: object, cls: object) -> Any:
             failures.append((member, error))
     if fits:
         return fits[0] if len(fits) == 1 else _best(fits, value, cls)
-    # If the data has the form of one member alone, that member's reasons help: those of Config for `Config | None`.
+    # If the data has the form of a single member, report that member's reasons, e.g. of Config for `Config | None`.
     inside = [error for _, error in failures if any(reason.inside for reason in error.reasons)]
     if len(inside) == 1:
         raise inside[0]
@@ -227,7 +227,7 @@ def _union(value: object, cls: object) -> Any:
 
 
 def _best(fits: Sequence[object], value: object, cls: object) -> Any:
-    """Return the reading that encodes to the same data again, or refuse to guess between several."""
+    """Return the reading that encodes to the same data again; raise if several readings do."""
     text = stable_json(value)
     exact = [fit for fit in fits if stable_json(fit) == text] or fits
     for fit in exact:
@@ -235,7 +235,7 @@ def _best(fits: Sequence[object], value: object, cls: object) -> Any:
             return fit
     if any(type(fit) is not type(exact[0]) or fit != exact[0] for fit in exact):
         kinds = " and ".join(_name(type(fit)) for fit in exact)
-        raise _invalid(f"fits {kinds} of {_name(cls)} alike; give them different fields")
+        raise _invalid(f"fits both {kinds} of {_name(cls)}; give them different fields")
     return exact[0]
 
 
@@ -279,7 +279,7 @@ def _record(value: Any, cls: Any) -> Any:
     try:
         return origin(**fields)
     except Exception as error:
-        message = f"{_name(cls)} refused the values: {type(error).__name__}: {error}"
+        message = f"{_name(cls)} rejected the values: {type(error).__name__}: {error}"
         raise _InvalidError([_Reason(message, cause=error, inside=True)]) from error
 
 
@@ -287,7 +287,7 @@ def _record_of(cls: Any) -> _Record:
     found = _records.get(cls)
     if found is None:
         hints = _hints(cls)
-        if _is_named_tuple(cls):  # those of `collections` have no annotations
+        if _is_named_tuple(cls):  # named tuples of `collections` have no annotations
             typed = {name: hints.get(name, Any) for name in cls._fields}
             found = _Record(typed, frozenset(cls._fields) - cls._field_defaults.keys())
         else:
@@ -299,7 +299,7 @@ def _record_of(cls: Any) -> _Record:
 
 
 def _field_types(cls: Any, record: _Record, value: dict[str, Any]) -> Mapping[str, Any]:
-    """Return the type of each field; a tagged union, which has `field_types`, chooses some of them by the data."""
+    """Return the type of each field; a tagged union has a method `field_types` that chooses some by the data."""
     if not hasattr(cls, "field_types"):
         return record.types
     try:

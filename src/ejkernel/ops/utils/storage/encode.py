@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is to store as plain JSON data, and as the same text for the same content in every process."""
+"""Encoding of Python objects as plain JSON data, and as canonical JSON text that is the same in all processes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from jax import dtypes as jax_dtypes  # also registers names such as "bfloat16" 
 
 from ejkernel.ops.errors import SerializationError
 
-MAX_DEPTH = 64  # deeper is a cycle or an attack; Python's own limit must not be what ends it
+MAX_DEPTH = 64  # deeper data is a cycle or an attack; this stops well before Python's recursion limit
 _DTYPE_NAME = re.compile(r"(bool|bfloat|complex|float|u?int)[0-9a-z_]*")
-_SHOWN = 60  # characters of a value or a key that a message shows
-_FLOAT0 = "float0"  # JAX's dtype of gradients of integers: a structured dtype that NumPy has no name for
+_SHOWN = 60  # maximum characters of a value or key in a message
+_FLOAT0 = "float0"  # JAX's dtype for gradients of integers: a structured dtype without a NumPy name
 
 
 def to_data(obj: object) -> Any:
-    """Return `obj` as plain JSON data: `None`, bool, int, float, str, list and dict, and nothing else.
+    """Return `obj` as plain JSON data: only `None`, bool, int, float, str, list and dict.
 
     Dataclasses and named tuples become dicts of their fields, enum members their value, dtypes their name, sets a
     list sorted by its items' JSON, NumPy scalars Python numbers.
 
     Raises:
         SerializationError: Something inside has no JSON form: NaN, an infinity, a key that is not a string, an array,
-            a callable, any other object. The message starts with its path.
+            a callable, or any other object. The message starts with its path.
     """
     return _encode(obj, "$", 0)
 
 
 def stable_json(obj: object) -> str:
-    """Return the canonical JSON of `obj`: sorted keys, no spaces, ASCII; equal content gives equal text anywhere."""
+    """Return the canonical JSON of `obj`: sorted keys, no spaces, ASCII. Equal content gives equal text everywhere."""
     return dumps(to_data(obj), separators=(",", ":"), ensure_ascii=True)
 
 
@@ -64,10 +64,10 @@ def describe(value: object) -> str:
 
 
 def parse_dtype(name: str) -> np.dtype[Any] | None:
-    """Return the dtype of that canonical name, or `None`: aliases such as `f4` or `float` are not names."""
+    """Return the dtype with this canonical name, or `None`. Aliases such as `f4` or `float` are rejected."""
     if name == _FLOAT0:
         return np.dtype(jax_dtypes.float0)
-    if not _DTYPE_NAME.fullmatch(name):  # keeps NumPy's mini-language, and its deprecation warnings, away
+    if not _DTYPE_NAME.fullmatch(name):  # reject NumPy's dtype strings, and avoid their deprecation warnings
         return None
     try:
         dtype = np.dtype(name)
@@ -85,7 +85,7 @@ def _encode(value: Any, path: str, depth: int, *, objects: bool = True) -> Any:
     if kind is str:
         return _text(value, path)
     if depth >= MAX_DEPTH:
-        raise SerializationError(f"{path}: nested deeper than {MAX_DEPTH} levels, or a container that holds itself.")
+        raise SerializationError(f"{path}: nested deeper than {MAX_DEPTH} levels, or a container that contains itself.")
     if kind is dict:
         return _object(value, path, depth, objects)
     if kind is list or kind is tuple:
@@ -115,11 +115,11 @@ def _encode_object(value: object, path: str, depth: int) -> Any:
     if fields is not None:
         return _object(fields, path, depth, True)
     if isinstance(value, (set, frozenset)):
-        # set order differs between processes, and the text must not
+        # sort: the order of a set differs between processes
         return sorted(_array(value, path, depth, True), key=lambda item: dumps(item, separators=(",", ":")))
     if isinstance(value, (list, tuple)):
         return _array(value, path, depth, True)
-    for base in (str, int, float):  # subclasses of them that are no enum
+    for base in (str, int, float):  # subclasses other than enums
         if isinstance(value, base):
             return _encode(base(value), path, depth + 1)
     what = "a callable" if callable(value) else "a value"
@@ -127,7 +127,7 @@ def _encode_object(value: object, path: str, depth: int) -> Any:
 
 
 def _fields(value: object) -> Mapping[object, object] | None:
-    """Return what an object's JSON object is made of; `None` if it has none."""
+    """Return the items of an object with a JSON object as its encoding; `None` for other objects."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -156,13 +156,13 @@ def _finite(value: float, path: str) -> float:
 
 
 def _text(value: str, path: str) -> str:
-    if not value.isascii() and not _is_unicode(value):  # two lone surrogates would be read back as another character
+    if not value.isascii() and not _is_unicode(value):  # two lone surrogates would decode to a different character
         raise SerializationError(f"{path}: str must be valid Unicode, got {describe(value)}.")
     return value
 
 
 def _number(value: np.generic, path: str) -> bool | int | float | str:
-    """Return a NumPy scalar as the Python value that it holds; `ml_dtypes` scalars included."""
+    """Return a NumPy or `ml_dtypes` scalar as a Python value."""
     dtype = value.dtype
     if jnp.issubdtype(dtype, np.bool_):
         return bool(value)
@@ -180,7 +180,7 @@ def dtype_name(value: object) -> str | None:
     if isinstance(value, np.dtype):
         if value == jax_dtypes.float0:
             return _FLOAT0
-        return value.name if parse_dtype(value.name) == value else None  # not so: other byte orders, records
+        return value.name if parse_dtype(value.name) == value else None  # None: other byte orders, records
     if isinstance(value, type):
         inner = getattr(value, "dtype", None)
         name = inner.name if isinstance(inner, np.dtype) else value.__name__
@@ -188,7 +188,7 @@ def dtype_name(value: object) -> str | None:
         return name if scalar and parse_dtype(name) is not None else None
     kind = getattr(type(value), "type", None)
     if isinstance(kind, type) and issubclass(kind, jax_dtypes.extended):
-        return str(value)  # such as key<fry>: a name to compare by, which no NumPy dtype has
+        return str(value)  # e.g. key<fry>, for comparison only; no NumPy dtype has such a name
     return None
 
 
@@ -198,7 +198,7 @@ def _type_name(value: object) -> str:
 
 
 def dumps(data: object, **options: Any) -> str:
-    """Return plain data as JSON with its keys sorted; `options` are those of `json.dumps`."""
+    """Return plain data as JSON with sorted keys; `options` are passed to `json.dumps`."""
     try:
         return json.dumps(data, sort_keys=True, allow_nan=False, **options)
     except ValueError as error:  # an integer beyond sys.set_int_max_str_digits

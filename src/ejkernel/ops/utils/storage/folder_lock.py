@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lock on a folder, which processes share or have alone.
+"""Shared and exclusive locks on a folder.
 
-The lock is `flock` on the folder itself, so that no file is added. The kernel releases it when a process ends, however
-it ends. On a network file system it may not reach other machines.
+The lock is `flock` on the folder itself, so no lock file is needed. The operating system releases it when the process
+ends, even after a crash. On a network file system the lock may not reach other machines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ except ImportError:  # Windows
 PATIENCE: Final = 10.0  # seconds that a process waits for the lock
 _FIRST_WAIT, _LONGEST_WAIT = 0.0005, 0.02  # seconds between two attempts
 _NO_LOCK: Final = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-_NO_FOLDER: Final = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)  # one may write where one may not read
+_NO_FOLDER: Final = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)  # a writable folder may be unreadable
 
 
 class LockedError(OSError):
@@ -33,10 +33,10 @@ class LockedError(OSError):
 
 @contextlib.contextmanager
 def shared(root: Path) -> Iterator[None]:
-    """Hold the lock together with others, for the `with` block; without, where the file system has no locks.
+    """Hold the shared lock for a `with` block. Does nothing if the file system has no locks.
 
     Raises:
-        LockedError: another process has had it alone for `PATIENCE` seconds.
+        LockedError: Another process has held the exclusive lock for `PATIENCE` seconds.
     """
     with _held(root, is_shared=True):
         yield
@@ -44,10 +44,10 @@ def shared(root: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive(root: Path) -> Iterator[None]:
-    """Hold the lock alone, for the `with` block; without, where the file system has no locks.
+    """Hold the exclusive lock for a `with` block. Does nothing if the file system has no locks.
 
     Raises:
-        LockedError: other processes have held it for `PATIENCE` seconds.
+        LockedError: Other processes have held the lock for `PATIENCE` seconds.
     """
     with _held(root, is_shared=False):
         yield
@@ -64,7 +64,7 @@ def _held(root: Path, *, is_shared: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            if is_locked:  # a process that another thread has forked meanwhile keeps the descriptor open
+            if is_locked:  # unlock explicitly: a process forked by another thread may still have the descriptor open
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
@@ -83,10 +83,10 @@ def _opened(root: Path) -> int | None:
 
 
 def _locked(descriptor: int, root: Path, *, is_shared: bool) -> bool:
-    """Take the lock; return whether the file system has locks.
+    """Acquire the lock; return whether the file system has locks.
 
     Raises:
-        LockedError: another process has it.
+        LockedError: Another process holds the lock.
     """
     how = (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     deadline, wait = time.monotonic() + PATIENCE, _FIRST_WAIT

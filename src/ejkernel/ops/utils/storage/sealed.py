@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that end with the digest of all that is before it, so that what was changed later is not read.
+"""Sealed texts: they end with a digest of their content, so that damaged files are rejected.
 
-The digest tells damage, not an enemy: whoever may write a file may write its digest. Without it one flipped byte in
-three hundred is another configuration. Files of before have none, and are a warned miss: to read them would keep the
-door open that digests close. A text of lines has one digest for all of them, because it is written once and whole.
+The digest detects damage, not an attack: a user who can write the file can also write the digest. Without a digest,
+one flipped byte in three hundred yields a different configuration. Files of earlier versions have no digest and are
+misses with a warning; accepting them would also accept damaged files. A text of lines is written once, as a whole, so
+it has one digest for all lines.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from ejkernel.ops.errors import SerializationError
 from ejkernel.ops.utils.storage.serialize import parse_json, to_json
 
 _MEMBER: Final = "sha256"
-_OBJECT: Final = f',\n  "{_MEMBER}": "%s"\n}}\n'  # in place of the end of an object that `to_json` wrote
+_OBJECT: Final = f',\n  "{_MEMBER}": "%s"\n}}\n'  # replaces the end of an object written by `to_json`
 _LINE: Final = f'{{"{_MEMBER}":"%s"}}\n'
 _DIGITS: Final = hashlib.sha256().digest_size * 2
-_CHANGED: Final = "it is not what was written: its digest is another's. Was it edited, or cut off?"
+_CHANGED: Final = "its content was edited or cut off: the digest does not match"
 
 
 def digest_of(raw: bytes) -> str:
@@ -27,35 +28,35 @@ def digest_of(raw: bytes) -> str:
 
 
 def sealed_json(obj: object) -> str:
-    """Return what has fields as JSON for people, as `to_json` does, with its digest as the last member.
+    """Return an object with fields as readable JSON, like `to_json`, with its digest as the last member.
 
     Raises:
-        SerializationError: something inside has no JSON form.
+        SerializationError: A value inside has no JSON form.
     """
     return sealed_object(to_json(obj))
 
 
 def sealed_object(text: str) -> str:
-    """Return the text of an indented JSON object with its digest as the last member."""
+    """Return an indented JSON object with its digest appended as the last member."""
     body = text.removesuffix("\n}")
     return body + _OBJECT % digest_of(body.encode())
 
 
 def sealed_lines(text: str) -> str:
-    """Return whole lines with a last one that has their digest."""
+    """Return complete lines with a further line that holds their digest."""
     return text + _LINE % digest_of(text.encode())
 
 
 def read_object(raw: bytes, schema: int, what: str) -> dict[str, Any]:
-    """Return the JSON object of a text that `sealed_json` made, without the digest.
+    """Return the JSON object of a text from `sealed_json`, without the digest.
 
     Args:
         raw: The text.
-        schema: The layout that is read.
-        what: What the text ought to be, in words.
+        schema: The expected schema version.
+        what: The expected kind of content in words, e.g. "a decision".
 
     Raises:
-        SerializationError: it is no such object, or of another layout, or is not what was written.
+        SerializationError: The text is no such object, has another schema, or was altered.
     """
     whole = _is_whole(raw, _OBJECT)
     data = parse_json(decoded(raw))
@@ -67,30 +68,30 @@ def read_object(raw: bytes, schema: int, what: str) -> dict[str, Any]:
 
 
 def read_lines(raw: bytes, schema: int, what: str) -> list[str]:
-    """Return the lines of a text that `sealed_lines` made, without the digest; the first is an object with a schema.
+    """Return the lines of a text from `sealed_lines`, without the digest; the first line holds the schema.
 
     Raises:
-        SerializationError: as `read_object` does.
+        SerializationError: See `read_object`.
     """
-    lines = decoded(raw).split("\n")  # not splitlines: a text may hold what Unicode calls a line's end
+    lines = decoded(raw).split("\n")  # not splitlines, which also splits at other Unicode line separators
     if not _is_whole(raw, _LINE):
         check_schema(parse_json(lines[0]), schema, what)
         raise SerializationError(_CHANGED)
     if len(lines) < 3 or not lines[-2].startswith(_LINE[:3]):
-        raise SerializationError("it has no whole lines before its digest")
+        raise SerializationError("it has no complete lines before its digest")
     return lines[:-2]
 
 
 def check_schema(data: object, schema: int, what: str) -> None:
-    """Raise unless stored data are of this layout.
+    """Check the schema version of stored data.
 
     Args:
-        data: What the file holds.
-        schema: The layout that is read.
-        what: What the file ought to be, in words.
+        data: The content of the file.
+        schema: The expected schema version.
+        what: The expected kind of content in words, e.g. "a decision".
 
     Raises:
-        SerializationError: they are of another, or no such thing.
+        SerializationError: The data has another schema version, or none.
     """
     found = data.get("schema") if isinstance(data, dict) else None
     if type(found) is not int:
@@ -104,7 +105,7 @@ def decoded(raw: bytes) -> str:
     """Return bytes as text.
 
     Raises:
-        SerializationError: they are not UTF-8.
+        SerializationError: The bytes are not UTF-8.
     """
     try:
         return raw.decode("utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations, keys and calls as JSON: strict both ways, and the same text for the same content in every process."""
+"""Configurations, keys and calls as JSON: strict in both directions, with the same text for the same content."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def from_data(data: object, cls: object) -> Any:
     annotations keep the data as it is.
 
     Raises:
-        SerializationError: A field is unknown or missing, a value has another type, or `cls` refused the values; the
+        SerializationError: A field is unknown or missing, a value has another type, or `cls` rejected the values; the
             message starts with the path.
     """
     return from_plain(plain(data), cls)
 
 
 def to_json(obj: object) -> str:
-    """Return `obj` as JSON for people: indented, keys sorted, all printable. See `to_data` for what is accepted."""
+    """Return `obj` as readable JSON: indented, sorted keys, printable characters. Accepts the same as `to_data`."""
     return printable_json(dumps(to_data(obj), indent=2, ensure_ascii=False))
 
 
@@ -47,16 +47,16 @@ def from_json(text: str, cls: type[_T]) -> _T: ...
 @overload
 def from_json(text: str, cls: object) -> Any: ...
 def from_json(text: str, cls: object) -> Any:
-    """Return the `cls` that `text` describes, as `from_data` does; repeated keys of an object are refused too."""
+    """Decode JSON text as a `cls`, like `from_data`; also rejects repeated keys of an object."""
     return from_plain(parse_json(text), cls)
 
 
 def parse_json(text: str) -> Any:
-    """Return the plain data that `text` describes.
+    """Return the plain data of a JSON text.
 
     Raises:
-        SerializationError: it is not one JSON value, an object has a key twice, or a value is one that `to_data` would
-            refuse, such as NaN or a lone surrogate.
+        SerializationError: The text is not a single JSON value, an object has a key twice, or `to_data` would reject
+            a value, e.g. NaN or a lone surrogate.
     """
     if not isinstance(text, str):
         raise SerializationError(f"text must be a str of JSON, got {describe(text)}.")
@@ -64,12 +64,12 @@ def parse_json(text: str) -> Any:
         data = _STRICT.decode(text)
     except (ValueError, RecursionError):
         data = _lenient(text)
-    # to look through all that was parsed takes longer than to parse it
+    # checking all values takes longer than parsing, so only suspicious texts are checked
     return data if _HALF not in text and text.count("[") + text.count("{") <= MAX_DEPTH else plain(data)
 
 
 def _lenient(text: str) -> Any:
-    """Return plain data that the strict parser refused, for the error that says where the fault is."""
+    """Parse text that the strict parser rejected, to raise an error with the path of the fault."""
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -82,7 +82,7 @@ def from_plain(data: object, cls: type[_T]) -> _T: ...
 @overload
 def from_plain(data: object, cls: object) -> Any: ...
 def from_plain(data: object, cls: object) -> Any:
-    """Return data that `parse_json` returned as a `cls`, as `from_data` does."""
+    """Decode data from `parse_json` as a `cls`, like `from_data`."""
     return decode(data, cls)
 
 
@@ -97,9 +97,9 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _finite_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 
 _STRICT: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite_float, parse_constant=_finite_float)
-_HALF: Final = "\\u"  # how half a character is written, and whole ones that are rare
+_HALF: Final = "\\u"  # the escape of surrogates and of some other characters

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way back from `signature.describe`: plain data to the value that it describes, strictly.
+"""Strict decoding of `signature.describe`: from plain data to the described value.
 
-What a description names is looked up in the tables of `nameable`, and in nothing else: a function that a kernel will
-call, and a class that will be constructed, must not be any function or class that happens to be there.
+Names in a description are looked up only in the tables of `nameable`. A kernel will call such a function or construct
+such a class, so a description must not name arbitrary functions and classes.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from ejkernel.ops.utils.storage.serialize import describe as shown
 from ejkernel.ops.utils.storage.serialize import parse_dtype
 from ejkernel.ops.utils.values.nameable import Names, quoted
 
-MAX_VALUES: Final = 10_000  # in one description; calls have tens
+MAX_VALUES: Final = 10_000  # maximum values in a description; real calls have tens
 MAX_RANK: Final = 32
 _MAX_DEPTH: Final = 32
-_MAX_KEYS: Final = 1_000  # of one mapping or set, whose making takes quadratic time if all hashes are equal
-_MAX_BYTES: Final = 1 << 40  # of one array: no device holds more
+_MAX_KEYS: Final = 1_000  # of a mapping or set; building one takes quadratic time if all hashes are equal
+_MAX_BYTES: Final = 1 << 40  # of an array; no device has more memory
 _PLAIN_TYPES: Final = {f"builtins.{kind.__name__}": kind for kind in (bool, int, float, complex)}
 _CONTAINERS: Final = {f"collections.{c.__name__}": c for c in (collections.OrderedDict, collections.defaultdict)}
 _KEY_IMPLEMENTATIONS: Final = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def undescribe(data: object, names: Names) -> Any:
-    """Return the value that `describe` made `data` of; arrays become `jax.ShapeDtypeStruct`.
+    """Return the value that `data` describes; arrays become `jax.ShapeDtypeStruct`. The inverse of `describe`.
 
-    Some different values have one description, and one of them is returned: a `frozenset` for every set, a
-    `numpy.dtype` for every way to name a dtype, a function itself for what wraps it.
+    Several values can share a description. Then the result is a `frozenset` for any set, a `numpy.dtype` for any
+    spelling of a dtype, and the function itself for its wrappers.
 
-    No code runs but that of classes that may be named: of dataclasses, named tuples and pytree types when objects of
-    them are made, of hashes when these are keys.
+    This runs only code of classes that may be named: the constructors of dataclasses, named tuples and pytree types,
+    and the hash functions of keys.
 
     Args:
-        data: Plain data, as JSON gives it; it may come from anywhere.
-        names: What it may name.
+        data: Plain untrusted data, as parsed from JSON.
+        names: The objects that the data may name.
 
     Raises:
-        DescriptionError: it describes nothing, is too large, or names something that it may not name.
+        DescriptionError: The data describes no value, is too large, or uses a name that is not in `names`.
     """
     return _Reader(names).value(data, 0)
 
 
 def check_size(shape: Sequence[int], dtype: Any) -> None:
-    """Raise if no device holds such an array, or one that is no longer empty.
+    """Check that an array of this shape could fit on a device; sizes of zero count as one.
 
     Raises:
-        DescriptionError: it is that large.
+        DescriptionError: The array is too large.
     """
     if math.prod(max(1, dim) for dim in shape) * max(1, dtype.itemsize) > _MAX_BYTES:
         raise DescriptionError(f"an array of shape {shown(list(shape))} is larger than any device holds")
 
 
 class _Reader:
-    """Reads one description; counts what it has read."""
+    """Reads one description and counts its values."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
@@ -77,7 +77,7 @@ class _Reader:
             return data
         if type(data) is list:
             return tuple(self.value(item, depth + 1) for item in data)
-        # By all of its keys, so that one more, or one less, is no value.
+        # Selected by the exact set of keys, so a missing or extra key is an error.
         form = _FORMS.get(frozenset(data)) if type(data) is dict else None
         if form is None:
             raise DescriptionError(f"{shown(data)} describes no value")
@@ -85,7 +85,7 @@ class _Reader:
 
     def items(self, data: object, depth: int, count: int | None = None) -> list[Any]:
         if type(data) is not list or (count is not None and len(data) != count):
-            raise DescriptionError(f"a list{'' if count is None else f' of {count}'} is needed, got {shown(data)}")
+            raise DescriptionError(f"expected a list{'' if count is None else f' of {count}'}, got {shown(data)}")
         return [self.value(item, depth) for item in data]
 
     def array(self, data: Any, depth: int) -> Any:
@@ -95,7 +95,7 @@ class _Reader:
             raise DescriptionError(f"an array needs a dtype and a shape, got {shown(parts)}")
         dtype, shape = _dtype(parts[0]), parts[1]
         if type(shape) is not list or len(shape) > MAX_RANK or any(type(dim) is not int or dim < 0 for dim in shape):
-            raise DescriptionError(f"a shape must be known sizes, at most {MAX_RANK}, got {shown(shape)}")
+            raise DescriptionError(f"a shape must be a list of at most {MAX_RANK} known sizes, got {shown(shape)}")
         check_size(shape, dtype)
         return jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type="weak" in data)
 
@@ -113,7 +113,7 @@ class _Reader:
 
     def mapping(self, data: Any, depth: int) -> Any:
         if type(data["map"]) is not list or len(data["map"]) > _MAX_KEYS:
-            raise DescriptionError(f"a list of at most {_MAX_KEYS} pairs is needed, got {shown(data['map'])}")
+            raise DescriptionError(f"expected a list of at most {_MAX_KEYS} pairs, got {shown(data['map'])}")
         pairs = [self.items(pair, depth, 2) for pair in data["map"]]
         return _hashed(lambda: dict(pairs), pairs)
 
@@ -145,7 +145,7 @@ class _Reader:
         cls = self._class(data["dataclass"], dataclasses.is_dataclass, "dataclass")
         given, fields = data["fields"], dataclasses.fields(cls)
         if type(given) is not dict or set(given) != {field.name for field in fields}:
-            raise DescriptionError(f"{cls.__qualname__} has other fields than {shown(given)}")
+            raise DescriptionError(f"the fields of {cls.__qualname__} differ from {shown(given)}")
         values = {field.name: self.value(given[field.name], depth) for field in fields if field.init}
         return _made(cls, lambda: cls(**values))
 
@@ -164,8 +164,8 @@ class _Reader:
         found = self._names.find(name)
         if found is None:
             raise DescriptionError(
-                f"{quoted(name)} may not be named here: import its module, and have the kernel's run name it as an "
-                "annotation or a default, or mark it with @ejkernel.ops.nameable"
+                f"{quoted(name)} may not be named here: import its module, and use it as an annotation or default in "
+                "the kernel's run, or mark it with @ejkernel.ops.nameable"
             )
         return found
 
@@ -201,8 +201,8 @@ def _made(cls: Any, make: Callable[[], Any]) -> Any:
         return make()
     except DescriptionError:
         raise
-    except Exception as error:  # the class's own code: it may refuse in every way
-        text = f"{cls.__module__}.{cls.__qualname__} refused the values: {type(error).__name__}: {error}"
+    except Exception as error:  # the class's own code may raise any exception
+        text = f"{cls.__module__}.{cls.__qualname__} rejected the values: {type(error).__name__}: {error}"
         raise DescriptionError(text) from error
 
 
@@ -216,13 +216,13 @@ def _hashed(make: Callable[[], Any], of: object) -> Any:
 def _dtype(name: Any) -> Any:
     dtype = parse_dtype(_text(name)) or _key_dtypes().get(name)
     if dtype is None:
-        raise DescriptionError(f"{name!r} is no dtype")
+        raise DescriptionError(f"{name!r} is not a dtype")
     return dtype
 
 
 @functools.cache
 def _key_dtypes() -> dict[str, Any]:
-    """Return the dtypes of random keys, which no NumPy dtype has a name for."""
+    """Return the dtypes of random keys by name; NumPy has no names for them."""
     found = [jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl)).dtype for impl in _KEY_IMPLEMENTATIONS]
     return {str(dtype): dtype for dtype in found}
 
@@ -231,7 +231,7 @@ def _from_hex(text: object) -> float:
     try:
         return float.fromhex(_text(text.get("float") if type(text) is dict else text))
     except ValueError as error:
-        raise DescriptionError(f"{text!r} is no float") from error
+        raise DescriptionError(f"{text!r} is not a float") from error
 
 
 def _bytes(text: object) -> bytes:
@@ -244,11 +244,11 @@ def _bytes(text: object) -> bytes:
 def _spec(items: Sequence[object]) -> Any:
     names = [part for item in items for part in (item if type(item) is tuple else (item,))]
     if not all(name is None or type(name) is str for name in names):
-        raise DescriptionError(f"a partition is made of the names of axes, got {shown(items)}")
+        raise DescriptionError(f"a partition must consist of axis names, got {shown(items)}")
     return jax.sharding.PartitionSpec(*items)
 
 
 def _text(value: object) -> str:
     if type(value) is not str:
-        raise DescriptionError(f"a string is needed, got {shown(value)}")
+        raise DescriptionError(f"expected a string, got {shown(value)}")
     return value

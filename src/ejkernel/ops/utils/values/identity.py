@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When two static values of one process are the same: type and value, recursively through containers, else `is`.
+"""Identity of static values within a process: type and value, recursively through containers; otherwise `is`.
 
-Numbers are told apart by their bits. Partial functions, frozen dataclasses, and what pytrees know of themselves are
-containers too. What may change, such as a list in a partial function, counts by `is` *and* by content.
+Numbers are compared by their bits. Partial functions, frozen dataclasses and the static data of pytree nodes count as
+containers. Mutable values, e.g. a list in a partial function, are compared by `is` *and* by content.
 
-This is not what a key says. A description may be equal for values that compute differently, and two processes have
-only descriptions in common; within one process nothing but the values themselves decides who shares a trace.
+This differs from a key. A key uses descriptions, which are all that two processes can compare, but values that compute
+differently may have equal descriptions. Within a process, the values themselves decide which calls share a trace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Held = Callable[[], Any]
 
 _BY_VALUE = frozenset({bool, int, str, bytes, np.str_, np.bytes_, type(None), type(...)})
 _JAX_VALUES = (jax.sharding.PartitionSpec, jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh)
-_MUTABLE: dict[type, Callable[[Any], Any]] = {  # and what is based on them
+_MUTABLE: dict[type, Callable[[Any], Any]] = {  # including subclasses
     list: list.__iter__,
     set: lambda value: (frozenset(set.__iter__(value)),),
     dict: dict.items,
@@ -44,12 +44,12 @@ _PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     functools.partial: lambda value: (value.func, value.args, tuple(value.keywords.items()), *vars(value).items()),
     types.BuiltinMethodType: lambda value: (value.__self__, value.__name__),
 }
-_MAY_CHANGE = "may change"  # stands in what identifies something whose content is not what it was for ever
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or an extension module did
+_MAY_CHANGE = "may change"  # marks the identity of a value whose content may change
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the type was created by a class statement or an extension module
 
 
 class Weak(weakref.ref[Any]):
-    """A reference that is equal to another of the same object, whatever the object says of equality."""
+    """A weak reference, equal to another reference of the same object regardless of the object's `__eq__`."""
 
     __slots__ = ("_address",)
 
@@ -66,12 +66,12 @@ class Weak(weakref.ref[Any]):
         mine = self()
         return mine is not None and mine is other()
 
-    def __ne__(self, other: object) -> bool:  # the base class has one, which asks the object
+    def __ne__(self, other: object) -> bool:  # overrides weakref's `__ne__`, which compares the objects
         return not self == other
 
 
 class Strong:
-    """The same for an object that cannot be referred to weakly."""
+    """A strong reference with the same equality, for objects that do not support weak references."""
 
     __slots__ = ("_value",)
 
@@ -90,14 +90,14 @@ class Strong:
 
 
 def held_weakly(value: object) -> Held:
-    """Return a function that gives `value` as long as somebody else holds it, or for ever where that cannot be."""
-    if isinstance(value, types.MethodType):  # made anew each time it is asked for
+    """Return a function that returns `value` while it is alive; without weak reference support, hold it forever."""
+    if isinstance(value, types.MethodType):  # each attribute access creates a new method object
         return weakref.WeakMethod(value)
     return by_is(value)
 
 
 def by_is(value: object) -> Weak | Strong:
-    """Return what is equal for one and the same object alone."""
+    """Return a reference; references are equal only for the same object."""
     try:
         return Weak(value)
     except TypeError:
@@ -105,17 +105,17 @@ def by_is(value: object) -> Weak | Strong:
 
 
 def identity(value: object) -> Hashable:
-    """Return a hashable stand-in for a static value, which is equal to another's only if the two compute the same.
+    """Return a hashable identity of a static value. Equal identities mean that the values compute the same.
 
-    Numbers are told apart by type and bits: `1`, `1.0` and `True`, `0.0` and `-0.0`. Containers, partial functions,
-    bound methods, frozen dataclasses and other hashable values are what they hold. What may change, such as a list in
-    a partial function, and all other objects are themselves.
+    Numbers are compared by type and bits: `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`. Containers,
+    partial functions, bound methods, frozen dataclasses and other hashable values are compared by content. Mutable
+    values, e.g. a list in a partial function, and all other objects are compared by `is`.
     """
     return _identity(value, ())
 
 
 class Token:
-    """What identifies an object that does not change, hashed once."""
+    """The identity of an immutable object, with its hash computed once."""
 
     __slots__ = ("_hash", "_parts")
 
@@ -129,13 +129,13 @@ class Token:
         return self is other or (isinstance(other, Token) and self._parts == other._parts)
 
 
-_tokens: dict[int, tuple[Any, Token]] = {}  # by address; the reference removes the entry with its object
-_kept: dict[int, tuple[Any, Token]] = {}  # the same for a few that cannot be referred to weakly, and are held
+_tokens: dict[int, tuple[Any, Token]] = {}  # by address; the weak reference's callback removes the entry
+_kept: dict[int, tuple[Any, Token]] = {}  # by address, for a few objects without weak reference support, held alive
 _MOST_KEPT = 64
 
 
 def token_of(value: object) -> Hashable:
-    """Return `identity(value)`, remembered for objects that do not change."""
+    """Return `identity(value)`, cached for immutable objects."""
     address = id(value)
     known = _tokens.get(address) or _kept.get(address)
     if known is not None:
@@ -144,24 +144,24 @@ def token_of(value: object) -> Hashable:
     if _may_change(found):
         return found
     token = Token(found)
-    tokens = _tokens  # when the interpreter ends, the name is gone first
+    tokens = _tokens  # at interpreter shutdown the global name is deleted before the callbacks run
     try:
         tokens[address] = weakref.ref(value, lambda _: tokens.pop(address, None)), token
     except TypeError:
-        if dataclasses.is_dataclass(value) and _is_plain(found):  # such as one with slots: a configuration
+        if dataclasses.is_dataclass(value) and _is_plain(found):  # e.g. a configuration with slots
             _keep(address, value, token)
     return token
 
 
 def _keep(address: int, value: object, token: Token) -> None:
     while len(_kept) >= _MOST_KEPT:
-        with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread does the same
+        with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # another thread removes entries, too
             _kept.pop(next(iter(_kept)))
-    _kept[address] = value, token  # whose address is nobody else's as long as it stands here
+    _kept[address] = value, token  # holding the value keeps its address from being reused
 
 
 def _is_plain(parts: object) -> bool:
-    """Return whether nothing that is identified is large, or somebody's: numbers and texts alone."""
+    """Return whether an identity refers to no objects, only to numbers and strings."""
     if isinstance(parts, tuple | frozenset):
         return all(map(_is_plain, parts))
     return not isinstance(parts, Weak | Strong)
@@ -185,7 +185,7 @@ def _identity(value: Any, path: tuple[int, ...]) -> Hashable:
         return (kind, value) if isinstance(value, np.dtype) else by_is(value)
     if isinstance(value, _JAX_VALUES):
         return (kind, value)
-    if id(value) in path:  # it holds itself
+    if id(value) in path:  # the value contains itself
         return by_is(value)
     return _of_parts(value, kind, (*path, id(value)))
 
@@ -194,7 +194,7 @@ def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
     mutable = next((base for base in _MUTABLE if isinstance(value, base)), None)
     if mutable is not None:
         return (kind, _MAY_CHANGE, by_is(value), *[_identity(part, path) for part in _MUTABLE[mutable](value)])
-    if kind is types.MappingProxyType:  # there is a new one each time that a class is asked for its attributes
+    if kind is types.MappingProxyType:  # each access to a class's `__dict__` creates a new proxy
         return (kind, _MAY_CHANGE, *[_identity(part, path) for part in value.items()])
     if kind in _PARTS:
         return (kind, *[_identity(part, path) for part in _PARTS[kind](value)])
@@ -213,9 +213,9 @@ def _of_parts(value: Any, kind: type, path: tuple[int, ...]) -> Hashable:
 
 
 def identity_of_node(value: object, aux: Any) -> Hashable:
-    """Return the same for what JAX knows of a pytree's node beside its children, which JAX compares by `==`.
+    """Return the identity of a pytree node's static data (`aux`), which JAX compares by `==`.
 
-    Such data is made anew whenever the node is taken apart, so objects in it are what they hold.
+    Flattening a node may create this data anew each time, so objects in it are compared by content.
     """
     if aux is value and state_of(value):  # `jax.tree_util.register_static`
         return (type(value), *[(name, identity(part)) for name, part in state_of(value)])
@@ -238,7 +238,7 @@ def _is_mutable_dataclass(value: object) -> bool:
 
 
 def _shows_content(value: object) -> bool:
-    """Return whether a value compares by content, all of which Python can see, or is a dataclass that may change."""
+    """Return whether a value is a mutable dataclass or compares by content visible to Python."""
     kind: Any = type(value)
     if _is_mutable_dataclass(value) or kind is types.SimpleNamespace:
         return True
@@ -247,7 +247,7 @@ def _shows_content(value: object) -> bool:
 
 
 def state_of(value: object) -> list[tuple[str, Any]]:
-    """Return the attributes of an instance, without those that are only remembered results."""
+    """Return the attributes of an instance, without cached properties."""
     kind = type(value)
     state = dict(getattr(value, "__dict__", {}))
     for name in _slots_of(kind):
@@ -261,7 +261,7 @@ _slots: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictio
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
-    """Return the names of the attributes that instances have no dictionary for."""
+    """Return the names of the attributes in `__slots__` of a class and its bases."""
     found = _slots.get(kind)
     if found is None:
         found = _slots[kind] = tuple(_mangled_slots(kind))

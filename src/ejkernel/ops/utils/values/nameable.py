@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a text or a file may name. A name is looked up in tables, never in modules: looking it up runs nothing.
+"""Names that a text or file may use. A name is looked up in tables, never in modules, so a lookup runs no code.
 
-Three tables are asked: what was marked with `nameable`; what a kernel's own code declares (`Names`); and JAX's public
-functions of arrays. A package holds functions that were never meant to be called with a text's arguments, and a module
-may import when it is asked for an attribute: from modules a text could have a kernel call `functools.partial(os.system,
-...)`. What is declared is collected anew for each call that is read, so that nothing has to be unregistered, or kept
-alive.
+There are three tables: objects marked with `nameable`, objects that a kernel's own code declares (`Names`), and JAX's
+public array functions. Lookups in modules would be unsafe. A package contains functions that must not be called with
+arguments from a text, e.g. `functools.partial(os.system, ...)`, and accessing a module's attribute may import code.
+The declared objects are collected again for each call that is read, so no entry must be unregistered or kept alive.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from ejkernel.ops.utils.values.signature import JAX_MODULES, importable
 
 T = TypeVar("T")
 
-# Of their functions those that read or write something else than their arguments.
+# Functions of these modules that access anything but their arguments.
 _NOT_OF_ARRAYS: Final = {
     "jax.numpy": {"from_dlpack", "frombuffer", "fromfile", "load", "save", "savez"}
     | {"get_printoptions", "printoptions", "set_printoptions"},
     "jax.lax": {"after_all", "create_token", "dce_sink", "infeed", "outfeed", "precv", "psend", "recv", "send"},
 }
 _LONGEST_SHOWN: Final = 200
-_PYTHONS: Final = ("builtins", "typing", "types", "collections.abc")  # whose classes stand around others
+_PYTHONS: Final = ("builtins", "typing", "types", "collections.abc")  # modules of generic container types
 _UNRESOLVED: Final = (NameError, TypeError, SyntaxError, AttributeError)
 
 _lock = threading.Lock()
@@ -43,26 +42,26 @@ _marked: dict[str, Callable[[], Any]] = {}
 
 
 def nameable(thing: T) -> T:
-    """Let texts and files name a function or a class of yours; returns it.
+    """Let texts and files name a function or class, and return it.
 
-    A program's text names the functions, and the types of the objects, that were static arguments of its calls, and a
-    saved configuration names its type. Both find only what the kernel itself declares - in the annotations and
-    defaults of its `run`, and as its configuration's type -, JAX's own functions of arrays, and what is marked so:
+    A program's text names the functions and object types among the static arguments of its calls, and a saved
+    configuration names its type. Such a name must be declared by the kernel (in the annotations and defaults of `run`,
+    or as its configuration type), belong to JAX's array functions, or be marked:
 
     >>> @nameable
     ... class Rounding(enum.Enum):
     ...     NEAREST = 1
     ...     DOWN = 2
 
-    A class that is marked may be made with any arguments, and a function may be called by the kernels that take
-    functions: mark neither if that does more than compute.
+    A text can construct a marked class with any arguments and pass a marked function to kernels that take functions.
+    So mark only classes and functions without side effects.
 
     Args:
-        thing: A function, a class or a module; a call, `nameable(functions.swish)`, does as well as a decorator. Held
-            weakly; the latest of a name counts.
+        thing: A function, a class or a module. Usable as a decorator or as a call, `nameable(functions.swish)`. Held
+            weakly; marking another object with the same name replaces it.
 
     Raises:
-        KernelError: it has no name that is the same in every process.
+        KernelError: The object has no name that is the same in every process.
     """
     found: Any = thing.__func__ if isinstance(thing, staticmethod) else thing
     name = _name_of(found)
@@ -75,58 +74,58 @@ def nameable(thing: T) -> T:
 
 
 def marked(name: str) -> Any:
-    """Return what was marked and has this name, or `None`."""
+    """Return the marked object with this name, or `None`."""
     with _lock:
         reference = _marked.get(name)
     return None if reference is None else reference()
 
 
 def qualified(name: str) -> str:
-    """Return a name as other processes have it, if it is of the script that this process runs."""
+    """Return the name in other processes of an object from this process's `__main__` script."""
     module, dot, rest = name.partition(".")
     return f"{importable(module)}{dot}{rest}" if module == "__main__" else name
 
 
 def quoted(name: str) -> str:
-    """Return a name that came from anywhere as it may stand in a message."""
+    """Return an untrusted name in quotes for a message."""
     return repr(name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}...")
 
 
 class Names:
-    """What some code of a kernel's declares, by name: in annotations and defaults, and nested in those."""
+    """The objects that a kernel's code declares, by name: in annotations and defaults, including nested ones."""
 
     def __init__(self) -> None:
         self._found: dict[str, Any] = {}
 
     def find(self, name: str) -> Any:
-        """Return what is declared here, is marked, or is JAX's, and has this name; `None` if nothing has."""
+        """Return the declared object, marked object or JAX function with this name, or `None`."""
         found = self._found.get(name)
         if found is None:
             found = marked(name)
         return _jaxs().get(name) if found is None else found
 
     def types(self) -> Iterator[type]:
-        """Yield the classes that are declared."""
+        """Yield the declared classes."""
         return (found for found in self._found.values() if isinstance(found, type))
 
     def add_function(self, function: Any) -> None:
-        """Add what the signature of a function names; annotations that cannot be resolved name nothing."""
+        """Add the objects named in a function's signature; annotations that cannot be resolved are skipped."""
         self._add_annotations(function)
         try:
             parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # a callable of another language
+        except (TypeError, ValueError):  # a callable written in another language
             return
         for parameter in parameters:
             if parameter.default is not parameter.empty:
                 self.add_value(parameter.default)
 
     def add_annotation_of(self, function: object, name: str) -> None:
-        """Add what the annotation of one parameter names, or that of what is returned (`return`)."""
+        """Add the objects named in the annotation of a parameter, or of the result (`return`)."""
         self.add_annotation(resolved_annotations(function).get(name))
 
     def add_annotation(self, annotation: Any) -> None:
-        """Add the classes that a resolved annotation holds."""
-        if isinstance(annotation, list):  # of Callable
+        """Add the classes in a resolved annotation."""
+        if isinstance(annotation, list):  # the arguments of Callable
             for inner in annotation:
                 self.add_annotation(inner)
         elif isinstance(annotation, typing.NewType):
@@ -142,7 +141,7 @@ class Names:
             self._add_class(annotation)
 
     def add_value(self, value: object) -> None:
-        """Add what a default is made of: functions and modules, the types of objects, and what is in them."""
+        """Add the functions, modules and object types in a default value, recursively."""
         if value is None or isinstance(value, enum.Enum):
             self._add_class(type(value))
         elif isinstance(value, (list, tuple, set, frozenset)):
@@ -163,7 +162,7 @@ class Names:
                 self.add_value([getattr(value, field.name, None) for field in dataclasses.fields(value)])
 
     def _add_class(self, cls: type) -> None:
-        """Add a class, and what its fields name."""
+        """Add a class and the objects that its fields name."""
         name = _name_of(cls)
         if name is None or cls.__module__ in _PYTHONS or self._found.get(name) is cls:
             return
@@ -182,16 +181,16 @@ class Names:
 
 
 def _held(thing: object) -> Callable[[], Any]:
-    if inspect.ismethod(thing):  # which is made anew each time that its class is asked for it
+    if inspect.ismethod(thing):  # each attribute access creates a new method object
         return weakref.WeakMethod(thing)
     try:
         return weakref.ref(thing)
-    except TypeError:  # such as a function of NumPy's
+    except TypeError:  # e.g. a NumPy function
         return lambda: thing
 
 
 def _name_of(thing: object) -> str | None:
-    """Return the name that descriptions give a function, a class or a module, without looking anything up."""
+    """Return the name that descriptions use for a function, class or module, without a lookup."""
     if isinstance(thing, types.ModuleType):
         return importable(thing.__name__)
     module, qualname = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
@@ -201,13 +200,13 @@ def _name_of(thing: object) -> str | None:
 
 
 def resolved_annotations(thing: object) -> dict[str, Any]:
-    """Return the annotations of a function or class, without those that cannot be resolved."""
+    """Return the annotations of a function or class that can be resolved."""
     if not callable(thing):
         return {}
     try:
         return typing.get_type_hints(thing)
     except _UNRESOLVED:
-        pass  # one of them may be for type checkers alone: one at a time, then
+        pass  # an annotation may be only for type checkers: resolve them one at a time
     found: dict[str, Any] = {}
     for owner in reversed(thing.__mro__) if isinstance(thing, type) else (thing,):
         scope = getattr(owner, "__globals__", None) or vars(sys.modules.get(getattr(owner, "__module__", ""), object))
@@ -222,10 +221,10 @@ def resolved_annotations(thing: object) -> dict[str, Any]:
 
 @functools.cache
 def _jaxs() -> dict[str, Any]:
-    """Return JAX's public functions of arrays by name, the modules that have them, and the types they take."""
+    """Return JAX's public array functions, their modules and the types of their arguments, by name."""
     found: dict[str, Any] = {}
     for path in JAX_MODULES:
-        module = importlib.import_module(path)  # one of five, and not a name that anybody gave
+        module = importlib.import_module(path)  # a fixed list, not an untrusted name
         found[path] = module
         for name, value in vars(module).items():
             if name.startswith("_") or name in _NOT_OF_ARRAYS.get(path, ()):

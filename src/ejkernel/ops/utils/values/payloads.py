@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the labels in a program's text carry: with `EJKERNEL_OPS_STAMP=json`, the whole abstract call.
+"""Payloads of the labels in a program's text: with `EJKERNEL_OPS_STAMP=json`, the whole abstract call.
 
-The two forms of text write an attribute's value each in its own way: StableHLO as a string of MLIR, HLO as bare JSON.
-An exported program holds MLIR's bytecode, which keeps all strings of a program as they are.
+StableHLO text stores the value of an attribute as an MLIR string, HLO text as bare JSON. An exported program holds
+MLIR bytecode, which contains all strings of a program unchanged.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Final
 
 from ejkernel.ops.utils.meta import LABEL_RE, label_positions
 
-# The first stands beside the key; the others say how a call came about, not what it is.
+# `op` is stored beside the key; the others describe how a call came about, not the call itself.
 _NOT_IN_KEY: Final = ("op", "wiring", "defaults")
-MAX_PAYLOAD: Final = 1 << 20  # characters of one payload; real ones have hundreds
-_MAX_FAILURES: Final = 1_000  # payloads that cannot be read, in one text; more are not tried
+MAX_PAYLOAD: Final = 1 << 20  # maximum characters of a payload; real payloads have hundreds
+_MAX_FAILURES: Final = 1_000  # reading a text stops after this many unreadable payloads
 
 _STABLEHLO = re.compile(rf'" = "([^"]{{0,{MAX_PAYLOAD}}})"')  # a quote inside is written \22
 _BYTECODE: Final = "ML\xefR"
-_DESCRIPTION: Final = '{"args":'  # how one begins: its keys are sorted
+_DESCRIPTION: Final = '{"args":'  # the start of every description, since its keys are sorted
 _ESCAPE = re.compile(rb"\\(\\|[0-9A-Fa-f]{2})")
 
 
@@ -34,8 +34,8 @@ class Label:
         text: The label.
         op: The operation with its version.
         key: The call's key.
-        data: What it carries, if that is a JSON object.
-        problem: Why what it carries cannot be read; `""` if it can, or if it carries no description.
+        data: The payload, if it is a JSON object.
+        problem: Why the payload cannot be read; `""` if it can, or if it is no description.
     """
 
     text: str
@@ -48,7 +48,7 @@ class Label:
 def labels_with_payloads(text: str) -> list[Label]:
     """Return the distinct labels of a text, StableHLO or HLO, in order of first appearance.
 
-    A label that appears several times is the first that can be read.
+    For a label that appears several times, the first readable payload is used.
     """
     found: dict[str, Label] = {}
     failures = 0
@@ -63,14 +63,14 @@ def labels_with_payloads(text: str) -> list[Label]:
 
 
 def key_of(description: dict[str, Any]) -> str:
-    """Return the key of the call that a description describes."""
+    """Return the key of a described call."""
     content = {name: value for name, value in _without_defaults(description).items() if name not in _NOT_IN_KEY}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
 
 def _without_defaults(description: dict[str, Any]) -> dict[str, Any]:
-    """Return a description without the arguments that it says are defaults: they may be spelled out or not."""
+    """Return a description without arguments marked as defaults, so that passing a default does not change the key."""
     args, kwargs, spelled_out = (description.get(name) for name in ("args", "kwargs", "defaults"))
     if not (isinstance(args, list) and isinstance(kwargs, dict) and isinstance(spelled_out, dict)):
         return description
@@ -82,13 +82,13 @@ def _without_defaults(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of_bytecode(data: bytes) -> str:
-    """Return a text that has the labels of an exported program, with what they carry.
+    """Return a text with the labels and payloads of an exported program.
 
-    The program is not parsed: MLIR's own reader does not come back from some broken ones, and `jax.export` has the
-    functions that users registered for their pytree types read parts of the data.
+    The program is not parsed: MLIR's reader hangs on some broken programs, and `jax.export` passes parts of the data
+    to the functions that users registered for their pytree types.
 
     Raises:
-        ValueError: the data hold no bytecode.
+        ValueError: The data holds no bytecode.
     """
     strings = data.decode("latin-1")
     if _BYTECODE not in strings:
@@ -103,7 +103,7 @@ def text_of_bytecode(data: bytes) -> str:
 
 
 def _descriptions(strings: str) -> dict[tuple[str, str], str]:
-    """Return the descriptions of calls among strings that end with NUL, by operation and key."""
+    """Return the descriptions of calls among NUL-terminated strings, by operation and key."""
     found: dict[tuple[str, str], str] = {}
     start, failures = strings.find(_DESCRIPTION), 0
     while start >= 0 and failures < _MAX_FAILURES:
@@ -112,7 +112,7 @@ def _descriptions(strings: str) -> dict[tuple[str, str], str]:
             payload = strings[start : end if end >= 0 else start]
             description = _object(payload, exact=True)
             found.setdefault((str(description.get("op")), key_of(description)), payload)
-        except (ValueError, RecursionError):  # of another's making; its label is one that carries no description
+        except (ValueError, RecursionError):  # not written by ejkernel; its label then has no description
             failures, end = failures + 1, start + len(_DESCRIPTION)
         start = strings.find(_DESCRIPTION, end)
     return found
@@ -124,17 +124,17 @@ def _escaped(text: str) -> str:
 
 def _label(name: str, text: str, end: int) -> Label:
     match = LABEL_RE.fullmatch(name)
-    assert match is not None  # it was found by the same expression
+    assert match is not None  # found by the same expression
     op, key = match["op"], match["key"]
     try:
         data = _payload(text, end)
     except (ValueError, RecursionError) as error:
-        return Label(name, op, key, problem=f"what it carries is not a description: {error}")
+        return Label(name, op, key, problem=f"its payload is not a description: {error}")
     return Label(name, op, key, data)
 
 
 def _payload(text: str, start: int) -> dict[str, Any] | None:
-    """Return the JSON object that follows a label, or `None` if something else does, such as its key alone."""
+    """Return the JSON object after a label, or `None` for any other payload, e.g. only the key."""
     string = _STABLEHLO.match(text, start)
     if string is not None:
         payload = _unescaped(string.group(1))
@@ -145,7 +145,7 @@ def _payload(text: str, start: int) -> dict[str, Any] | None:
 
 
 def _unescaped(text: str) -> str:
-    """Return what a string of MLIR stands for."""
+    """Return an MLIR string without escapes."""
     if "\\" not in text:
         return text
     raw = text.encode("utf-8", "surrogatepass")
@@ -156,7 +156,7 @@ def _object(text: str, *, exact: bool) -> dict[str, Any]:
     data, end = _DECODER.raw_decode(text)
     if exact and end != len(text):
         raise ValueError("something follows the description")
-    return data  # type: ignore[no-any-return]  # it begins with a brace
+    return data  # type: ignore[no-any-return]  # an object, since the text begins with a brace
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

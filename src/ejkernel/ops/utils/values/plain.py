@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of configurations that need no type to be read again."""
+"""Configuration values that can be decoded from JSON without a type."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SCALARS = (bool, int, float, str)
 
 
 def plain(value: Any, what: str) -> Any:
-    """Return `value` as it comes back from JSON, with tuples for lists.
+    """Return `value` as JSON would return it, with tuples for lists.
 
     Raises:
-        ConfigError: it is no such data.
+        ConfigError: The value is not plain data.
     """
     value = python_numbers(value, Takes.NUMBERS)
     if isinstance(value, np.str_ | np.bytes_):

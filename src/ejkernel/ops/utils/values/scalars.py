@@ -19,9 +19,9 @@ from ejkernel.ops.utils.values.nameable import resolved_annotations
 
 
 class Takes(enum.Enum):
-    """What a parameter takes, as far as its signature says."""
+    """The kind of values that a parameter takes, according to its signature."""
 
-    ARRAYS = "arrays"  # every scalar of NumPy or JAX stays an array
+    ARRAYS = "arrays"  # NumPy and JAX scalars stay arrays
     STATIC = "static values"  # a NumPy scalar becomes a Python number; arrays without axes stay arrays
     NUMBERS = "numbers"  # arrays without axes become Python numbers, too
 
@@ -33,12 +33,12 @@ _CONTAINERS: Final = (tuple, list, collections.abc.Sequence)
 def python_numbers(value: Any, takes: Takes) -> Any:
     """Return `value` with Python numbers for concrete scalars, also inside tuples and lists.
 
-    `np.float32(0.1)` becomes `float(np.float32(0.1))`, which is not `0.1`. Tracers and all other values stay as they
-    are; a container without such scalars is returned itself.
+    `np.float32(0.1)` becomes `float(np.float32(0.1))`, which is not `0.1`. Tracers and all other values are unchanged.
+    A container without concrete scalars is returned as the same object.
 
     Args:
         value: An argument of a call.
-        takes: What its parameter takes.
+        takes: The kind of values that the parameter takes.
     """
     kind = type(value)
     if kind is tuple or kind is list:
@@ -50,7 +50,7 @@ def python_numbers(value: Any, takes: Takes) -> Any:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Return whether a value is a concrete array without axes, all of which this process has."""
+    """Return whether a value is a concrete array without axes whose data this process can read."""
     if isinstance(value, np.ndarray):
         return value.ndim == 0
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or value.ndim:
@@ -69,28 +69,28 @@ HOW_TO_KNOW: Final = "compute it with NumPy or math instead of jax.numpy, or nam
 
 
 def given_text(value: Any) -> str:
-    """Return how an error message shows the value of an argument that must be static."""
+    """Return the text for error messages about the value of an argument that must be static."""
     found = next((leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.core.Tracer)), None)
     if found is None:
         return f"{value_text(value)}; it is static under jit"
     shown = f"{found.dtype}[{','.join(map(str, found.shape))}]"
     if found.shape:
         return f"an array, {shown}; pass a Python or NumPy number"
-    return f"a traced value, {shown}, which is not known when the program is compiled; {HOW_TO_KNOW}"
+    return f"a traced value, {shown}, whose value is unknown at compile time; {HOW_TO_KNOW}"
 
 
 def parameters_taking(function: Any, annotated: Any, *, by_position: bool = False) -> dict[str, Takes]:
-    """Return what each parameter of a function takes.
+    """Return the kind of values that each parameter of a function takes.
 
-    It takes numbers if its annotation names Python scalars alone, such as `float | None` or `tuple[int, int]`. Without
-    an annotation it takes numbers by keyword if its default is a Python number, and by position if that is a boolean:
-    `kernel(x, np.float32(2))` is a call of two operands. A keyword-only parameter with neither annotation nor such a
-    default takes static values. Any other parameter takes arrays.
+    A parameter takes numbers if its annotation names only Python scalars, e.g. `float | None` or `tuple[int, int]`.
+    A parameter without an annotation takes numbers by keyword if its default is a Python number, and by position if
+    its default is a boolean: `kernel(x, np.float32(2))` is a call with two operands. A keyword-only parameter without
+    an annotation or such a default takes static values. All other parameters take arrays.
 
     Args:
         function: The function, or its signature.
-        annotated: The function that has the annotations.
-        by_position: Say what positional parameters take by position.
+        annotated: The function with the annotations.
+        by_position: Whether positional parameters are passed by position.
     """
     signature = function if isinstance(function, inspect.Signature) else inspect.signature(function)
     annotations = resolved_annotations(annotated)
@@ -111,13 +111,13 @@ def _takes(parameter: inspect.Parameter, annotation: Any, *, by_position: bool) 
 
 
 def _names_numbers(annotation: Any) -> bool:
-    """Return whether an annotation names Python scalars, and containers of them, alone."""
+    """Return whether an annotation names only Python scalars and containers of them."""
     if annotation is None or annotation is Ellipsis:
         return True
     if isinstance(annotation, type):
         return annotation in _NUMBERS or issubclass(annotation, np.generic)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
+    if origin is typing.Literal or (isinstance(origin, type) and issubclass(origin, np.generic)):
         return True
     if origin is typing.Annotated:
         return _names_numbers(args[0])

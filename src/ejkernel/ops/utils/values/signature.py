@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe a call's arguments as plain data that is the same in every process.
 
-Arrays become dtype and shape; everything else becomes its value or its name. What has neither - a lambda, an object
-that only has an address - raises `UnstableKeyError`, because a name that differs between processes is a wrong hit
-waiting to happen.
+Arrays become dtype and shape; all other values become their value or name. Values with neither, e.g. a lambda or an
+object with only an address, raise `UnstableKeyError`, because a name that differs between processes would cause wrong
+cache hits.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from ejkernel.ops.errors import UnstableKeyError
 from ejkernel.ops.utils.values.identity import state_of
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref, jax.ShapeDtypeStruct, jax.core.ShapedArray)
-_NO_ARRAYS = (np.flexible, np.object_, np.datetime64, np.timedelta64)  # scalars of NumPy that JAX has no dtype for
+_NO_ARRAYS = (np.flexible, np.object_, np.datetime64, np.timedelta64)  # NumPy scalars without a JAX dtype
 _LONGEST = 200
 _JAX_DTYPES = type(jnp.float32)
-# What these make of a function computes the same.
+# Wrappers that do not change the result of a function.
 _TRANSPARENT: tuple[Any, ...] = (type(jax.jit(lambda: None)), type(functools.cache(lambda: None)))
-# Where JAX's functions of arrays are found.
+# Public modules with JAX's array functions.
 JAX_MODULES: Final = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "jax.numpy.linalg")
 
 
 class HasType(Protocol):
-    """An array, or what stands for one: a tracer, a `jax.ShapeDtypeStruct`, or the type that JAX gives it."""
+    """An array or its representative: a tracer, a `jax.ShapeDtypeStruct`, or the type that JAX gives it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """The sizes of the axes."""
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """The type of its elements."""
+        """The type of the elements."""
 
 
 def is_array(value: object) -> bool:
-    """Return whether `value` is an array to a call: concrete, traced or abstract."""
+    """Return whether a call treats `value` as an array: concrete, traced or abstract."""
     return isinstance(value, _ARRAYS) and not isinstance(value, _NO_ARRAYS)
 
 
 def stands_for_array(value: object) -> bool:
-    """Return whether `value` is an array in disguise, such as a parameter of a model: it has `__jax_array__`."""
+    """Return whether `value` wraps an array (it has `__jax_array__`), e.g. a parameter of a model."""
     return hasattr(type(value), "__jax_array__") and not isinstance(value, _ARRAYS)
 
 
 def as_array(value: Any) -> Any:
-    """Return the array that `value` is, or stands for."""
+    """Return `value` as an array, unwrapping `__jax_array__`."""
     return value.__jax_array__() if stands_for_array(value) else value
 
 
@@ -70,7 +70,7 @@ def abstract(value: object) -> jax.ShapeDtypeStruct:
 
 
 def is_known(*sizes: object) -> bool:
-    """Return whether sizes are numbers: in a program that is exported for many shapes some may be symbols."""
+    """Return whether all sizes are numbers; a program exported for many shapes may have symbolic sizes."""
     return all(isinstance(size, int | np.integer) for size in sizes)
 
 
@@ -80,13 +80,13 @@ def abstract_tree(tree: object) -> Any:
 
 
 def describe(value: object) -> Any:
-    """Return `value`, an argument or a container of arguments, as JSON data that depends on nothing but its content.
+    """Return `value`, an argument or a container of arguments, as JSON data that depends only on its content.
 
-    Arrays are their types: they are what a call is given, not a part of what it is. Inside static values, such as a
-    partial function, an array would be computed with, and no description tells it from another of its type.
+    Arrays are described by their types, since their values do not belong to the call's identity. Arrays inside static
+    values, e.g. a partial function, are rejected: their values matter, and a description does not contain them.
 
     Raises:
-        UnstableKeyError: `value` holds something without a stable name; the message says what to pass instead.
+        UnstableKeyError: `value` contains a value without a stable name; the message says what to pass instead.
     """
     if is_array(value):
         return _describe_array(value)
@@ -101,24 +101,25 @@ def describe(value: object) -> Any:
 
 
 def describe_static(value: object) -> Any:
-    """Return the same for a static value, in which arrays have no place.
+    """Return the description of a static value, which must not contain arrays.
 
     Raises:
-        UnstableKeyError: as `describe`, and for a value that holds an array.
+        UnstableKeyError: See `describe`; also if the value contains an array.
     """
     plain = _describe_plain(value)
     if plain is not None or value is None:
         return plain
     if is_array(value) or stands_for_array(value):
         raise UnstableKeyError(
-            f"{_shown(value)} is an array inside a static argument, whose values no key holds; pass it as an argument."
+            f"{_shown(value)} is an array inside a static argument, but keys do not contain array values; pass the "
+            "array as an argument."
         )
     items = _describe_container(value, describe_static)
     return _describe_object(value) if items is None else items
 
 
 def _describe_plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):  # before its value: an enumeration of strings has other members than strings
+    if isinstance(value, enum.Enum):  # before the plain types: a member of a `StrEnum` is also a str
         return {"enum": _type_name(type(value)), "name": value.name}
     kind = type(value)
     if kind in _EXACT:
@@ -164,7 +165,7 @@ def _describe_object(value: object) -> Any:
         return _describe_node(value, describe_static)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: describe_static(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        # An attribute beside the fields may be computed with, and no key would have it.
+        # An extra attribute may affect the result, but a key would not contain it.
         if not fields.keys() >= dict(state_of(value)).keys():
             raise _unstable(value)
         return {"dataclass": _type_name(type(value)), "fields": fields}
@@ -177,7 +178,7 @@ def _describe_object(value: object) -> Any:
 
 def _describe_node(value: object, describe: Callable[[Any], Any] = describe) -> dict[str, Any]:
     flat = jax.tree_util.default_registry.flatten_one_level(value)
-    # What is its own static data (`register_static`) would be described for ever.
+    # A node serving as its own static data (`register_static`) would recurse forever.
     if flat is None or flat[1] is value:
         raise _unstable(value)
     children, aux = flat
@@ -186,7 +187,7 @@ def _describe_node(value: object, describe: Callable[[Any], Any] = describe) -> 
 
 
 def _is_dtype(value: object) -> bool:
-    """Return whether `value` stands for a dtype: `np.dtype`, `np.int8`, `jnp.bfloat16`."""
+    """Return whether `value` represents a dtype: an `np.dtype`, or e.g. `np.int8` or `jnp.bfloat16`."""
     if isinstance(value, type) and issubclass(value, np.generic):
         return True
     return isinstance(value, np.dtype | _JAX_DTYPES)
@@ -196,7 +197,7 @@ def name_of(function: object) -> str:
     """Return the `module.qualname` under which every process finds `function`.
 
     Raises:
-        UnstableKeyError: nothing of that name is found there, or it is something else.
+        UnstableKeyError: The name does not exist, or refers to another object.
     """
     if getattr(function, "__module__", "").partition(".")[0] in ("jax", "jaxlib", "numpy"):
         public = _public_jax_names().get(id(function))
@@ -213,7 +214,7 @@ def name_of(function: object) -> str:
 
 @functools.cache
 def _public_jax_names() -> dict[int, str]:
-    """Return what JAX's functions are known by; their `__module__` is a private path that moves between releases."""
+    """Return the public names of JAX's functions by id; `__module__` is a private, unstable path."""
     names: dict[int, str] = {}
     for path in (*JAX_MODULES, "jax"):
         for name, value in sorted(vars(importlib.import_module(path)).items()):
@@ -223,7 +224,7 @@ def _public_jax_names() -> dict[int, str]:
 
 
 def _look_up(module: str, qualname: str) -> Any:
-    # Not imported: a function that is here has its module loaded, or had.
+    # No import: the module of an existing function is loaded.
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -231,7 +232,7 @@ def _look_up(module: str, qualname: str) -> Any:
 
 
 def importable(module: str) -> str:
-    """Give a script's functions the name that they have when the script is imported."""
+    """Return the name of a module when imported, which differs for `__main__`."""
     main = sys.modules.get("__main__")
     if module != "__main__" or main is None:
         return module
@@ -248,7 +249,7 @@ def _type_name(cls: type) -> str:
 
 
 def _sorted(items: Sequence[object]) -> list[Any]:
-    # Sets and mappings have no order that processes share.
+    # The order of sets and mappings differs between processes.
     return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
 
 
@@ -260,15 +261,15 @@ def _unstable(value: object) -> UnstableKeyError:
 
 
 def _shown(value: object) -> str:
-    """Return `repr(value)`, no longer than a line, and even if that raises."""
+    """Return `repr(value)`, cut to one line; never raises."""
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001 - the user's own code; what it raises is said
+    except Exception as error:  # noqa: BLE001 - the user's own code; the result names the error
         return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-# By exact type: an instance of a subclass may compute something else.
+# By exact type: an instance of a subclass may behave differently.
 _EXACT: dict[type, Callable[[Any], Any]] = {
     type(None): lambda value: value,
     bool: lambda value: value,

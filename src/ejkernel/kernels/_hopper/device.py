@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of a Hopper GPU, the calls that no Hopper kernel runs, and int32 arithmetic for kernels."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from ejkernel import compat
+from ejkernel.ops.implementation import OperationCall
+
+SHARED_MEMORY = 232_448  # bytes, the most that one block of threads can allocate
+MULTIPROCESSORS = 132  # of an H100 or H200 SXM; a persistent launch is correct with any other number, only slower
+DTYPES = ("bfloat16", "float16")  # operands of our matrix products
+_HOPPER = re.compile(r"(^|[:_])(h20|h100|h200|h800|gh200)(_|$)")
+
+
+class Registers(NamedTuple):
+    """Registers per thread, after `setmaxnreg` has moved some from the producer to the consumer warpgroups.
+
+    A multiprocessor has 65,536 registers, which the threads of all warpgroups share in steps of 8.
+    """
+
+    producer: int
+    consumer: int
+
+
+def widest_swizzle(*row_bytes: int) -> int:
+    """Return the widest swizzle, in bytes, that divides rows of all these sizes; 0 if none does."""
+    return next((width for width in (128, 64, 32) if not any(size % width for size in row_bytes)), 0)
+
+
+def unavailable(call: OperationCall, arrays: str, others: str, name: str = "mosaic_gpu") -> str | None:
+    """Return why no Hopper kernel runs `call`, and an alternative; `None` if one may run it.
+
+    Args:
+        call: The call.
+        arrays: The arguments that a program partitioned by XLA would gather.
+        others: The implementations to suggest.
+        name: The implementation to name in the message.
+    """
+    missing = compat.mosaic_gpu_reason()
+    if missing is not None:
+        return f"implementation={name!r} is not available: {missing}."
+    device = call.device_fingerprint
+    if call.platform not in (None, "gpu") or (device and not _HOPPER.search(device)):
+        return (
+            f"implementation={name!r} needs a Hopper GPU, such as an H100 or H200, and this call is for "
+            f"{device or call.platform}; use {others}."
+        )
+    if call.partitioned:
+        return (
+            f"implementation={name!r} in a program that XLA partitions would gather {arrays} on every "
+            "device; call it inside jax.shard_map, or use 'xla'."
+        )
+    return None
+
+
+def quotient(number: Any, divisor: int) -> Any:
+    """Return the quotient of a non-negative int32 number."""
+    return lax.div(number, np.int32(divisor))
+
+
+def remainder(number: Any, divisor: int) -> Any:
+    """Return the remainder of a non-negative int32 number."""
+    return lax.rem(number, np.int32(divisor))

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward kernels with one block of threads per block of keys: launch, producer, epilogue.
+
+A block walks over the query tiles that see its keys, in all heads of its group, so that dK and dV need no second sum.
+With `head_parts` it walks over some of the heads, and XLA adds up dK and dV of the parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._hopper.backend import Backend
+from ejkernel.kernels._hopper.launch import PROGRAM, WARPGROUP, dispatch_warpgroup, launch
+from ejkernel.kernels._hopper.memory import plgpu, tiled
+from ejkernel.kernels._hopper.pipeline import Pipeline, unrolled_producer_tail
+
+from .masks import WGMMA, BackwardInputs, ScoreTerms, ScoreTile, block_range, broadcast_index, key_limit, zeros
+from .params import BackwardParams
+from .plan import REGISTERS, BackwardProblem, dquery_columns, key_block_buffers
+from .visibility import BlockRange
+
+
+class KeyBlockMemory(NamedTuple):
+    """Shared memory and barriers of a block of threads; unused ones are `None`."""
+
+    key: Any
+    value: Any
+    query: Any
+    dout: Any
+    shift: Any
+    delta: Any
+    weights: Any
+    dscores: Any
+    dquery: Any
+    bias: Any
+    dbias: Any
+    loaded: Any  # keys and values
+    query_full: Any
+    dout_full: Any
+    query_empty: Any
+    dout_empty: Any
+    weights_full: Any
+    weights_empty: Any
+    dscores_full: Any
+    bias_full: Any
+    bias_empty: Any
+    done: Any  # no consumer needs keys and values any more
+
+    @property
+    def query_pipeline(self) -> Pipeline:
+        """The stages of queries, with the shifts of their rows."""
+        return Pipeline(self.query_full, self.query_empty)
+
+    @property
+    def dout_pipeline(self) -> Pipeline:
+        """The stages of cotangents, with the deltas of their rows."""
+        return Pipeline(self.dout_full, self.dout_empty)
+
+    @property
+    def weights_pipeline(self) -> Pipeline:
+        """The stages of probabilities, from one consumer to the other."""
+        return Pipeline(self.weights_full, self.weights_empty)
+
+    @property
+    def bias_pipeline(self) -> Pipeline | None:
+        """The stages of the bias."""
+        return None if self.bias is None else Pipeline(self.bias_full, self.bias_empty)
+
+
+class GradientSums(NamedTuple):
+    """References to float32 sums in global memory, of padded lengths, which start from zeros.
+
+    Attributes:
+        dquery: `[batch, queries, heads, head_dim]`, unscaled; `None` if another kernel computes it.
+        dbias: `[batch or 1, heads or 1, keys, queries]`, or queries before keys if each element is stored once;
+            `None` without a bias.
+    """
+
+    dquery: Any = None
+    dbias: Any = None
+
+
+class KeyBlock(NamedTuple):
+    """The work of one block of threads.
+
+    Attributes:
+        arrays: References to the `BackwardInputs`.
+        sums: References to the sums.
+        outputs: References to dK and dV.
+        memory: Shared memory.
+        example: Index in the batch.
+        part: Number of the part, of the parts of all groups.
+        key: The first key.
+        blocks: The range of query tiles.
+        limit: See `masks.key_limit`.
+    """
+
+    arrays: Any
+    sums: GradientSums
+    outputs: tuple[Any, ...]
+    memory: KeyBlockMemory
+    example: jax.Array
+    part: jax.Array
+    key: jax.Array
+    blocks: BlockRange
+    limit: Any
+
+
+class QueryStep(NamedTuple):
+    """One step of a block of keys: a tile of queries of one head.
+
+    Attributes:
+        head: Query head.
+        tile: Number of the tile of queries.
+        number: How many steps came before.
+    """
+
+    head: jax.Array
+    tile: jax.Array
+    number: jax.Array
+
+
+class KeyBlockKernel:
+    """One launch: the gradients of keys and values, and with `form='fused'` the unscaled sum of the queries'."""
+
+    def __init__(self, problem: BackwardProblem, params: BackwardParams, backend: Backend) -> None:
+        self.problem, self.params, self.backend = problem, params, backend
+        self.fused = params.form == "fused"
+        self.key_blocks = -(-problem.keys // params.keys)
+        self.masks = problem.needed_masks(params.keys, walks_queries=True)
+        self.columns = dquery_columns(problem, params)
+        self.parts = problem.groups * params.head_parts
+        self.heads_per_part = problem.heads // self.parts
+
+    def run(self, inputs: BackwardInputs, sums: GradientSums) -> tuple[jax.Array, jax.Array]:
+        """Return the gradients of key and value of all parts, scaled; add the others to `sums`."""
+        problem, params = self.problem, self.params
+        present = [x is not None for x in (*inputs, *sums)]
+
+        def body(*refs: Any) -> None:
+            given = iter(refs)
+            found = [next(given) if here else None for here in present]
+            arrays, totals = BackwardInputs._make(found[: len(inputs)]), GradientSums._make(found[len(inputs) :])
+            outputs = tuple(given)
+            pl.run_scoped(
+                lambda *memory: self._block(arrays, totals, outputs, KeyBlockMemory(*memory)),
+                *self._memory_types(),
+                collective_axes=WARPGROUP,
+            )
+
+        dkey, dvalue = launch(
+            body,
+            self.out_types(inputs),
+            name=f"attention_backward_{params.division}",
+            programs=problem.batch * self.parts * self.key_blocks,
+            consumers=params.warpgroups,
+            interpret=self.backend.interpret,
+        )(*(x for x in (*inputs, *sums) if x is not None))
+        return dkey, dvalue
+
+    def out_types(self, inputs: BackwardInputs) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of the results of `run`."""
+        shapes = ((*x.shape[:2], self.parts, x.shape[3]) for x in (inputs.key, inputs.value))
+        # Parts are rounded too: they leave through the buffers of keys and values, which have no room for float32.
+        return [jax.ShapeDtypeStruct(shape, self.problem.dtype) for shape in shapes]
+
+    def consume(self, block: KeyBlock) -> None:
+        """Run a consumer warpgroup.
+
+        Consumers read their number from `lax.axis_index` wherever they need it. Held in a register through the mainloop
+        it made a causal gradient at head_dim 128 spill 240 bytes.
+        """
+        raise NotImplementedError
+
+    def _memory_types(self) -> KeyBlockMemory:
+        params = self.params
+        buffers: dict[str, Any] = {}
+        for name, buffer in key_block_buffers(self.problem, params).items():
+            dtype = jnp.float32 if buffer.itemsize == 4 else self.problem.dtype
+            # The bias may be of the other 16-bit dtype than the query.
+            dtype = self.problem.bias_dtype if name == "bias" else dtype
+            is_vector = name in ("shift", "delta")
+            buffers[name] = plgpu.SMEM(buffer.shape, dtype) if is_vector else tiled(buffer.shape, dtype, buffer.swizzle)
+        consumers, passes = params.warpgroups, params.division == "products"
+        biases = 0 if self.problem.bias is None else buffers["bias"].shape[0]
+        # Two copies each: a tile, and the initial accumulators of its rows.
+        query = Pipeline.types(params.q_stages, consumers=consumers, copies=2)
+        dout = Pipeline.types(params.dout_stages, consumers=consumers, copies=2)
+        barriers = {
+            "loaded": plgpu.Barrier(num_arrivals=2 * (params.keys // 64)),
+            "query_full": query.full,
+            "dout_full": dout.full,
+            "query_empty": query.empty,
+            "dout_empty": dout.empty,
+            "weights_full": plgpu.Barrier(num_barriers=2) if passes else None,
+            "weights_empty": plgpu.Barrier(num_barriers=2) if passes else None,
+            # With division='products' only one consumer computes the scores' gradient.
+            "dscores_full": plgpu.Barrier(num_arrivals=1 if passes else consumers) if self.fused else None,
+            "bias_full": plgpu.Barrier(num_barriers=biases) if biases else None,
+            "bias_empty": plgpu.Barrier(num_arrivals=consumers, num_barriers=biases) if biases else None,
+            "done": plgpu.Barrier(num_arrivals=consumers),
+        }
+        return KeyBlockMemory(**{name: (buffers | barriers).get(name) for name in KeyBlockMemory._fields})
+
+    def _block(
+        self, arrays: BackwardInputs, sums: GradientSums, outputs: tuple[Any, ...], memory: KeyBlockMemory
+    ) -> None:
+        warpgroup, consumers = lax.axis_index(WARPGROUP), self.params.warpgroups
+        number, example, part = self._schedule(lax.axis_index(PROGRAM))
+        blocks = block_range(arrays.ranges, example, number)
+        limit = key_limit(self.problem, arrays, example, self.params.keys)
+        block = KeyBlock(arrays, sums, outputs, memory, example, part, number * self.params.keys, blocks, limit)
+        dispatch_warpgroup(
+            warpgroup,
+            consumers,
+            REGISTERS[consumers] if consumers > 1 else None,  # one consumer has 255 registers as it is
+            producer=lambda: self._produce(block),
+            consumer=lambda _: self.consume(block),
+        )
+
+    def _schedule(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the block of keys, the example and the part of block of threads `index`.
+
+        Under a causal mask most queries see the first keys. With several parts per group, when blocks are few, the
+        first keys of all examples come first, and short blocks fill the gaps; otherwise the blocks of one example are
+        adjacent, because they share queries.
+        """
+        rest, part = lax.div(index, self.parts), lax.rem(index, self.parts)
+        if self.params.head_parts > 1:
+            return lax.div(rest, self.problem.batch), lax.rem(rest, self.problem.batch), part
+        return lax.rem(rest, self.key_blocks), lax.div(rest, self.key_blocks), part
+
+    # Producer.
+
+    def _produce(self, block: KeyBlock) -> None:
+        params, memory = self.params, block.memory
+        group = lax.div(block.part, params.head_parts)
+        for slab in range(params.keys // 64):
+            at = (block.example, pl.ds(block.key + 64 * slab, 64), group)
+            plgpu.copy_gmem_to_smem(block.arrays.key.at[at], memory.key.at[slab], memory.loaded)
+            plgpu.copy_gmem_to_smem(block.arrays.value.at[at], memory.value.at[slab], memory.loaded)
+
+        def of_head(g: jax.Array, number: jax.Array) -> jax.Array:
+            head = self.head(block, g)
+
+            def of_tile(j: jax.Array, number: jax.Array) -> jax.Array:
+                self._copy_step(block, QueryStep(head, j, number))
+                return number + 1
+
+            # All blocks start at their first tile. Starting at different queries, so that blocks add to different parts
+            # of dQ at a time, took 4 % longer.
+            total: jax.Array = lax.fori_loop(block.blocks.first, block.blocks.end, of_tile, number)
+            return total
+
+        steps = lax.fori_loop(0, self.heads_per_part, of_head, jnp.int32(0))
+        unrolled_producer_tail(steps, memory.query_pipeline, memory.dout_pipeline, memory.bias_pipeline)
+
+    def _copy_step(self, block: KeyBlock, step: QueryStep) -> None:
+        arrays, memory = block.arrays, block.memory
+        rows = pl.ds(step.tile * self.params.q_block, self.params.q_block)
+        at, row = (block.example, rows, step.head), (block.example, step.head, rows)
+        queries = (arrays.query.at[at], memory.query), (arrays.shift.at[row], memory.shift)
+        douts = (arrays.dout.at[at], memory.dout), (arrays.delta.at[row], memory.delta)
+        # Two pipelines: cotangents may have fewer stages than queries where memory is short.
+        for pipeline, copies in ((memory.query_pipeline, queries), (memory.dout_pipeline, douts)):
+            stage = pipeline.producer_acquire(step.number)
+            for source, buffer in copies:
+                plgpu.copy_gmem_to_smem(source, buffer.at[stage], pipeline.full.at[stage])
+        if memory.bias_pipeline is not None:
+            self._copy_bias(block, step, memory.bias_pipeline)
+
+    def _copy_bias(self, block: KeyBlock, step: QueryStep, pipeline: Pipeline) -> None:
+        bias, stage = block.arrays.bias, pipeline.producer_acquire(step.number)
+        first = step.tile * self.params.q_block
+        pairs = (pl.ds(first, self.params.q_block), pl.ds(block.key, self.params.keys))
+        at = (*broadcast_index(bias, block.example, step.head), *pairs)
+        plgpu.copy_gmem_to_smem(bias.at[at], block.memory.bias.at[stage], pipeline.full.at[stage])
+
+    # For the consumers.
+
+    def head(self, block: KeyBlock, g: jax.Array) -> jax.Array:
+        """Return head `g` of the block's part of a group."""
+        return block.part * self.heads_per_part + g
+
+    def over_heads(self, block: KeyBlock, body: Any, carry: Any) -> Any:
+        """Run `body(head, carry)` for every head of the block's part of a group."""
+        return lax.fori_loop(0, self.heads_per_part, lambda g, c: body(self.head(block, g), c), carry)
+
+    def stages(self, step: QueryStep) -> tuple[jax.Array, jax.Array]:
+        """Return the pipeline stages of a step's queries and cotangents."""
+        return lax.rem(step.number, self.params.q_stages), lax.rem(step.number, self.params.dout_stages)
+
+    def tile(self, block: KeyBlock, step: QueryStep, slab: Any) -> ScoreTile:
+        """Return the tile of scores of 64 of the block's keys in one step."""
+        rows = self.params.q_block
+        return ScoreTile((64, rows), 1, block.example, step.head, step.tile * rows, block.key + 64 * slab, block.limit)
+
+    def row(self, tile: ScoreTile, vector: Any) -> jax.Array:
+        """Load one number per query, and broadcast it over a tile."""
+        return tile.spread(tile.vector(vector, 1), 1)
+
+    def scores_start(self, block: KeyBlock, step: QueryStep, tile: ScoreTile) -> jax.Array:
+        """Return the initial accumulator of the scores.
+
+        An accumulator that starts from the row's shift needs no registers for the shift itself.
+        """
+        if not self.problem.shift_in_scores:
+            return zeros(tile.shape)
+        return self.row(tile, block.memory.shift.at[self.stages(step)[0]])
+
+    def score_terms(
+        self, block: KeyBlock, step: QueryStep, tile: ScoreTile, mask: tuple[jax.Array, ...], warpgroup: Any
+    ) -> ScoreTerms:
+        """Return the terms of a tile's probabilities; called once its products are done.
+
+        Args:
+            block: The block.
+            step: The step.
+            tile: The tile.
+            mask: The words of the mask, loaded before.
+            warpgroup: The warpgroup, by which the bias is divided.
+        """
+        memory = block.memory
+        shift = bias = None
+        if not self.problem.shift_in_scores:
+            shift = self.row(tile, memory.shift.at[self.stages(step)[0]])
+        if memory.bias_pipeline is not None:
+            stage = memory.bias_pipeline.stage(step.number)
+            memory.bias_pipeline.consumer_wait(stage)
+            part = memory.bias.at[stage, :, pl.ds(64 * warpgroup, 64)].transpose((1, 0))
+            bias = plgpu.load(part, layout=WGMMA, optimized=False).astype(jnp.float32)
+            plgpu.commit_smem()  # orders the read before the next copy into the stage
+            memory.bias_pipeline.consumer_release(stage)
+        return ScoreTerms(shift, bias, mask)
+
+    # Epilogue.
+
+    def send_dquery(
+        self, block: KeyBlock, part: jax.Array, step: QueryStep, warpgroup: Any, at: tuple[Any, Any]
+    ) -> None:
+        """Start adding a warpgroup's part of dQ to global memory, in pieces of the size of its buffer.
+
+        Args:
+            block: The block.
+            part: Float32, 64 rows.
+            step: The step that computed it.
+            warpgroup: The warpgroup.
+            at: First row, counted from the tile's, and first column.
+        """
+        buffer = block.memory.dquery.at[warpgroup]
+        first = step.tile * self.params.q_block + at[0]
+        width = buffer.shape[-1]
+        for column in range(0, part.shape[1], width):
+            # The previous piece must have left the buffer; its sum in memory may be pending.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            buffer[...] = part[:, column : column + width]
+            plgpu.commit_smem()
+            target = (block.example, pl.ds(first, 64), step.head, pl.ds(at[1] + column, width))
+            self.backend.add_to_memory(buffer, block.sums.dquery.at[target])
+
+    def finish(self, block: KeyBlock) -> None:
+        """Wait until no consumer needs keys and values: their buffers then stage their gradients."""
+        plgpu.barrier_arrive(block.memory.done)
+        plgpu.barrier_wait(block.memory.done)
+
+    def store(self, block: KeyBlock, gradient: jax.Array, which: int, slab: Any) -> None:
+        """Start storing the gradient of 64 keys (`which` 0) or values (1)."""
+        buffer = (block.memory.key, block.memory.value)[which].at[slab]
+        buffer[...] = gradient.astype(self.problem.dtype)
+        plgpu.commit_smem()
+        at = (block.example, pl.ds(block.key + 64 * slab, 64), block.part)
+        plgpu.copy_smem_to_gmem(buffer, block.outputs[which].at[at])

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry points: they pad and pack the operands for the kernels, launch these, and unpack the results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._hopper import widest_swizzle
+from ejkernel.kernels._numbers import LOG2_E
+from ejkernel.kernels._varying import unify_varying
+from ejkernel.kernels.flash_attention.common import EMPTY_ROW_LSE, Operands, Rules, describe
+
+from .params import BackwardParams, ForwardParams
+from .plan import BackwardProblem, ForwardPlan, backward_problem, forward_plan, whole_dim
+from .visibility import (
+    Blocks,
+    Visibility,
+    block_table,
+    dropout_words,
+    lengths_as_segments,
+    packed,
+    ranges_of_keys,
+    ranges_of_queries,
+)
+
+Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+_TILE_ROWS = 8  # of the tiles of shared memory; a copy moves whole ones
+
+# Forward.
+
+
+def forward(
+    operands: Operands, rules: Rules, params: ForwardParams, *, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output `[batch, queries, heads, value_dim]` and the log-sum-exp `[batch, heads, queries]`.
+
+    Args:
+        operands: In float16 or bfloat16.
+        rules: The static part of the call.
+        params: Launch parameters that `params_fault` accepts.
+        interpret: `InterpretGPUParams` to simulate the kernel on a CPU; `None` runs it on a GPU.
+    """
+    # Imported here: Mosaic GPU is not available in every environment.
+    from .forward import launch
+    from .forward_mainloop import ForwardInputs, ForwardOutputs
+
+    operands, row_terms = _without_row_terms(lengths_as_segments(unify_varying(operands)), rules)
+    plan = forward_plan(describe(operands, rules), params)
+    query, key, value = (_pad_axis(_pad_axis(x, 1, _TILE_ROWS), 3, whole_dim(1)) for x in operands[:3])
+    types = ForwardOutputs(
+        jax.ShapeDtypeStruct((*query.shape[:3], plan.value_dim), query.dtype),
+        # In whole tiles: a copy with one axis is not clipped at the end of the array.
+        jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.row_tiles * plan.tile_rows), jnp.float32),
+    )
+    out, lse = launch(plan, ForwardInputs(query, key, value, **_extras(operands, plan)), types, interpret)
+    return _with_row_terms(out[:, : plan.queries, :, : operands.value.shape[3]], lse[..., : plan.queries], *row_terms)
+
+
+_RowTerms = tuple[jax.Array | None, jax.Array | None]
+
+
+def _without_row_terms(operands: Operands, rules: Rules) -> tuple[Operands, _RowTerms]:
+    """Return the operands without bias and mask if these are constant along a row, and the removed bias and mask.
+
+    Such a bias only shifts the log-sum-exp, and such a mask only empties rows: neither needs the kernel. Under a soft
+    cap a bias does more, and is broadcast to all keys instead.
+    """
+    bias, mask, keys = operands.bias, operands.attention_mask, operands.key.shape[1]
+    if keys == 1:  # an axis of 1 is then the axis of keys
+        return operands, (None, None)
+    if bias is not None and rules.soft_cap is not None and rules.cap_after_bias:
+        bias = jnp.broadcast_to(bias, (*bias.shape[:3], keys))
+    row_bias = bias if bias is not None and bias.shape[3] == 1 else None
+    row_mask = mask if mask is not None and mask.shape[3] == 1 else None
+    operands = operands._replace(
+        bias=bias if row_bias is None else None, attention_mask=mask if row_mask is None else None
+    )
+    return operands, (row_bias, row_mask)
+
+
+def _with_row_terms(
+    out: jax.Array, lse: jax.Array, row_bias: jax.Array | None, row_mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    if row_bias is None and row_mask is None:
+        return out, lse
+    empty = lse == EMPTY_ROW_LSE
+    if row_bias is not None:
+        added = row_bias[..., 0].astype(jnp.float32)
+        empty, lse = empty | (added == -jnp.inf), lse + added
+    if row_mask is not None:
+        empty = empty | ~row_mask[..., 0]
+    return jnp.where(empty.transpose(0, 2, 1)[..., None], 0, out), jnp.where(empty, EMPTY_ROW_LSE, lse)
+
+
+def _extras(operands: Operands, plan: ForwardPlan) -> dict[str, jax.Array]:
+    """Return all `ForwardInputs` except query, key and value, by name."""
+    block = plan.params.kv_block
+    bias, mask, lengths = operands.bias, operands.attention_mask, operands.key_lengths
+    extras: dict[str, Any] = {}
+    if lengths is not None:
+        extras["key_lengths"] = jnp.clip(lengths, 0, plan.keys).astype(jnp.int32)
+    if plan.mask:
+        sizes = (plan.row_tiles * plan.tile_rows, -(-plan.keys // block) * block)
+        extras["mask"] = packed(mask, sizes, 3)
+    if plan.table:
+        extras["table"] = block_table(operands, plan.rules, plan.tile_rows, block, extras.get("mask"))
+    if operands.query_segments is not None and operands.key_segments is not None:
+        # In whole tiles and blocks: a copy with one axis is not clipped at the end of the array.
+        extras["query_segments"] = _pad_axis(operands.query_segments.astype(jnp.int32), 1, plan.tile_rows)[:, None]
+        extras["key_segments"] = _pad_axis(operands.key_segments.astype(jnp.int32), 1, block)[:, None]
+    if bias is not None and plan.bias:
+        bias16 = bias.astype(bias.dtype if bias.dtype in (jnp.bfloat16, jnp.float16) else jnp.float32)
+        extras["bias"] = _in_tiles(bias16, block)
+    words = dropout_words(operands)
+    if words is not None:
+        extras["dropout"] = _pad_axis(words, 2, plan.tile_rows)
+    if plan.key_bias or plan.key_mask:
+        terms = [] if bias is None or not plan.key_bias else [bias.astype(jnp.float32)]
+        if mask is not None and plan.key_mask:
+            terms.append(jnp.where(mask, 0.0, -jnp.inf).astype(jnp.float32))
+        extras["key_bias"] = _pad_axis(sum(terms[1:], terms[0])[:, :, 0], 2, block)
+    return extras
+
+
+def _in_tiles(x: jax.Array, kv_block: int) -> jax.Array:
+    """Return `x` with rows and keys padded to whole tiles of shared memory."""
+    swizzle = widest_swizzle(kv_block * x.dtype.itemsize)
+    return _pad_axis(_pad_axis(x, 2, _TILE_ROWS), 3, swizzle // x.dtype.itemsize)
+
+
+# Backward.
+
+
+def backward(
+    operands: Operands,
+    residuals: tuple[jax.Array, jax.Array],
+    dout: jax.Array,
+    rules: Rules,
+    params: BackwardParams,
+    *,
+    interpret: Any = None,
+) -> Gradients:
+    """Return the gradients of query, key, value and bias, in the operands' dtypes.
+
+    Args:
+        operands: The forward's.
+        residuals: Output and log-sum-exp of any forward; rows that see no key have zero gradients.
+        dout: Cotangent of the output.
+        rules: The forward's.
+        params: Launch parameters that `params_fault` accepts.
+        interpret: `InterpretGPUParams` to simulate the kernels on a CPU; `None` runs them on a GPU.
+    """
+    # Random words replace the key: they have a batch axis, like all other operands, into which `vmap` folds examples.
+    operands = operands._replace(dropout_key=dropout_words(operands))
+    operands, residuals, dout = unify_varying((operands, residuals, dout))
+
+    @custom_vmap
+    def pull(operands: Operands, residuals: Any, dout: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.enable_x64(False):  # the kernels count in int32
+            found = _gradients(operands, residuals, dout, rules, params, interpret)
+        return tuple(x for x in found if x is not None)
+
+    @pull.def_vmap
+    def _folded(size: int, batched: Any, *args: Any) -> Any:
+        operands: Operands = args[0]
+        batch, bias = operands.query.shape[1 if batched[0].query else 0], operands.bias
+        leaves, structure = jax.tree.flatten(args)
+        mapped = jax.tree.leaves(batched)
+        folded = [_fold(x, size, batch, is_mapped) for x, is_mapped in zip(leaves, mapped, strict=True)]
+        found = [x.reshape(size, -1, *x.shape[1:]) for x in pull(*jax.tree.unflatten(structure, folded))]
+        if bias is not None and bias.shape[1 if batched[0].bias else 0] < batch:
+            # Each folded example had a copy of the bias that they share: its gradient is the sum.
+            found[3] = found[3].sum(axis=1, keepdims=True)
+        return tuple(found), (True,) * len(found)
+
+    found = pull(operands, residuals, dout)
+    dquery, dkey, dvalue = found[:3]
+    return dquery, dkey, dvalue, None if operands.bias is None else found[3]
+
+
+def _fold(x: jax.Array, size: int, batch: int, mapped: bool) -> jax.Array:
+    """Merge the mapped axis into the batch axis; operands that examples share are repeated."""
+    x = x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+    x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+    return x.reshape(size * batch, *x.shape[2:])
+
+
+def _gradients(
+    operands: Operands,
+    residuals: tuple[jax.Array, jax.Array],
+    dout: jax.Array,
+    rules: Rules,
+    params: BackwardParams,
+    interpret: Any,
+) -> Gradients:
+    """Return the gradients outside `vmap`; the operands have `dropout_words` in place of the dropout's key."""
+    problem = backward_problem(describe(operands, rules))
+    inputs = _backward_inputs(operands, residuals, dout.astype(problem.dtype), problem, _padded_lengths(params))
+    found, dbias = _run_backward(inputs, operands, problem, params, interpret)
+    dquery, dkey, dvalue = (
+        x[:, : like.shape[1], :, : like.shape[3]] for x, like in zip(found, operands[:3], strict=True)
+    )
+    if dbias is not None and not problem.bias_whole:
+        dbias = dbias.swapaxes(2, 3)
+    return dquery, dkey, dvalue, _bias_gradient(dbias, operands)
+
+
+def _run_backward(
+    inputs: Any, operands: Operands, problem: BackwardProblem, params: BackwardParams, interpret: Any
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
+    """Return the gradients of query, key and value, and the bias's sum, all of padded sizes."""
+    from ejkernel.kernels._hopper.backend import backend_for
+
+    from .backward_consumers import KeysKernel, ProductsKernel
+    from .backward_keys import GradientSums
+    from .backward_queries import QueriesKernel
+
+    backend = backend_for(interpret)
+    lengths = zip((problem.queries, problem.keys), _padded_lengths(params), strict=True)
+    queries, keys = (-(-length // size) * size for length, size in lengths)
+    shape, sizes = (problem.batch, queries, problem.heads, problem.head_dim), (queries, keys)
+    fused = params.form == "fused"
+    empty = GradientSums(
+        # Of 850 microseconds of one gradient, filling this takes 40 and rounding it 50, both at the speed of memory.
+        dquery=jnp.zeros(shape, jnp.float32) if fused else None,
+        dbias=None if problem.bias is None else _empty_bias(problem, operands, sizes),
+    )
+    kernel = (KeysKernel if params.division == "keys" else ProductsKernel)(problem, params, backend)
+    # Mask words lie along a tile's rows, which are keys here: a word holds 32 queries.
+    mask = packed(operands.attention_mask, sizes, 2)
+    visibility = _visibility(operands, problem, mask)
+    ranges = ranges_of_queries(visibility, Blocks(queries=params.q_block, keys=params.keys))
+    by_keys = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
+
+    def add_up(state: Any) -> None:
+        places, gradients = state
+        for place, gradient in zip(gradients, kernel.run(by_keys, places), strict=True):
+            place[...] = gradient
+
+    # `run_state` ends the references here: under `custom_jvp` JAX lowers no program that creates references.
+    initial = (empty, [jnp.zeros(like.shape, like.dtype) for like in kernel.out_types(inputs)])
+    sums, (dkey, dvalue) = pl.run_state(add_up)(initial)
+    dkey, dvalue = (_sum_of_parts(x, params.head_parts) for x in (dkey, dvalue))
+    if fused:
+        # Scaled here, with the rounding: no block of threads knows when a sum is complete.
+        dquery = (sums.dquery * problem.gradient_scale).astype(problem.dtype)
+    else:
+        ranges = ranges_of_keys(visibility, Blocks(queries=64 * params.q_warpgroups, keys=params.kv_block))
+        # A tile's rows are queries here: a word holds 32 keys.
+        mask = packed(operands.attention_mask, sizes, 3)
+        by_queries = inputs._replace(ranges=jnp.asarray(ranges), mask=mask)
+        dquery = QueriesKernel(problem, params, backend).run(by_queries)
+    return (dquery, dkey, dvalue), sums.dbias
+
+
+def _sum_of_parts(x: jax.Array, parts: int) -> jax.Array:
+    """Return `[batch, keys, groups * parts, dim]` with the parts of each group added up."""
+    if parts == 1:
+        return x
+    split = x.reshape(*x.shape[:2], -1, parts, x.shape[3])
+    # In float32, so that the sum is rounded once.
+    return split.astype(jnp.float32).sum(axis=3).astype(x.dtype)
+
+
+def _empty_bias(problem: BackwardProblem, operands: Operands, sizes: tuple[int, int]) -> jax.Array:
+    """Return the initial gradient of the bias: zeros, unless the kernel stores every tile."""
+    assert problem.bias is not None  # the caller has checked
+    if not problem.bias_whole:
+        return jnp.zeros((*problem.bias, *sizes[::-1]), problem.bias_gradient_dtype)
+    # The kernel does not store tiles that it skips.
+    rules, hides = problem.rules, (operands.attention_mask, operands.query_segments, operands.query_lengths)
+    skips = any(x is not None for x in (*hides, operands.key_lengths, rules.left, rules.right))
+    make = jnp.zeros if skips else jax.lax.empty
+    return make((*problem.bias, *sizes), problem.bias_gradient_dtype)
+
+
+def _padded_lengths(params: BackwardParams) -> tuple[int, int]:
+    """Return the multiples to which queries and keys are padded: whole blocks of both kernels of the split form."""
+    return math.lcm(params.q_block, 64 * params.q_warpgroups or 1), math.lcm(params.keys, params.kv_block or 1)
+
+
+def _backward_inputs(
+    operands: Operands,
+    residuals: tuple[jax.Array, jax.Array],
+    dout: jax.Array,
+    problem: BackwardProblem,
+    padded: tuple[int, int],
+) -> Any:
+    """Return the `BackwardInputs` of both kernels, except for ranges and mask."""
+    from .masks import BackwardInputs
+
+    arrays = (operands.query, operands.key, operands.value, dout)
+    dims = (problem.head_dim, problem.head_dim, problem.value_dim, problem.value_dim)
+    segments = zip((operands.query_segments, operands.key_segments), padded, strict=True)
+    bias, lengths, dropout = operands.bias, operands.key_lengths, operands.dropout_key
+    if bias is not None:
+        # Examples and heads may share a bias; queries and keys may not, because copies move tiles.
+        bias = jnp.broadcast_to(bias.astype(problem.bias_dtype), (*bias.shape[:2], problem.queries, problem.keys))
+    fields = [
+        *(_pad_axis(_pad_axis(x, 1, _TILE_ROWS), 3, dim) for x, dim in zip(arrays, dims, strict=True)),
+        *_row_inputs(residuals, dout, problem, padded[0]),
+        jnp.zeros((1, 1, 4), jnp.int32),
+        *(None if x is None else _pad_axis(x.astype(jnp.int32), 1, size) for x, size in segments),
+        None if lengths is None else lengths.astype(jnp.int32),
+        None if bias is None else _pad_axis(_pad_axis(bias, 2, padded[0]), 3, padded[1]),
+        None,
+        None if dropout is None else _pad_axis(dropout, 2, padded[0]),
+    ]
+    return BackwardInputs._make(fields)
+
+
+def _row_inputs(
+    residuals: tuple[jax.Array, jax.Array], dout: jax.Array, problem: BackwardProblem, q_block: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return shift and delta of `BackwardInputs`; rows of the padding count as rows that see no key."""
+    out, lse = residuals
+    # Not an einsum: a program without a matrix product can be compiled on a machine without the device. It takes 40 of
+    # 850 microseconds of one gradient, at the speed of memory.
+    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=3).transpose(0, 2, 1)
+    shift = row_shift(_pad_axis(lse, 2, q_block, EMPTY_ROW_LSE), problem)
+    return shift, _pad_axis(-delta * (1 - problem.rules.dropout_rate), 2, q_block)
+
+
+def row_shift(lse: jax.Array, problem: BackwardProblem) -> jax.Array:
+    """Return the number that turns a row's scores into exponents.
+
+    Its unit is that of the products of query and key; with a soft cap, of logarithms to the base 2; with a bias, of the
+    scores: if the lowest float hides a whole row, its log-sum-exp is that float, which any factor would make infinite.
+    """
+    if problem.shift_in_scores:
+        return lse * (-1 / problem.rules.scale)
+    return lse * -LOG2_E if problem.bias is None else -lse
+
+
+def _bias_gradient(total: jax.Array | None, operands: Operands) -> jax.Array | None:
+    """Return the sum, of padded size, as the gradient of a bias of any broadcast shape."""
+    if total is None or operands.bias is None:
+        return None
+    bias = operands.bias
+    total = total[:, :, : operands.query.shape[1], : operands.key.shape[1]]
+    axes = tuple(axis for axis in (2, 3) if bias.shape[axis] == 1 < total.shape[axis])
+    return total.sum(axis=axes, keepdims=True).astype(bias.dtype)
+
+
+def _visibility(operands: Operands, problem: BackwardProblem, mask: jax.Array | None) -> Visibility:
+    return Visibility(
+        queries=problem.queries,
+        keys=problem.keys,
+        rules=problem.rules,
+        query_segments=operands.query_segments,
+        key_segments=operands.key_segments,
+        query_lengths=operands.query_lengths,
+        key_lengths=operands.key_lengths,
+        mask=mask,
+    )
+
+
+def _pad_axis(x: jax.Array, axis: int, multiple: int, fill: float = 0) -> jax.Array:
+    """Pad one axis to a multiple."""
+    missing = -x.shape[axis] % multiple
+    if not missing:
+        return x
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=fill)

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static description of one launch, forward and backward, and the shared memory that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels._hopper import DTYPES, MULTIPROCESSORS, SHARED_MEMORY, Registers, widest_swizzle
+from ejkernel.kernels.flash_attention.common import AttentionCall, Rules
+
+from .params import BackwardParams, ForwardParams
+
+ROWS = 64  # of one WGMMA instruction: the query rows of one consumer warpgroup of the forward
+REGISTERS = {1: Registers(24, 240), 2: Registers(24, 240), 3: Registers(32, 160)}  # by consumer warpgroups
+_ALIGNMENT = 1024  # bytes, of every buffer: a swizzle of 128 bytes repeats after as many
+_BARRIERS = 1024  # bytes, more than the barriers of any backward kernel take
+_NATIVE_DIMS = (32, 64, 128, 192, 256)  # head dimensions of the backward; others are padded
+
+# Forward.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardPlan:
+    """The static description of one forward launch.
+
+    Attributes:
+        head_dim, value_dim: Padded to whole swizzles.
+        bias: Itemsize of a bias with rows and keys, which is copied block by block; 0 without one.
+        mask: Whether a mask differs between rows and between keys.
+        key_bias: Whether a bias is added that is the same for all rows.
+        key_mask: Whether keys are hidden from all rows.
+        segments: Whether segment ids are compared.
+        key_lengths: Whether examples have key lengths and no segment ids that express them.
+        caps_late: Whether the soft cap applies to the sum of logits and bias.
+        table: Whether the range of key blocks of each tile is read from a table.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    groups: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    rules: Rules
+    params: ForwardParams
+    bias: int = 0
+    mask: bool = False
+    key_bias: bool = False
+    key_mask: bool = False
+    segments: bool = False
+    key_lengths: bool = False
+    caps_late: bool = False
+    table: bool = False
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a tile."""
+        return ROWS if self.params.pack_heads else ROWS * self.params.warpgroups
+
+    @property
+    def tile_heads(self) -> int:
+        """Heads of a tile."""
+        return self.params.warpgroups if self.params.pack_heads else 1
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles that cover the queries of one head."""
+        return -(-self.queries // self.tile_rows)
+
+    @property
+    def tiles(self) -> int:
+        """All tiles."""
+        return self.batch * self.row_tiles * (self.heads // self.tile_heads)
+
+    @property
+    def programs(self) -> int:
+        """Blocks of threads."""
+        return min(MULTIPROCESSORS, self.tiles) if self.params.persistent else self.tiles
+
+    @property
+    def head_swizzle(self) -> int:
+        """Swizzle of queries and keys, in bytes."""
+        return widest_swizzle(self.head_dim * 2)
+
+    @property
+    def value_swizzle(self) -> int:
+        """Swizzle of values, which divides a row and a block of keys: the second product sums whole tiles of keys."""
+        return widest_swizzle(math.gcd(self.value_dim, self.params.kv_block) * 2)
+
+    @property
+    def out_swizzle(self) -> int:
+        """Swizzle of the output."""
+        return widest_swizzle(self.value_dim * 2)
+
+    @property
+    def adds(self) -> bool:
+        """Whether a bias other than zero and minus infinity is added to the logits after the soft cap."""
+        return (bool(self.bias) or self.key_bias) and not self.caps_late
+
+    @property
+    def frees_late(self) -> bool:
+        """Whether a tile's query buffer, which stages the output too, is released during the next tile.
+
+        The last tile's buffer is then never released.
+        """
+        return self.params.share_buffer and self.params.query_buffers > 1
+
+    @property
+    def hides_tail(self) -> bool:
+        """Whether the last block of keys extends past the last key, where the window does not hide it."""
+        right = self.rules.right
+        return self.keys % self.params.kv_block != 0 and (right is None or right > 0)
+
+    def shared_bytes(self) -> int:
+        """Return the bytes of shared memory that a block of threads takes."""
+        p = self.params
+        rows, extras = p.warpgroups * ROWS, self.bias or self.mask or self.key_bias or self.key_mask or self.segments
+        query, out = rows * self.head_dim * 2 * p.query_buffers, rows * self.value_dim * 2
+        block = p.stages * p.kv_block
+        buffers = [
+            query if p.share_buffer else query + out,
+            block * self.head_dim * 2,
+            block * self.value_dim * 2,
+            block * rows * self.bias,
+            block * rows // 8 * self.mask,
+            block * 4 * (self.key_bias or self.key_mask),
+            block * 4 * self.segments,
+        ]
+        barriers = (6 if extras else 4) * p.stages + p.query_buffers * (p.warpgroups + 1) + p.warpgroups
+        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in buffers) + 8 * barriers + 2 * _ALIGNMENT
+
+
+def imbalance(plan: ForwardPlan) -> float:
+    """Return the work of the busiest block of threads of a persistent causal launch, over the mean.
+
+    The tile scheduler deals tiles in turns, and may deal the long ones to the same blocks again and again.
+    """
+    heads = plan.heads // plan.tile_heads
+    together = heads // plan.groups if plan.params.heads_first and heads % plan.groups == 0 else heads
+    numbers = np.arange(plan.tiles)
+    row_tile = plan.row_tiles - 1 - numbers % (plan.row_tiles * heads) % (plan.row_tiles * together) // together
+    seen = np.clip((row_tile + 1) * plan.tile_rows + plan.keys - plan.queries, 0, plan.keys)
+    blocks = -(-seen // plan.params.kv_block) + 1  # prologue and epilogue take about as long as one key block
+    turn, place = np.divmod(numbers, plan.programs)
+    program = np.where(turn % 2, plan.programs - 1 - place, place)
+    # By this estimate one order can take 1.6 times as long as another, and measured times agree with it.
+    work = np.bincount(program, blocks, plan.programs)
+    return float(work.max() / work.mean())
+
+
+def forward_plan(call: AttentionCall, params: ForwardParams) -> ForwardPlan:
+    """Return the plan of a forward."""
+    bias, mask = _variation(call.bias, call), _variation(call.attention_mask, call)
+    caps_late = call.bias is not None and call.rules.soft_cap is not None and call.rules.cap_after_bias
+    if caps_late and not bias:  # under a cap, a bias that is constant along a row does more than shift the row
+        bias = "block"
+    # As `lengths_as_segments` leaves them.
+    segments = call.segments or call.query_lengths
+    key_lengths = call.key_lengths and not segments
+    return ForwardPlan(
+        batch=call.query[0],
+        queries=call.query[1],
+        keys=call.key[1],
+        heads=call.query[2],
+        groups=call.key[2],
+        head_dim=whole_dim(call.query[3]),
+        value_dim=whole_dim(call.value[3]),
+        dtype=call.dtype,
+        rules=call.rules,
+        params=params,
+        bias=0 if bias != "block" else 2 if call.bias_dtype in DTYPES else 4,
+        mask=mask == "block",
+        key_bias=bias == "keys",
+        key_mask=mask == "keys",
+        segments=segments,
+        key_lengths=key_lengths,
+        caps_late=caps_late,
+        table=segments or key_lengths or mask != "",
+    )
+
+
+def _variation(shape: tuple[int, ...] | None, call: AttentionCall) -> str:
+    """Return whether a bias or mask varies along the `keys`, or within a `block` of rows and keys; else empty."""
+    if shape is None or (shape[3] == 1 and call.key[1] > 1):
+        return ""
+    return "keys" if shape[2] == 1 else "block"
+
+
+def whole_dim(size: int) -> int:
+    """Return the head dimension of the forward, padded with zeros to a multiple of the narrowest swizzle."""
+    return -(-size // 16) * 16
+
+
+# Backward.
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardProblem:
+    """The static description of one backward, whatever its launch parameters.
+
+    Attributes:
+        batch, heads, groups: As in `Operands`.
+        queries, keys: The lengths, without padding.
+        head_dim, value_dim: Padded to a dimension that the kernels support.
+        dtype: Of query, key, value and the output's cotangent.
+        rules: Of the call.
+        segments: Whether segment ids are given.
+        key_lengths: Whether examples have key lengths.
+        mask: Whether a boolean mask is given.
+        bias: The first two sizes of the bias; `None` without one.
+        bias_dtype: The dtype in which the bias is loaded.
+        bias_whole: Whether the bias has one element per score, in `dtype`: no element of its gradient is a sum.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    groups: int
+    head_dim: int
+    value_dim: int
+    dtype: Any
+    rules: Rules
+    segments: bool = False
+    key_lengths: bool = False
+    mask: bool = False
+    bias: tuple[int, int] | None = None
+    bias_dtype: Any = None
+    bias_whole: bool = False
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.groups
+
+    @property
+    def ahead(self) -> int:
+        """The position of query 0 among the keys."""
+        return self.keys - self.queries
+
+    @property
+    def shift_in_scores(self) -> bool:
+        """Whether the accumulator of a row's scores starts from the row's shift: no soft cap or bias comes between."""
+        return self.rules.soft_cap is None and self.bias is None
+
+    @property
+    def gradient_scale(self) -> float:
+        """Factor on the sums for query and key: the logits' scale, and the dropout's."""
+        return self.rules.scale * self.value_scale
+
+    @property
+    def value_scale(self) -> float:
+        """Factor on the sums for value and bias: the dropout's."""
+        return 1 / (1 - self.rules.dropout_rate)
+
+    @property
+    def bias_gradient_dtype(self) -> Any:
+        """The dtype of the bias's gradient in the kernel."""
+        return self.dtype if self.bias_whole else jnp.dtype(jnp.float32)
+
+    def needed_masks(self, keys_per_block: int, *, walks_queries: bool) -> tuple[bool, bool]:
+        """Return whether masked tiles may come before, and after, the unmasked ones.
+
+        Args:
+            keys_per_block: Keys of a tile.
+            walks_queries: Whether a block of threads owns keys and walks over queries.
+        """
+        # Copies fill the block past the last key with zeros, and a score of zero would have a weight.
+        tail, rules = self.key_lengths or self.keys % keys_per_block != 0, self.rules
+        by_end, by_start = self.segments or rules.right is not None, self.segments or rules.left is not None
+        # Without unmasked tiles, all tiles count as before them for blocks of keys, and as after for blocks of queries.
+        if walks_queries:
+            return by_end or by_start or tail, by_start
+        return by_start, by_end or by_start or tail
+
+
+def backward_problem(call: AttentionCall) -> BackwardProblem:
+    """Return the static description of a backward."""
+    scores = (call.query[0], call.query[2])
+    return BackwardProblem(
+        batch=call.query[0],
+        queries=call.query[1],
+        keys=call.key[1],
+        heads=call.query[2],
+        groups=call.key[2],
+        head_dim=padded_dim(call.query[3]),
+        value_dim=padded_dim(call.value[3]),
+        dtype=jnp.dtype(call.dtype),
+        rules=call.rules,
+        segments=call.segments,
+        key_lengths=call.key_lengths,
+        mask=call.attention_mask is not None,
+        bias=None if call.bias is None else (call.bias[0], call.bias[1]),
+        bias_dtype=jnp.dtype(call.bias_dtype if call.bias_dtype in DTYPES else jnp.float32),
+        bias_whole=call.bias == (*scores, call.query[1], call.key[1]) and call.bias_dtype == call.dtype,
+    )
+
+
+def padded_dim(dim: int) -> int:
+    """Return the smallest head dimension of the backward that holds `dim`."""
+    return next(size for size in _NATIVE_DIMS if dim <= size)
+
+
+class Buffer(NamedTuple):
+    """One buffer of the backward in shared memory.
+
+    Attributes:
+        shape: Its sizes.
+        itemsize: Bytes of an element.
+        columns: The width of the slices of its last axis that are used; 0 for the whole axis.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int = 2
+    columns: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes, aligned."""
+        return -(-math.prod(self.shape) * self.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def swizzle(self) -> int:
+        """The widest swizzle, in bytes, that divides rows and slices."""
+        return widest_swizzle(self.shape[-1] * self.itemsize, self.columns * self.itemsize)
+
+
+def shared_bytes(buffers: dict[str, Buffer]) -> int:
+    """Return the bytes of shared memory that a block of threads with these buffers takes."""
+    return sum(buffer.nbytes for buffer in buffers.values()) + _BARRIERS
+
+
+def dquery_columns(problem: BackwardProblem, params: BackwardParams) -> tuple[int, ...]:
+    """Return how many columns of dQ each consumer of a block of keys computes, for 64 rows."""
+    dim, warpgroups = problem.head_dim, params.warpgroups
+    if params.division == "products":
+        # Whole swizzled tiles; the larger part for the warpgroup that does not compute dK.
+        first = -(-dim // 128) * 64 if dim > 64 else dim // 2
+        return (first, dim - first)
+    # With 64 queries per warpgroup each takes 64 rows; otherwise they divide the columns of the same rows.
+    return (dim if params.q_block == 64 * warpgroups else dim // warpgroups,) * warpgroups
+
+
+def key_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[str, Buffer]:
+    """Return the buffers of a block of threads that owns keys."""
+    slabs, rows = params.keys // 64, params.q_block
+    queries, douts = params.q_stages, params.dout_stages
+    fused, columns = params.form == "fused", dquery_columns(problem, params)
+    # Parts may differ, such as 128 and 64 of 192: the buffer through which they leave takes whole pieces of both.
+    part = math.gcd(*columns)
+    used = part if fused else 0  # both factors of a product need the same swizzle
+    buffers = {
+        "key": Buffer((slabs, 64, problem.head_dim), columns=used),
+        "value": Buffer((slabs, 64, problem.value_dim)),
+        "query": Buffer((queries, rows, problem.head_dim), columns=used),
+        "dout": Buffer((douts, rows, problem.value_dim)),
+        "shift": Buffer((queries, rows), 4),
+        "delta": Buffer((douts, rows), 4),
+    }
+    if params.division == "products":
+        buffers["weights"] = Buffer((2, 64, rows))
+    if problem.bias is not None:
+        buffers["bias"] = Buffer((2, rows, params.keys), problem.bias_dtype.itemsize, 64)
+        # A stored gradient has queries before keys, as the bias; sums in memory are transposed by XLA.
+        shape = (slabs, rows, 64) if problem.bias_whole else (slabs, 64, rows)
+        buffers["dbias"] = Buffer(shape, problem.bias_gradient_dtype.itemsize)
+    if fused:
+        buffers["dscores"] = Buffer((2, slabs, 64, rows), columns=used)
+        buffers["dquery"] = Buffer((params.warpgroups, 64, part), 4)
+    # If memory is short the bias loses its second stage, and all other buffers keep the stages in the parameters.
+    if problem.bias is not None and shared_bytes(buffers) > SHARED_MEMORY:
+        buffers["bias"] = buffers["bias"]._replace(shape=(1, rows, params.keys))
+    return buffers
+
+
+def query_block_buffers(problem: BackwardProblem, params: BackwardParams) -> dict[str, Buffer]:
+    """Return the buffers of a block of threads that owns queries."""
+    warpgroups, stages, keys = params.q_warpgroups, params.kv_stages, params.kv_block
+    return {
+        "query": Buffer((warpgroups, 64, problem.head_dim)),
+        "dout": Buffer((warpgroups, 64, problem.value_dim)),
+        "key": Buffer((stages, keys, problem.head_dim)),
+        "value": Buffer((stages, keys, problem.value_dim)),
+    }
