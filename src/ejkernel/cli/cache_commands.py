@@ -206,7 +206,8 @@ def merge(sources: tuple[str, ...], cache: Path | None, dry_run: bool, as_json: 
 def diff(right: str, left: str, cache: Path | None, as_json: bool) -> int:
     """List the differences between two folders or URLs.
 
-    The table names the better entry of each pair. LEFT is the cache folder by default. The exit status is 1 if they differ.
+    The table names the better entry of each pair. LEFT is the cache folder by default. The exit status is 1 if they
+    differ.
     """
     from ejkernel.cli.sharing import run_diff
 

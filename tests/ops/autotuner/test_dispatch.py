@@ -15,7 +15,7 @@ from tests.ops.faulty_kernels import BEST, HEURISTIC, SHAPE, plain
 
 from ejkernel.ops.autotuner.compile.bundles import BundledCall, BundledCandidate
 from ejkernel.ops.autotuner.fleet import dispatch
-from ejkernel.ops.autotuner.fleet.lines import Wish
+from ejkernel.ops.autotuner.fleet.lines import Instruction
 from ejkernel.ops.autotuner.fleet.place import Answer, Arrived, Location, Refused
 from ejkernel.ops.autotuner.measure.measurement import Measurement
 from ejkernel.ops.autotuner.measure.paired import compare
@@ -261,9 +261,9 @@ def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
             say(assignment)
 
             def work():
-                while assignment.end.wish() == Wish.GO_ON:
+                while assignment.end.instruction() == Instruction.GO_ON:
                     pass
-                wishes.append(assignment.end.wish())
+                wishes.append(assignment.end.instruction())
                 return pickled(Answer(Returned(dataclasses.replace(FOUND, interrupted=True))))
 
             self.pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -276,7 +276,7 @@ def test_what_is_under_way_is_asked_for_the_best_so_far_which_is_remembered():
     chain = ConfigSelectorChain(policy=AutotunePolicy(executor=Asked()))
     with in_slot(slot), pytest.raises(KeyboardInterrupt):
         tune_invocations(chain, [CALL])
-    assert wishes == [Wish.END]
+    assert wishes == [Instruction.END]
     assert chain.cache.get(CALL.key) == BEST
 
 

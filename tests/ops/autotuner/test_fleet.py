@@ -23,7 +23,7 @@ from tests.ops.faulty_kernels import BEST, SHAPE
 from ejkernel.ops import RayExecutor
 from ejkernel.ops.autotuner.fleet import dispatch, ray_executor
 from ejkernel.ops.autotuner.fleet.leases import devices_of, leased
-from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine, Wish
+from ejkernel.ops.autotuner.fleet.lines import FolderEnd, FolderLine, Instruction
 from ejkernel.ops.autotuner.fleet.place import Assignment, Location, Refused, tune_at_place, versions
 from ejkernel.ops.autotuner.process.messages import Happened
 from ejkernel.ops.autotuner.tasks.task import TuningTask
@@ -102,17 +102,17 @@ def test_half_a_message_is_heard_when_it_is_whole(line):
 
 
 def test_a_wish_holds_until_a_stronger_one_comes(line):
-    assert line.end.wish() == Wish.GO_ON
-    line.tell(Wish.END)
-    assert line.end.wish() == Wish.END
-    line.tell(Wish.END_AT_ONCE)
-    assert line.end.wish() == Wish.END_AT_ONCE
+    assert line.end.instruction() == Instruction.GO_ON
+    line.tell(Instruction.END)
+    assert line.end.instruction() == Instruction.END
+    line.tell(Instruction.END_AT_ONCE)
+    assert line.end.instruction() == Instruction.END_AT_ONCE
 
 
 def test_whoever_is_left_at_a_closed_line_is_to_end_at_once(line):
     line.close()
     line.end.say(b"anybody?")
-    assert line.end.wish() == Wish.END_AT_ONCE
+    assert line.end.instruction() == Instruction.END_AT_ONCE
 
 
 def test_a_folder_of_that_name_on_another_machine_is_no_line(line):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ejkernel.ops.autotuner.bench.oracle import REFERENCE
-from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line, Wish
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Instruction, Line
 from ejkernel.ops.autotuner.fleet.place import (
     Answer,
     Arrived,
@@ -44,7 +44,7 @@ from ejkernel.ops.utils.messages.warn import warn
 _LOOK = 0.2  # seconds between polls of a line
 _BACK_OFF = 1.0  # seconds before a refused task is sent again; grows with each refusal
 _MOST_REFUSALS = 5
-_MOST_DEATHS = 20  # lost workers before a task fails; preemptible machines lose many
+_MOST_LOSSES = 20  # lost workers before a task fails; preemptible machines lose many
 _OUT_AFTER = 2  # lost workers before a candidate is ruled out
 _OUT_AFTER_RUNNING = 3  # the same for a candidate that already ran, an unlikely cause
 
@@ -77,8 +77,8 @@ class _Dispatch:
         self._executor = executor
         self._here: concurrent.futures.Executor | None = None  # replaces an executor that accepts no more tasks
         self._journal = Journal(task)
-        self._accusations: collections.Counter[Any] = collections.Counter()
-        self._deaths = 0
+        self._losses_alone: collections.Counter[Any] = collections.Counter()
+        self._losses = 0
         self._refusals: list[str] = []
         self._spent = task.spent
         self._slot = this_slot()
@@ -95,7 +95,7 @@ class _Dispatch:
                 except _RefusedError as refusal:
                     self._send_elsewhere(str(refusal))
                 except WorkerLostError as loss:
-                    self._survive(str(loss), attempt)
+                    self._record_loss(str(loss), attempt)
         finally:
             if self._here is not None:
                 self._here.shutdown(wait=False)
@@ -146,7 +146,7 @@ class _Dispatch:
         while not future.done():
             concurrent.futures.wait([future], timeout=_LOOK)
             attempt.listen()
-            self._pass_on_wishes(future, attempt, interrupts)
+            self._pass_on_cancellation(future, attempt, interrupts)
         attempt.listen()
         try:
             answer: Answer = unpickled(future.result())
@@ -161,7 +161,7 @@ class _Dispatch:
             raise WorkerLostError(error_text(error)) from error
         return answer
 
-    def _pass_on_wishes(
+    def _pass_on_cancellation(
         self, future: concurrent.futures.Future[bytes], attempt: _Attempt, interrupts: list[Callable[[], object]]
     ) -> None:
         """Forward Ctrl-C to the worker: the first ends the search with the best so far, the second at once.
@@ -174,14 +174,14 @@ class _Dispatch:
                 interrupts.pop()()
         except KeyboardInterrupt:
             if self._cancellation.is_requested:
-                attempt.line.tell(Wish.END_AT_ONCE)
+                attempt.line.tell(Instruction.END_AT_ONCE)
                 raise
             self._cancellation.request()
         if self._slot.is_closed:
-            attempt.line.tell(Wish.END_AT_ONCE)
+            attempt.line.tell(Instruction.END_AT_ONCE)
             raise KeyboardInterrupt
         if self._cancellation.is_requested:
-            attempt.line.tell(Wish.END)
+            attempt.line.tell(Instruction.END)
             if attempt.where is None:  # no worker has started, or the worker has no line
                 future.cancel()
                 raise KeyboardInterrupt
@@ -214,7 +214,7 @@ class _Dispatch:
         if self._cancellation.is_requested:
             raise KeyboardInterrupt
 
-    def _survive(self, reason: str, attempt: _Attempt) -> None:
+    def _record_loss(self, reason: str, attempt: _Attempt) -> None:
         """Record the loss of a worker, and rule out a candidate that caused several losses.
 
         Most losses have other causes, so a candidate is ruled out only after it ran alone in several lost workers.
@@ -222,20 +222,20 @@ class _Dispatch:
         Raises:
             TuningError: Too many workers were lost.
         """
-        self._deaths += 1
+        self._losses += 1
         self._spent += attempt.seconds
         where = f" ({attempt.where})" if attempt.where else ""
         text = f"a worker was lost{where}: {reason}{named(attempt.accused)}"
-        if self._deaths >= _MOST_DEATHS:
-            raise TuningError(f"{self._task.inv.op_id}: gave up after the loss of {self._deaths} workers: {text}")
+        if self._losses >= _MOST_LOSSES:
+            raise TuningError(f"{self._task.inv.op_id}: gave up after the loss of {self._losses} workers: {text}")
         emit(WorkerRestarted(self._task.inv.key, text))
         self._journal.suspect(attempt.accused)
         if len(attempt.accused) != 1 or attempt.what.startswith(REFERENCE):
             return
         (culprit,) = attempt.accused
-        self._accusations[config_id(culprit)] += 1
+        self._losses_alone[config_id(culprit)] += 1
         most = _OUT_AFTER_RUNNING if self._journal.was_measured(culprit) else _OUT_AFTER
-        if self._accusations[config_id(culprit)] >= most:
+        if self._losses_alone[config_id(culprit)] >= most:
             self._journal.rule_out(culprit, f"{most} workers were lost while it ran alone; the last loss: {reason}")
 
     def _new_line(self) -> Line:

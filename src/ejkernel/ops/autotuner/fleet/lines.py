@@ -28,7 +28,7 @@ _PREFIX = "ejkernel-lines-"
 _NEW = 60.0  # seconds before other processes may remove an unlocked folder
 
 
-class Wish(enum.IntEnum):
+class Instruction(enum.IntEnum):
     """The caller's instruction for a search."""
 
     GO_ON = 0
@@ -45,7 +45,7 @@ class LineEnd(Protocol):
     def say(self, message: bytes) -> None:
         """Send a message to the caller. Messages arrive in order."""
 
-    def wish(self) -> Wish:
+    def instruction(self) -> Instruction:
         """Return the caller's instruction; `END_AT_ONCE` if the caller is gone."""
 
 
@@ -59,7 +59,7 @@ class Line(Protocol):
     def heard(self) -> Iterator[bytes]:
         """Yield the messages since the last call."""
 
-    def tell(self, wish: Wish) -> None:
+    def tell(self, instruction: Instruction) -> None:
         """Set the instruction for the worker."""
 
     def close(self) -> None:
@@ -90,14 +90,14 @@ class FolderEnd:
         try:
             with open(self.folder / "said", "ab", buffering=0) as file:
                 file.write(_LENGTH.pack(len(message)) + message)
-        except FileNotFoundError:  # the caller is gone; `wish` reports it
+        except FileNotFoundError:  # the caller is gone; `instruction` reports it
             return
 
-    def wish(self) -> Wish:
+    def instruction(self) -> Instruction:
         """See `LineEnd`."""
-        if not self.folder.exists() or (self.folder / Wish.END_AT_ONCE.name).exists():
-            return Wish.END_AT_ONCE
-        return Wish.END if (self.folder / Wish.END.name).exists() else Wish.GO_ON
+        if not self.folder.exists() or (self.folder / Instruction.END_AT_ONCE.name).exists():
+            return Instruction.END_AT_ONCE
+        return Instruction.END if (self.folder / Instruction.END.name).exists() else Instruction.GO_ON
 
 
 class FolderLine:
@@ -125,9 +125,9 @@ class FolderLine:
             self._read += whole
             new = new[whole:]
 
-    def tell(self, wish: Wish) -> None:
+    def tell(self, instruction: Instruction) -> None:
         """See `Line`."""
-        (self._folder / wish.name).touch()
+        (self._folder / instruction.name).touch()
 
     def close(self) -> None:
         """See `Line`."""

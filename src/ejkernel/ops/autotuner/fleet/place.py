@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops.autotuner.fleet.leases import Device, devices_of, leased
-from ejkernel.ops.autotuner.fleet.lines import LineEnd, Wish
+from ejkernel.ops.autotuner.fleet.lines import Instruction, LineEnd
 from ejkernel.ops.autotuner.process.cancellation import Cancellation
 from ejkernel.ops.autotuner.process.lifetime import begin_anew_in_forks
 from ejkernel.ops.autotuner.process.messages import Began, Happened, Message, Raised, Returned, Warned
@@ -120,23 +120,23 @@ def carry_out(sent: bytes) -> bytes:
 
 def tune_at_place(assignment: Assignment) -> Answer:
     """Run an assignment in this thread."""
-    voice = _Voice(assignment)
+    reporter = _Reporter(assignment)
     is_local = assignment.caller == Location.here()
     if not is_local:
         _leave_interrupts_to(assignment.caller)
-    if voice.wish() != Wish.GO_ON:
+    if reporter.instruction() != Instruction.GO_ON:
         return Answer(Raised(sendable(KeyboardInterrupt())))
     outcome: Message
-    with contextlib.nullcontext() if is_local else voice.overheard():
+    with contextlib.nullcontext() if is_local else reporter.forwarding_events():
         try:
             with worker_session() if is_local else _stay():
-                outcome = _outcome(assignment, voice)
+                outcome = _outcome(assignment, reporter)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             outcome = Raised(sendable(error))
-    return Answer(outcome, tuple(voice.kept))
+    return Answer(outcome, tuple(reporter.kept))
 
 
-def _outcome(assignment: Assignment, voice: _Voice) -> Message:
+def _outcome(assignment: Assignment, reporter: _Reporter) -> Message:
     task = assignment.task
     if versions() != assignment.versions:
         here, there = (f"JAX {jax_version} and jaxlib {lib}" for jax_version, lib in (versions(), assignment.versions))
@@ -147,19 +147,19 @@ def _outcome(assignment: Assignment, voice: _Voice) -> Message:
         return Refused(f"{Location.here()} sees no GPU, but the call is for {wanted}")
     # Prefer devices with a running worker process.
     devices.sort(key=lambda device: _slot_of(device).worker is None)
-    with leased(devices, lambda: voice.wish() != Wish.GO_ON) as device, in_slot(_slot_of(device)):
+    with leased(devices, lambda: reporter.instruction() != Instruction.GO_ON) as device, in_slot(_slot_of(device)):
         worker = _slot_of(device).worker
         if worker is not None and not worker.is_alive:  # it ended while idle
             _slot_of(device).clear()
         with shared_worker() as worker:
-            has_it, there = worker.call(_what_is_here, wanted)
+            has_it, there = worker.call(_device_here, wanted)
         if not has_it:
             return Refused(f"{Location.here()} has {there}, but the call is for {wanted}")
-        with _heeded(voice, _slot_of(device)), entered(assignment.scope):
-            return Returned(tune_isolated(task, watch=voice.note_under_way))
+        with _following_instructions(reporter, _slot_of(device)), entered(assignment.scope):
+            return Returned(tune_isolated(task, watch=reporter.note_under_way))
 
 
-def _what_is_here(wanted: str) -> tuple[bool, str]:
+def _device_here(wanted: str) -> tuple[bool, str]:
     return device_called(wanted) is not None, device_fingerprint()
 
 
@@ -170,7 +170,7 @@ def _slot_of(device: Device) -> WorkerSlot:
     return _slots.setdefault(device.name, WorkerSlot(device.environ))
 
 
-class _Voice:
+class _Reporter:
     """Sends messages to the caller, at once if connected.
 
     Attributes:
@@ -179,32 +179,32 @@ class _Voice:
 
     def __init__(self, assignment: Assignment) -> None:
         self._end = assignment.end
-        self._is_heard = self._end.connect()
+        self._is_connected = self._end.connect()
         self._under_way: tuple[str, list[Any]] | None = None
         self._thread = threading.get_ident()
         self.kept: list[Message] = []
-        if self._is_heard:
+        if self._is_connected:
             self.say(Arrived(Location.here()))
 
     def say(self, message: Message) -> None:
         """Send a message, or keep it for the answer."""
-        if self._is_heard:
+        if self._is_connected:
             self._end.say(pickled(message))
         else:
             self.kept.append(message)
 
-    def wish(self) -> Wish:
+    def instruction(self) -> Instruction:
         """Return the caller's instruction."""
-        return self._end.wish() if self._is_heard else Wish.GO_ON
+        return self._end.instruction() if self._is_connected else Instruction.GO_ON
 
     def note_under_way(self, what: str, configs: Sequence[Any]) -> None:
         """Report the current step if it is new. If the worker is lost, the last report names the possible cause."""
-        if self._is_heard and (what, list(configs)) != self._under_way:
+        if self._is_connected and (what, list(configs)) != self._under_way:
             self._under_way = (what, list(configs))
             self.say(Began(what, list(configs), 0.0))
 
     @contextlib.contextmanager
-    def overheard(self) -> Iterator[None]:
+    def forwarding_events(self) -> Iterator[None]:
         """Send this thread's events and warnings to the caller inside the `with` block."""
 
         def happened(event: Event) -> None:
@@ -234,20 +234,20 @@ def _warned(message: Warning | str) -> Warned:
 
 
 @contextlib.contextmanager
-def _heeded(voice: _Voice, slot: WorkerSlot) -> Iterator[None]:
+def _following_instructions(reporter: _Reporter, slot: WorkerSlot) -> Iterator[None]:
     """Apply the caller's instructions to the slot's worker inside the `with` block."""
     slot.cancellation, slot.is_closed = Cancellation(), False
     is_done = threading.Event()
 
-    def heed() -> None:
+    def follow() -> None:
         while not is_done.wait(_LOOK):
-            wish = voice.wish()
-            if wish != Wish.GO_ON:
+            instruction = reporter.instruction()
+            if instruction != Instruction.GO_ON:
                 slot.cancellation.request()
-            if wish == Wish.END_AT_ONCE:
+            if instruction == Instruction.END_AT_ONCE:
                 slot.abandon()
 
-    thread = threading.Thread(target=heed, name="ejkernel-heed", daemon=True)
+    thread = threading.Thread(target=follow, name="ejkernel-follow", daemon=True)
     thread.start()
     try:
         yield

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from ejkernel.ops.autotuner.fleet.lines import FolderLine, Line, Wish
+from ejkernel.ops.autotuner.fleet.lines import FolderLine, Instruction, Line
 from ejkernel.ops.errors import ConfigError
 from ejkernel.ops.utils.error_text import error_text
 
@@ -171,24 +171,24 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._said: dict[str, list[bytes]] = {}
-        self._wishes: dict[str, int] = {}
+        self._instructions: dict[str, int] = {}
 
     def say(self, line: str, message: bytes) -> None:
-        if self.wish(line) != Wish.END_AT_ONCE:
+        if self.instruction(line) != Instruction.END_AT_ONCE:
             self._said.setdefault(line, []).append(message)
 
     def fetch(self, line: str) -> list[bytes]:
         return self._said.pop(line, [])
 
-    def tell(self, line: str, wish: int) -> None:
-        self._wishes[line] = wish
+    def tell(self, line: str, instruction: int) -> None:
+        self._instructions[line] = instruction
 
-    def wish(self, line: str) -> int:
-        return self._wishes.get(line, Wish.GO_ON.value)  # a restarted actor does not know older lines
+    def instruction(self, line: str) -> int:
+        return self._instructions.get(line, Instruction.GO_ON.value)  # a restarted actor does not know older lines
 
     def close(self, line: str) -> None:
         self._said.pop(line, None)
-        self._wishes[line] = Wish.END_AT_ONCE.value
+        self._instructions[line] = Instruction.END_AT_ONCE.value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,10 +211,10 @@ class RayEnd:
         """See `LineEnd`."""
         self.mailbox.say.remote(self.name, message)
 
-    def wish(self) -> Wish:
+    def instruction(self) -> Instruction:
         """See `LineEnd`."""
-        said = _asked(self.mailbox.wish.remote(self.name))
-        return Wish.GO_ON if said is None else Wish(said)
+        said = _asked(self.mailbox.instruction.remote(self.name))
+        return Instruction.GO_ON if said is None else Instruction(said)
 
 
 class RayLine:
@@ -233,9 +233,9 @@ class RayLine:
         """See `Line`."""
         yield from _asked(self._mailbox.fetch.remote(self._name)) or ()
 
-    def tell(self, wish: Wish) -> None:
+    def tell(self, instruction: Instruction) -> None:
         """See `Line`."""
-        self._mailbox.tell.remote(self._name, wish.value)
+        self._mailbox.tell.remote(self._name, instruction.value)
 
     def close(self) -> None:
         """See `Line`."""

@@ -405,8 +405,8 @@ class WorkerSlot:
 
 _first = WorkerSlot()
 _taken = [_first]  # the slots of this session
-_here = threading.local()  # the slot of a thread, if it is not the first
-_closing: list[Callable[[], object]] = []  # what else the session's end closes
+_here = threading.local()  # the slot of a thread other than the default one
+_closing: list[Callable[[], object]] = []  # other functions to call at the end of the session
 _users = [0]
 _guard = threading.Lock()
 
