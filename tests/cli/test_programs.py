@@ -169,7 +169,7 @@ def test_the_package_s_own_kernels_are_there_and_others_that_were_not_named_are_
     assert status == 0
     assert "rms_norm.bwd@v0" in out
     assert (
-        "there is no kernel 'affine@v0' here; name the module that makes it, at its top level (--import MODULE)" in err
+        "there is no kernel 'affine@v0' here; name the module that creates it at its top level (--import MODULE)" in err
     )
     assert "4 labels, 2 of them calls that can be tuned here, 0 without a description, 2 not usable here" in err
 

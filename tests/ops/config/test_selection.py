@@ -125,7 +125,7 @@ def test_no_answer_is_an_error_that_says_who_was_asked_and_what_to_do():
     with pytest.raises(NoConfigError) as error:
         ConfigSelectorChain(policy=AutotunePolicy(heuristic=False)).resolve(inv, kernel)
     assert advice not in str(error.value)
-    assert "AutotunePolicy(heuristic=True), or without EJKERNEL_ON_MISS=error." in str(error.value)
+    assert "AutotunePolicy(heuristic=True), or by unsetting EJKERNEL_ON_MISS=error." in str(error.value)
 
 
 def test_without_the_heuristic_a_miss_is_an_error(inv, kernel):

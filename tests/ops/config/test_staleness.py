@@ -133,7 +133,7 @@ def test_a_stale_entry_under_each_miss_policy(cache, inv, monkeypatch, stale, on
     chain.tuner = Heuristically()
     wanted = ON_MISS[stale, on_miss]
     if wanted is None:
-        with pytest.raises(NoConfigError, match=r"What is saved for it is not taken: measured with jax 0\.0\.1, not"):
+        with pytest.raises(NoConfigError, match=r"The saved entry is not used: measured with jax 0\.0\.1, not"):
             chain.resolve(inv, KERNEL)
     else:
         found = chain.resolve(inv, KERNEL)
